@@ -12,6 +12,7 @@ from maxlm.telemetry.formatting import percent
 from maxlm.telemetry.ledger import TITLES, read_ledger
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
+from maxlm.telemetry.unhealthy_hosts import to_replace
 
 NAMED = 3  # parts beside the steps that count
 
@@ -34,6 +35,7 @@ def progress(run: RunDirectory, now: float) -> str:
         words.append(f"goodput {percent(ledger.goodput)}" + (f" ({', '.join(named)})" if named else ""))
     if len(starts) > 1:
         words.append(f"started {len(starts)} times")
+    words += [f"replace host {host}" for host in to_replace(run)]
     return "  ".join(words)
 
 

@@ -24,7 +24,7 @@ poll_once() {
   outcome=$(optional gcloud storage cat "$BUCKET/$RUN/outcome") || return 9
   mkdir -p "$WORK/run"
   (optional gcloud storage cat "$BUCKET/$RUN/latest.jsonl") >"$WORK/run/metrics.jsonl" || return 9
-  for name in events.jsonl heartbeat.json supervisor.jsonl; do
+  for name in events.jsonl heartbeat.json supervisor.jsonl unhealthy_hosts.json; do
     (optional gcloud storage cat "$BUCKET/$RUN/run/$name") >"$WORK/run/$name" || return 9
   done
   printf '%s  %s  %s\n' "$(date +%H:%M:%S)" "$line" "$("$PYTHON" "$HERE/progress.py" "$WORK/run")"

@@ -12,18 +12,18 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Container, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
-from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnreachableError, failed_save
+from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.recovery import Found
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
+_REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
 _COMMITTED = "commit_success.txt"
@@ -87,13 +88,17 @@ class Checkpoints:
         self._pending: _Pending | None = None
         self._unreported: int | None = None  # step of a save that `ended` has not returned
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
+        self._spoilt: int | None = None  # step of a damaged checkpoint in whose place a copy in memory was restored
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
+        self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
 
-    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
-        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
-        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner)
+    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0, secret: bytes = b"") -> None:
+        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0;
+        `secret`: that all processes share, or nothing.
+        """
+        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner, secret=secret)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
@@ -107,8 +112,8 @@ class Checkpoints:
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
         steps = self._fit(steps, unfit)
-        copy = self._newer_copy(steps, unfit)
-        return max(steps, default=None) if copy is None else copy.step
+        copy = self._copy(unfit)
+        return max([*steps, *([] if copy is None else [copy.step])], default=None)
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
@@ -150,11 +155,8 @@ class Checkpoints:
         folders = (self.directory, *self.directory.parents)  # deepest first; a bucket has none
         made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
         error: OSError | None = None
-        probe = self.directory / f".probe-{jax.process_index()}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(bytes(_PROBE_BYTES))
-            probe.unlink()
+            self._probe(_PROBE_BYTES)
         except OSError as failure:
             error = failure
         if multihost.max_over_processes(int(error is not None)):
@@ -166,20 +168,34 @@ class Checkpoints:
             kind, fix = (UnreachableError, "free space or choose another folder") if full else (CheckpointError, "choose another folder")
             raise kind(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); {fix}.") from error
 
+    def _probe(self, size: int) -> None:
+        """Write and remove a file of so many bytes. Raises OSError."""
+        probe = self.directory / f".probe-{jax.process_index()}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(size))
+        probe.unlink()
+
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
         """Start a save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
 
         Waits for the previous save if it is still running. If that has failed, this one is tried all the same, and the failure
         is logged and stored in `last_failure`. `state` is a pytree of jax.Arrays with an entry `params`; `data_position` is JSON.
+
+        Raises CheckpointError in all processes if one of them cannot write there: the state is not saved, and the next save may succeed.
+        Raises UnevenSaveError in a process that fails later on while it is not alone.
         """
         self._settle()
         json.dumps(data_position)  # a value that is not JSON must fail here, not in the background
-        self._set_newer_aside()
-        if step in multihost.from_process_0(self.steps()):
-            return False
-        self._healthy[step] = data_position.get(HEALTHY, True)
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
+        saved: list[int] = []
+        with self._in_all(step, needed):  # what is wrong is found here, as far as possible: below, processes wait for each other
+            self._probe(1)
+            saved = self.steps()
+        self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
+        if step in multihost.from_process_0(saved):
+            return False
+        self._healthy[step] = data_position.get(HEALTHY, True)
         sums: Future[digest.Sums] = Future()
         items = {STATE: leaves, manifest.NAME: self._deferred_manifest(step, leaves, data_position, sums)}
         try:
@@ -189,8 +205,10 @@ class Checkpoints:
             sums.set_result(digest.start(leaves))
         except (OSError, ValueError, RuntimeError) as error:
             sums.cancel()
-            self._reopen_writer()
-            raise failed_save(error, step, str(self.directory), needed) from error
+            failure = failed_save(error, step, str(self.directory), needed)
+            if jax.process_count() > 1:
+                raise UnevenSaveError(str(failure)) from error
+            raise self._failed(failure) from error
         assert response is not None, "forced, so no policy can have declined"
         self._pending, self._unreported = _Pending(step, response, needed), step
         return True
@@ -240,7 +258,7 @@ class Checkpoints:
                 self._writer = None
 
     def restore(self, abstract_state: Any, step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
-        """Restore the newest undamaged checkpoint, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
+        """Restore the newest undamaged checkpoint or copy in memory, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
 
         `unfit`: steps whose checkpoints are passed over, with reasons; the same in all processes.
 
@@ -249,11 +267,9 @@ class Checkpoints:
         the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
         after several tries.
         """
-        restored = self._from_memory(abstract_state, unfit or {}) if step is None else None
-        if restored is None and step is None and self.latest(unfit or {}) is None and self.memory is not None:
-            raise CopyLostError(f"{self.directory} has no checkpoint to continue from, and no copy in memory can be used.")
-        restored = restored or self._restore(abstract_state, step, self.identity, unfit or {})
-        self._resumed_at = restored.step
+        copy = self._copy(unfit or {}) if step is None else None
+        restored = self._restore(abstract_state, step, self.identity, unfit or {}, copy)
+        self._resumed_at, self._spoilt = restored.step, None if restored.source == STORE else restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
             said, self.memory.said = self.memory.said, []
@@ -268,18 +284,14 @@ class Checkpoints:
         """Those of process 0: one that sees none would begin anew beside those that restore."""
         return [step for step in multihost.from_process_0(steps) if step not in unfit]
 
-    def _newer_copy(self, steps: list[int], unfit: Container[int]) -> Found | None:
-        """The newest copy in memory, if it may be continued and is newer than all checkpoints of `steps`."""
+    def _copy(self, unfit: Container[int]) -> Found | None:
+        """The newest copy in memory, if it may be continued."""
         copy = self.memory.newest() if self.memory is not None else None
-        return copy if copy is not None and copy.step not in unfit and copy.step > max(steps, default=-1) else None
+        return None if copy is None or copy.step in unfit else copy
 
-    def _from_memory(self, abstract_state: Any, unfit: Mapping[int, str]) -> Restored | None:
-        """The newest state in the memory of the hosts, if it is complete and newer than the newest checkpoint."""
-        if self.memory is None:
-            return None
-        copy = self._newer_copy(self._fit(self.steps(), unfit), unfit)
-        if copy is None:
-            return None
+    def _from_memory(self, abstract_state: Any, copy: Found) -> Restored | None:
+        """The state of `copy`, the newest in the memory of the hosts; None if its bytes have changed."""
+        assert self.memory is not None, "it has a copy"
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         described = copy.layout.described.leaves
         absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in described}
@@ -289,33 +301,49 @@ class Checkpoints:
             return None
         arrays = loaded.arrays | {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in absent.items()}
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
-        source = "memory of peers" if loaded.sent else "memory"
-        passed_over = tuple(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())
-        return Restored(copy.step, state, loaded.data_position, passed_over, source=source)
+        return Restored(copy.step, state, loaded.data_position, source="memory of peers" if loaded.sent else "memory")
 
-    def _restore(self, abstract_state: Any, step: int | None, identity: dict[str, str] | None, unfit: Mapping[int, str]) -> Restored:
+    def _restore(
+        self, abstract_state: Any, step: int | None, identity: dict[str, str] | None, unfit: Mapping[int, str], copy: Found | None = None
+    ) -> Restored:
+        """`copy`: in memory, which is tried before the checkpoints older than it."""
         self._settle()
-        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         listed, strays = self._listed()
         present = multihost.from_process_0(listed)
         candidates = [number for number in reversed(present) if number not in unfit and step in (None, number)]
-        if not candidates:
+        if not candidates and copy is None and (self.memory is None or step is not None):
             asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
             raise CheckpointError(f"{'; '.join([f'{self.directory} has no checkpoint{asked}', *strays])}.")
         skipped: list[str] = [*(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())]
         skipped += strays if step is None else []
-        for candidate in candidates:
-            try:
-                arrays, position = read_checkpoint(self.directory / str(candidate), wanted, identity)
-            except DamagedError as error:
-                skipped.append(f"checkpoint {candidate} is damaged: {error}")
-                _log.warning("%s/%s skipped: %s", self.directory, candidate, error)
-                continue
-            older = [number for number in candidates if number < candidate][:_CHECKED_OLDER]
-            state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
-            return Restored(candidate, state, position, (*skipped, *self._renamed(older)))
+        newer = [number for number in candidates if copy is None or number >= copy.step]
+        restored = self._newest_good(abstract_state, newer, candidates, identity, skipped)
+        if restored is None and copy is not None:
+            restored = self._from_memory(abstract_state, copy)
+        restored = restored or self._newest_good(abstract_state, candidates[len(newer) :], candidates, identity, skipped)
+        if restored is not None:
+            return dataclasses.replace(restored, skipped=(*skipped, *restored.skipped))
+        if not candidates:
+            raise CopyLostError(f"{self.directory} has no checkpoint to continue from, and no copy in memory can be used.")
         fix = "Nothing was changed. Bring back a copy of one, or begin anew under another run.name."
         raise CheckpointError(f"no good checkpoint in {self.directory}: {'; '.join(skipped)}. {fix}")
+
+    def _newest_good(
+        self, abstract_state: Any, steps: list[int], candidates: list[int], identity: dict[str, str] | None, skipped: list[str]
+    ) -> Restored | None:
+        """The first of `steps`, newest first, that is not damaged; those before go to `skipped`. `candidates`: all that may be read."""
+        wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
+        for step in steps:
+            try:
+                arrays, position = read_checkpoint(self.directory / str(step), wanted, identity)
+            except DamagedError as error:
+                skipped.append(f"checkpoint {step} is damaged: {error}")
+                _log.warning("%s/%s skipped: %s", self.directory, step, error)
+                continue
+            older = [number for number in candidates if number < step][:_CHECKED_OLDER]
+            state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
+            return Restored(step, state, position, tuple(self._renamed(older)))
+        return None
 
     def _renamed(self, steps: list[int]) -> list[str]:
         """Reasons that checkpoints among `steps` hold another step than their folder names: one of them may be the newest."""
@@ -360,7 +388,7 @@ class Checkpoints:
         return text
 
     def _settle(self) -> None:
-        """Wait for the running save, if any. After a failure the writer is replaced: Orbax's would raise the same error at every save."""
+        """Wait for the running save, if any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -370,12 +398,28 @@ class Checkpoints:
         except Exception as failure:  # any: it comes from a background thread, and the other processes must learn of it
             error = failure
         if not multihost.max_over_processes(int(error is not None)):
-            self.last_failure = None
+            self.last_failure, self.failed_in_a_row = None, 0
             return
         error = error or RuntimeError("another process could not write its part")
-        self.last_failure = self._explain(error, pending)
-        _log.error("%s", self.last_failure)
+        _log.error("%s", self._failed(self._explain(error, pending)))
+
+    @contextlib.contextmanager
+    def _in_all(self, step: int, needed: int) -> Iterator[None]:
+        """Raise CheckpointError in all processes if the block, which must not communicate through jax, fails in one of them."""
+        error: Exception | None = None
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError, CheckpointError) as failure:
+            error = failure
+        if multihost.max_over_processes(int(error is not None)):
+            error = error or RuntimeError("another process could not begin it")
+            raise self._failed(failed_save(error, step, str(self.directory), needed)) from error
+
+    def _failed(self, failure: CheckpointError) -> CheckpointError:
+        """Note that a save has failed. The writer is replaced: Orbax's would raise the same error at every save."""
+        self.last_failure, self.failed_in_a_row = failure, self.failed_in_a_row + 1
         self._reopen_writer()
+        return failure
 
     def _explain(self, error: Exception, pending: _Pending) -> CheckpointError:
         failure = failed_save(error, pending.step, str(self.directory), pending.needed_bytes)
@@ -383,6 +427,8 @@ class Checkpoints:
         return failure
 
     def _open_writer(self) -> ocp.training.Checkpointer:
+        if self.failed_in_a_row and jax.process_index() == 0:
+            self._remove_unfinished()
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
@@ -396,6 +442,17 @@ class Checkpoints:
             preservation_policy=retention(self._config, self._was_healthy),
             cleanup_tmp_directories=True,
         )
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a failed save has left. A thread of that save may still write there, which the removal by Orbax does not expect."""
+        for _ in range(_REMOVALS):
+            with contextlib.suppress(OSError):
+                left = [entry for entry in self.directory.iterdir() if _UNFINISHED in entry.name]
+                for entry in left:
+                    entry.rmtree()
+                if not left:
+                    return
+            time.sleep(_REMOVAL_SECONDS)
 
     def _was_healthy(self, step: int) -> bool:
         """Mark of a checkpoint. One that cannot be read counts as healthy: it is reported when it is restored."""
@@ -414,29 +471,33 @@ class Checkpoints:
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # then the next save tries again, and reports
             self._writer = self._open_writer()
 
-    def _set_newer_aside(self) -> None:
+    def _set_newer_aside(self, saved: list[int], in_all: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """Move checkpoints newer than the restored one into `aside/`: damaged ones, and steps that this run will take again.
 
-        Older ones with damaged metadata too: Orbax saves no other beside them.
+        Older ones with damaged metadata too: Orbax saves no other beside them. `saved`: all steps; those that are moved leave it.
         """
-        resumed_at, self._resumed_at = self._resumed_at, None
+        resumed_at = self._resumed_at
         if resumed_at is None:
             return
-        newer = multihost.from_process_0([step for step in self.steps() if step > resumed_at or not _lists(self.directory, step)])
-        if not newer:
-            return
-        if jax.process_index() == 0:
-            aside = self.directory / _ASIDE
-            aside.mkdir(parents=True, exist_ok=True)
-            for step in newer:
-                same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
-                target = aside / (f"{step}-{same + 1}" if same else str(step))
-                (self.directory / str(step)).rename(target)
-                _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("maxlm: newer checkpoints set aside")
-        if self._writer is not None:
+        newer: list[int] = []
+        with in_all():
+            newer = [step for step in saved if step > resumed_at or step == self._spoilt or not _lists(self.directory, step)]
+        newer = multihost.from_process_0(newer)
+        with in_all():
+            for step in newer if jax.process_index() == 0 else ():
+                self._set_aside(step, resumed_at)
+        saved[:] = [step for step in saved if step not in newer]
+        self._resumed_at = None
+        if newer and self._writer is not None:
             self._writer.reload()
+
+    def _set_aside(self, step: int, resumed_at: int) -> None:
+        aside = self.directory / _ASIDE
+        aside.mkdir(parents=True, exist_ok=True)
+        same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
+        target = aside / (f"{step}-{same + 1}" if same else str(step))
+        (self.directory / str(step)).rename(target)
+        _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
 
 
 def _unlisted(directory: ocp.path.Path, step: int) -> str:

@@ -28,6 +28,10 @@ class UnreachableError(CheckpointError, UnavailableError):
     """Storage failed for now, while a checkpoint was read or written; the checkpoints may be good."""
 
 
+class UnevenSaveError(UnreachableError):
+    """A save has failed in this process, and others are still in it: they can only save again after they have all started again."""
+
+
 class Verdict(enum.IntEnum):
     """Outcome of reading a checkpoint in one process. Ordered: the maximum over processes is the outcome of all."""
 

@@ -48,11 +48,12 @@ class MemoryCopies:
         *,
         hosts: Sequence[str] = (),
         owner: int = 0,
+        secret: bytes = b"",
     ) -> None:
-        """`owner`: the process that starts this one again if it dies, or 0."""
+        """`owner`: the process that starts this one again if it dies, or 0; `secret`: that the processes of the run share."""
         self.config, self._directory, self._identity = config, directory, dict(identity)
         self._hosts = tuple(hosts) or ("",) * jax.process_count()
-        self._owner = owner
+        self._owner, self._secret = owner, secret
         self._folder: RunFolder | None = None
         self._snapshots: Snapshots | None = None
         self._job: CopyJob | None = None
@@ -84,7 +85,7 @@ class MemoryCopies:
             return None
         if not self._searched and (run := self._run(make=False)):
             self._left = RunFolder(self.config.folder, run)
-            self._found = recovery.find(self._left, self._identity, self._say)
+            self._found = recovery.find(self._left, self._identity, self._say, self._secret)
         self._searched = True
         return self._found
 

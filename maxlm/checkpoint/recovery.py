@@ -1,9 +1,11 @@
 """Restore from the copies in the memory of hosts: each takes its own tiles, and those that it lacks come from the hosts that hold them.
 
-All processes call `find` and `load`, and all get the same outcome.
+All processes call `find` and `load`, and all get the same outcome. What a process receives from another's memory has a tag: keyed BLAKE2b
+(RFC 7693) under the secret that the processes of a run share, so that nobody on the network can put other bytes in its place.
 """
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ _CANDIDATES = 4  # copies of a host, newest first, that are looked at
 _WORD = 4  # bytes of a content's digest that processes exchange
 _BLOCK = 16 << 20  # bytes that are sent at a time
 _THREADS = 16  # that read and verify
+_TAG_BYTES = 16
 Say = Callable[[str], None]
 
 
@@ -35,6 +38,11 @@ class Found:
 
     layout: Layout
     here: dict[Tile, HostCopy]
+    secret: bytes = b""  # of the run; without one, tags find accidents only
+
+    def tag(self, tile: Tile, content: np.ndarray) -> np.ndarray:
+        """Tag of the bytes of a tile of this state, `_TAG_BYTES` of uint8."""
+        return _tag(self.secret, self.layout.content + f"{tile[0]} {tile[1]}".encode(), content.data)
 
     @property
     def step(self) -> int:
@@ -55,8 +63,10 @@ class Loaded:
     sent: int
 
 
-def find(folder: RunFolder, identity: dict[str, str], say: Say) -> Found | None:
-    """The newest state of this run that the copies hold completely. `say` gets a line for every newer one: why it is not used."""
+def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = b"") -> Found | None:
+    """The newest state of this run that the copies hold completely. `say` gets a line for every newer one: why it is not used. `secret`:
+    that all processes of the run share.
+    """
     here = _usable(folder, identity, say)
     words = [np.frombuffer(content[: 2 * _WORD], np.int32) for content, _, _ in here]
     heads = np.full((_CANDIDATES, 3), -1, np.int32)
@@ -67,7 +77,7 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say) -> Found | None:
     for candidate in candidates:
         holders = [number for number, rows in enumerate(everywhere) if candidate in {tuple(map(int, row)) for row in rows}]
         mine = [item for item, row in zip(here, heads, strict=False) if tuple(map(int, row)) == candidate]
-        found = _complete(mine, holders[0], say)
+        found = _complete(mine, holders[0], say, secret)
         if found is not None:
             return found
         say(
@@ -86,9 +96,13 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", whole=True)
     tilings = found.layout.tilings
     needed = {name: {tile for index in _regions(leaf) for tile in tilings[name].overlapping(index)} for name, leaf in wanted.items()}
-    received, sent = _exchange(found, wanted, needed)
+    received, sent, forged = _exchange(found, wanted, needed)
     arrays: dict[str, jax.Array] = {}
-    failure = False
+    failure = bool(forged)
+    if forged:
+        say(f"what another process sent of {forged[0][0]} has not arrived as it was sent")
+    if multihost.max_over_processes(int(failure)):
+        raise DamagedError("a copy could not be sent to every process that lacks it")
     try:
         for name, leaf in wanted.items():
             arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _reader(found, received, name, leaf))
@@ -124,22 +138,35 @@ def _usable(folder: RunFolder, identity: dict[str, str], say: Say) -> list[tuple
     return [(content, layout, group) for content, (layout, group) in states.items()][:_CANDIDATES]
 
 
-def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say) -> Found | None:
+def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say, secret: bytes) -> Found | None:
     """The state of these copies, if all tiles are undamaged in one process or another. `holder`: a process that has its layout."""
-    text = mine[0][2][0].layout if mine else ""
-    layout = parse(_from_process(holder, text))
-    found = Found(layout, {})
+    content = np.frombuffer(mine[0][2][0].layout.encode() if mine else b"", np.uint8)
+    text, tag = _from_process(holder, content), _from_process(holder, _tag(secret, b"layout", content.data))
+    forged = not np.array_equal(tag, _tag(secret, b"layout", text.data))
+    if forged:
+        say(f"the description of a copy that process {holder} sent has not arrived as it was sent")
+    if multihost.max_over_processes(int(forged)):
+        return None
+    layout = parse(text.tobytes().decode())
+    found = Found(layout, {}, secret)
     for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
         found.here.setdefault(tile, copy)
     held = np.array([tile in found.here for tile in found.tiles], np.uint8)
     return found if bool(multihost.maximum(held).all()) else None
 
 
-def _from_process(number: int, text: str) -> str:
-    """The text of process `number`, in all."""
-    content = np.frombuffer(text.encode(), np.uint8) if jax.process_index() == number else np.zeros(0, np.uint8)
+def _from_process(number: int, content: np.ndarray) -> np.ndarray:
+    """The bytes of process `number`, in all."""
+    content = content if jax.process_index() == number else np.zeros(0, np.uint8)
     size = int(multihost.maximum(np.array([content.size], np.int32))[0])
-    return multihost.maximum(np.pad(content, (0, size - content.size))).tobytes().decode()
+    return multihost.maximum(np.pad(content, (0, size - content.size)))
+
+
+def _tag(secret: bytes, what: bytes, content: memoryview) -> np.ndarray:
+    key = hashlib.sha256(b"maxlm copies in memory" + secret).digest()
+    state = hashlib.blake2b(len(what).to_bytes(4, "big") + what, digest_size=_TAG_BYTES, key=key)
+    state.update(content)
+    return np.frombuffer(state.digest(), np.uint8)
 
 
 def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
@@ -160,12 +187,14 @@ def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy
     return (item for item, problem in zip(items, problems, strict=True) if not problem)
 
 
-def _exchange(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dict[str, set[int]]) -> tuple[dict[Tile, np.ndarray], int]:
-    """The tiles that this process needs and its host lacks, from processes that hold them, and the bytes sent for all processes. A block of
-    them is sent at a time, each byte by the process that holds it.
+def _exchange(
+    found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dict[str, set[int]]
+) -> tuple[dict[Tile, np.ndarray], int, list[Tile]]:
+    """The tiles that this process needs and its host lacks, from processes that hold them, the bytes sent for all processes, and the tiles
+    whose tags are wrong. A block of them is sent at a time, each byte by the process that holds it.
     """
     if jax.process_count() == 1:
-        return {}, 0
+        return {}, 0, []
     tiles, me, count = found.tiles, jax.process_index(), jax.process_count()
     lacking = multihost.maximum(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
     holders = multihost.maximum(np.array([count - me if tile in found.here else 0 for tile in tiles], np.int32))
@@ -183,7 +212,15 @@ def _exchange(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dic
         for tile, _, inside, at in parts:
             if tile in received:
                 received[tile][inside] = block[at]
-    return received, end
+    tags = np.zeros((len(sent), _TAG_BYTES), np.uint8)
+    for row, (tile, holder, _) in enumerate(sent):
+        if holder == me:
+            tags[row] = found.tag(tile, read(tile))
+    tags = multihost.maximum(tags) if sent else tags
+    forged = [
+        tile for row, (tile, _, _) in enumerate(sent) if tile in received and not np.array_equal(tags[row], found.tag(tile, received[tile]))
+    ]
+    return received, end, forged
 
 
 def _parts(sent: list[tuple[Tile, int, int]], begin: int, end: int) -> Iterator[tuple[Tile, int, slice, slice]]:

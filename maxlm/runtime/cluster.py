@@ -28,8 +28,10 @@ from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.quorum import Quorum
 from maxlm.runtime.signals import beside_preemption_service
 
-# Timeout of jax's own heartbeat, which ends all processes and names none. It is sent every half of it, so the process group's comes first.
-JAX_HEARTBEAT_SECONDS = 120
+# Timeout of jax's own heartbeat, ten years: it is measured by the wall clock, so a clock that is set forward would end all processes, and
+# name none. The process group does its work. A clock of process 0's host that is set back ends them all the same, as jax 0.10 takes the
+# difference of unsigned numbers; `maxlm launch` says so.
+JAX_HEARTBEAT_SECONDS = 10 * 365 * 86400
 INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
 PORT_SECONDS = 20  # that the port of that service may still be taken by a run that ends
 SHOWN = 4  # processes named in a line

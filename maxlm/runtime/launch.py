@@ -28,6 +28,7 @@ CRASH_LOOP = 3  # consecutive ends at one step, with the same lost host if any, 
 MAX_BACKOFF_SECONDS = 60.0  # less than a host waits for the others, so that hosts that pause and one that returns find each other
 MARGIN_SECONDS = 10.0  # beyond its grace time, after which a run that received a signal is killed
 FROZEN_SECONDS = 60.0  # after which a run stopped by SIGSTOP is killed and restarted: the other hosts wait for it
+CLOCK_SECONDS = 5.0  # by which the wall clock is set at once, which is then said of an end
 _POLL_SECONDS = 1.0
 _SLEEP_SECONDS = 0.1
 
@@ -41,6 +42,7 @@ class End:
     killed_for: str = ""  # why the supervisor killed it, if it did
     began: float = 0.0  # seconds since 1970
     seconds: float = 0.0  # that it ran
+    clock_s: float = 0.0  # by which the wall clock of this machine was set meanwhile; positive: forward
 
     @property
     def external(self) -> bool:
@@ -64,7 +66,11 @@ class End:
         if self.killed_for:
             how = f"{self.killed_for} and was killed"
         where = "" if self.progress.step is None else f" after step {self.progress.step:,}"
-        return f"{how}{where}{'; lost: ' + ', '.join(self.progress.lost) if self.progress.lost else ''}"
+        clock = ""
+        if abs(self.clock_s) >= CLOCK_SECONDS:
+            which = "forward, or the machine was suspended," if self.clock_s > 0 else "back"
+            clock = f"; this machine's clock was set {which} by {abs(self.clock_s):,.0f} s meanwhile"
+        return f"{how}{where}{'; lost: ' + ', '.join(self.progress.lost) if self.progress.lost else ''}{clock}"
 
 
 class Supervisor:
@@ -171,7 +177,7 @@ class Supervisor:
                     self._process.send_signal(self._signal)
                 killed_for = self._wait(self._process)
                 seconds = time.monotonic() - started
-                return End(self._process.returncode, progress_file.read(path), killed_for, began, seconds)
+                return End(self._process.returncode, progress_file.read(path), killed_for, began, seconds, time.time() - began - seconds)
             finally:
                 os.close(write_end)
 

@@ -48,6 +48,7 @@ from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.strict_json import read_objects
+from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.telemetry.wandb_observer import check_wandb
 from maxlm.training import bit_flips, findings, fits
 from maxlm.training.integrity import Integrity, build_integrity
@@ -202,6 +203,10 @@ def _integrity(run: OpenRun, here: Cluster, observers: Observers) -> Integrity |
         return None
     record = multihost.text_from_process_0(json.dumps(findings.read(run.directory) if run.directory.primary else {}))
     found = findings.Findings(json.loads(record), run.directory)
+    marked = to_replace(run.directory) if run.directory.primary else {}
+    for host, reason in marked.items():
+        if host in here.hosts:
+            observers.on_event(Event("alarm", run.start.step, data={"cause": "unhealthy_host", "reason": f"{reason}: replace it"}))
     return build_integrity(run.program, here.hosts, found, run.start.step, observers.on_event)
 
 

@@ -25,6 +25,7 @@ TITLES = {  # the parts, in the order of a report
     "elastic": "changing hosts",
     "down": "nothing ran",
 }
+WAITING = ("wait_hosts", "elastic")  # parts in which a process of one host may be while those of others train
 ALIVE_S = 300.0  # after its last sign of life, in which an attempt without an end counts as running: copies of its files may be that old
 
 
@@ -63,10 +64,12 @@ class _Stretch(NamedTuple):
 def ledger_of(attempts: Sequence[Attempt], processes: Sequence[Process] = (), until: float | None = None) -> Ledger:
     """Join attempts, processes that never came to train, and the time between them, `down`; up to the last sign of life, or `until`.
 
-    The time after an attempt that left nothing to do is not the run's.
+    The time after an attempt that left nothing to do is not the run's. A host that waits for its return while others train counts nothing.
     """
     seconds, ended, over = dict.fromkeys(TITLES, 0.0), None, False
     for stretch in _in_order(attempts, processes):
+        if ended is not None:
+            stretch = _after(ended, stretch)
         if ended is not None and not over:
             seconds["down"] += max(0.0, stretch.began - ended)
         for part, value in stretch.seconds.items():
@@ -81,16 +84,46 @@ def ledger_of(attempts: Sequence[Attempt], processes: Sequence[Process] = (), un
 def _in_order(attempts: Sequence[Attempt], processes: Sequence[Process]) -> list[_Stretch]:
     """Attempts, and processes that recorded none, in the order of their files: a clock may have been set back between them."""
     untold: list[_Stretch] = []
+    cut: list[_Stretch] = []  # what is left of those that others overlap
+    told, alone = [(one.began, one.ended) for one in attempts], list[tuple[float, float]]()
     left, ordered = [(one.id, _Stretch(one.began, one.ended, one.seconds, one.over)) for one in attempts], []
     for process in processes:
         number = next((i for i, (id, _) in enumerate(left) if id and id == process.attempt), None)
         if number is None:
-            part = "wait_hosts" if process.waited else "hang" if process.hung else "init"
-            untold.append(_Stretch(process.began, process.ended, {part: process.seconds}, False))
+            pieces = _outside([*told, *alone], process)
+            (untold if [(one.began, one.ended) for one in pieces] == [(process.began, process.ended)] else cut).extend(pieces)
+            alone.append((process.began, process.ended))
         else:
             ordered += [*_by_time([stretch for _, stretch in left[:number]], untold), left[number][1]]
             left, untold = left[number + 1 :], []
-    return ordered + _by_time([stretch for _, stretch in left], untold)
+    ordered += _by_time([stretch for _, stretch in left], untold)
+    for piece in cut:  # of other hosts, so their clocks agree
+        ordered.insert(next((i for i, one in enumerate(ordered) if one.began >= piece.ended), len(ordered)), piece)
+    return ordered
+
+
+def _outside(others: Sequence[tuple[float, float]], process: Process) -> list[_Stretch]:
+    """What a process that recorded no attempt adds to `others`, which began and ended so: another host may have gone on meanwhile."""
+    part = "wait_hosts" if process.waited else "hang" if process.hung else "init"
+    length = process.ended - process.began
+    if length <= 0:  # the clock was set back
+        return [_Stretch(process.began, process.ended, {part: process.seconds}, False)]
+    pieces = [(process.began, process.ended)]
+    for began, ended in others:
+        cut = [piece for first, last in pieces for piece in ((first, min(last, began)), (max(first, ended), last))]
+        pieces = [(first, last) for first, last in cut if last > first]
+    return [_Stretch(first, last, {part: process.seconds * (last - first) / length}, False) for first, last in pieces]
+
+
+def _after(ended: float, stretch: _Stretch) -> _Stretch:
+    """`stretch` without what it waited for hosts before `ended`, while others still trained."""
+    overlap, seconds = ended - stretch.began, dict(stretch.seconds)
+    waited = sum(seconds.get(part, 0.0) for part in WAITING)
+    for part in (*WAITING, "init") if waited > 0 else ():  # else the clock was set back
+        less = min(max(0.0, overlap), seconds.get(part, 0.0))
+        seconds[part] = seconds.get(part, 0.0) - less
+        overlap -= less
+    return stretch._replace(seconds=seconds)
 
 
 def _by_time(told: list[_Stretch], untold: list[_Stretch]) -> list[_Stretch]:

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.unhealthy_hosts import STRIKES
 from maxlm.training.replicas import Element
 
 log = logging.getLogger(__name__)
 
-STRIKES = 2  # findings that name one device, after which its host is to be replaced
 KEPT = 100  # findings in the file, the newest
 
 

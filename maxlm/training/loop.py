@@ -243,7 +243,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
         _run_tasks(session, meter, saving, end.step, state)
-    saving.finish()
+    saving.finish(end.step, state)
     if wrong:
         newest = session.checkpoints.latest()
         left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"

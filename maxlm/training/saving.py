@@ -5,6 +5,7 @@ Retention keeps the newest checkpoints, so each bad one that is saved removes a 
 
 import contextlib
 import functools
+import logging
 import time
 from typing import Any
 
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config.transient import RETRY_DELAYS_S
 from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host
@@ -23,7 +26,9 @@ from maxlm.training.meter import Meter
 from maxlm.training.session import BRANCH, Session
 from maxlm.training.step import TrainState
 
+_log = logging.getLogger(__name__)
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
+FAILED_SAVES, FAILING_SECONDS = 10, 900.0  # saves in a row, and time, after which training ends: perhaps another start can save
 NAMED = 3  # leaves named in a message; the others are counted
 
 
@@ -38,6 +43,7 @@ class Saving:
         self._postponed = False
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
         self._failure_reported = False  # of the newest save
+        self._failing_since: float | None = None
 
     def save_if_due(self, step: int, state: TrainState) -> None:
         """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once. Copy it to
@@ -73,25 +79,56 @@ class Saving:
         return self._meter.health.problem
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begin to save `state`, whatever it holds, unless it is saved already."""
+        """Begin to save `state`, whatever it holds, unless it is saved already. A save that fails is reported, and training goes on.
+
+        Raises UnreachableError after FAILED_SAVES in a row, FAILING_SECONDS after the first of them.
+        """
         if step <= self._saved:
             return
         session, began = self._session, time.monotonic()
         session.check_owner()
+        begun, failure = False, None
         with session.goodput.measure("save"):
             self.poll(None)
-            begun = session.checkpoints.save(step, load_all(state), self._position(step))
-        if session.checkpoints.last_failure is not None and not self._failure_reported:  # another process could not write its part
+            try:
+                begun = session.checkpoints.save(step, load_all(state), self._position(step))
+            except UnevenSaveError:
+                raise
+            except CheckpointError as error:
+                failure = error
+        if (
+            session.checkpoints.last_failure not in (None, failure) and not self._failure_reported
+        ):  # another process could not write its part
             self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
+        if failure is not None:
+            self._alarm("save_failed", step, str(failure))
+        self._failure_reported = failure is not None
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
         self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
+        failed = session.checkpoints.failed_in_a_row
+        self._failing_since = None if not failed else self._failing_since or began
+        if self._failing_since is not None and failed >= FAILED_SAVES and began - self._failing_since >= FAILING_SECONDS:
+            raise UnreachableError(f"{failed} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
 
-    def finish(self) -> None:
-        """Wait for the running save. Raises CheckpointError if it failed."""
-        with self._session.goodput.measure("save"):
-            self.poll(None)
-            self._session.checkpoints.wait()
+    def finish(self, step: int, state: TrainState) -> None:
+        """Wait for the running save. If it is that of the last state, `state` of `step`, and fails, it is tried again for half a minute,
+        unless a signal asks to stop. Raises CheckpointError if it failed.
+        """
+        session, pauses = self._session, iter(RETRY_DELAYS_S)
+        while True:
+            with session.goodput.measure("save"):
+                self.poll(None)
+                try:
+                    return session.checkpoints.wait()
+                except CheckpointError as error:
+                    pause_s = next(pauses, None)
+                    if pause_s is None or self._saved != step or session.all_give_up():
+                        raise
+                    _log.warning("the last save is tried again in %g s: %s", pause_s, error)
+                time.sleep(pause_s)
+            self._saved = step - 1
+            self.save(step, state)
 
     def before_error(self, step: int, state: TrainState) -> None:
         """Save `state`, if it is healthy, before training ends for want of a batch. Not in a cluster, where other processes continue."""

@@ -180,6 +180,25 @@ def test_an_unhealthy_or_an_older_copy_is_passed_over(work, caplog):
     assert (restored.step, restored.source) == (8, "checkpoint")
 
 
+@pytest.mark.parametrize("newest, older", [(8, [4]), (8, []), (6, [4])])
+def test_a_copy_takes_the_place_of_a_newer_checkpoint_that_is_damaged(crashed, work, newest, older):
+    """Whether or not there are older checkpoints, and if the copy is of the same step."""
+    checkpoints = opened(work)
+    checkpoints.save(newest, state_of(newest), {"next_step": newest})
+    checkpoints.wait()
+    for data in (work / "checkpoints" / str(newest)).rglob("d/*"):
+        data.write_bytes(bytes(data.stat().st_size))
+    if not older:
+        shutil.rmtree(work / "checkpoints" / "4")
+    checkpoints = opened(work)
+    restored = checkpoints.restore(state_of(99))
+    assert (restored.step, restored.source) == (6, "memory")
+    assert bits(restored.state) == crashed[1][6]
+    assert [line.partition(":")[0] for line in restored.skipped] == [f"checkpoint {newest} is damaged"]
+    assert checkpoints.save(9, state_of(9), {"next_step": 9}) and checkpoints.wait() is None
+    assert checkpoints.steps() == [*older, 9], "the damaged one is aside"
+
+
 def test_a_run_that_has_gone_back_forgets_newer_copies(work):
     checkpoints = opened(work)
     restored = checkpoints.restore(state_of(99), step=4)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint import CheckpointError, Checkpoints, multihost
 from maxlm.checkpoint.snapshot import Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.reliability import MemoryCheckpointsConfig
@@ -33,9 +33,9 @@ def numbers(step, fsdp=8):
     return {"params": {"w": matrix, "v": halves}, "step": jax.device_put(jnp.int32(step), whole)}
 
 
-def opened(name, peer=True):
+def opened(name, peer=True, secret=b"of this run"):
     checkpoints = Checkpoints(root / name, CheckpointConfig(), {"model.d_model": "32"})
-    checkpoints.add_memory(MemoryCheckpointsConfig(every_steps=1, folder=str(mine / name), peer=peer), ("host0", "host1"))
+    checkpoints.add_memory(MemoryCheckpointsConfig(every_steps=1, folder=str(mine / name), peer=peer), ("host0", "host1"), secret=secret)
     return checkpoints
 
 
@@ -43,9 +43,9 @@ def copies(name, step):
     return mine.glob(f"{name}/*/*/{step}-*")
 
 
-def restored(name, fsdp=8):
+def restored(name, fsdp=8, **how):
     multihost_utils.sync_global_devices(name)
-    checkpoints = opened(name)
+    checkpoints = opened(name, **how)
     if checkpoints.latest() is None:
         return None
     found = checkpoints.restore(numbers(0, fsdp))
@@ -84,6 +84,25 @@ report["fresh host"] = restored("peer")
 report["fresh host, other mesh"] = restored("peer", 2)
 flip_first_bit_on_host0()
 report["no other copy of a tile"] = restored("peer")
+report["another secret"] = restored("peer", secret=b"of host%d" % rank)
+maximum = multihost.maximum
+
+
+def changed(values):
+    # A block of tiles that arrives at host1 with another bit; the description before it is JSON.
+    found = maximum(values)
+    if rank == 1 and found.dtype == "uint8" and found.ndim == 1 and found.size > 100 and found[0] != ord("{"):
+        found = found.copy()
+        found[7] ^= 1
+    return found
+
+
+multihost.maximum = changed
+try:
+    report["changed on the way"] = restored("peer")
+except CheckpointError as error:
+    report["changed on the way"] = str(error)
+multihost.maximum = maximum
 if rank == 1:
     for folder in copies("alone", 3):
         shutil.rmtree(folder)
@@ -139,6 +158,14 @@ def test_all_processes_restore_the_newest_step_that_the_hosts_hold_together(repo
 def test_without_a_common_step_the_copies_are_not_used(reports):
     assert [report["nothing in common"] for report in reports] == [None, None]
     assert "do not hold all of the state (1 of 2 processes have one)" in reports[0]["said"]
+
+
+def test_what_comes_from_another_memory_is_proven_by_the_secret(reports):
+    """Of a description without it, or of bytes that are not those sent, nothing is used, in all processes."""
+    assert [report["another secret"] for report in reports] == [None, None]
+    assert "the description of a copy that process 0 sent has not arrived as it was sent" in reports[1]["said"]
+    assert all("no copy in memory can be used" in report["changed on the way"] for report in reports)
+    assert "what another process sent of" in reports[1]["said"] and "has not arrived as it was sent" in reports[1]["said"]
 
 
 def test_each_leaf_that_is_sent_is_one_permute_of_the_compiled_program(reports):

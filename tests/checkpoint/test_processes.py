@@ -17,7 +17,7 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config.schema import CheckpointConfig
 
 PROGRAM = """
-import json, sys
+import json, pathlib, sys
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -38,7 +38,19 @@ def numbers(step):
     return {"params": {"w": matrix}, "count": count}
 
 store = Checkpoints(directory, CheckpointConfig(keep=3), {"model.d_model": "32"})
-if task == "save":
+if task == "refuse":
+    problem = pathlib.Path(directory) / ".probe-1"  # process 1 cannot write the file of this name
+    for step in (1, 2, 3, 4):
+        try:
+            store.save(step, numbers(step), {"step": step})
+            store.wait()
+            failure = ""
+        except CheckpointError as error:
+            failure = str(error)
+        print(json.dumps({"step": step, "failure": failure, "in a row": store.failed_in_a_row}))
+        if rank == "1" and step in (1, 3):
+            problem.mkdir() if step == 1 else problem.rmdir()
+elif task == "save":
     for step in (1, 2, 3):
         assert store.save(step, numbers(step), {"step": step})
 else:
@@ -105,6 +117,17 @@ def test_a_file_only_one_process_reads_is_damage_to_both(written, tmp_path):
     assert all("checkpoint 3 is damaged" in report["skipped"][0] for report in reports)
     assert any("another process" in report["skipped"][0] for report in reports), "only one of them met the damage itself"
     assert sorted(path.name for path in copy.iterdir()) == ["1", "2", "3", "aside"]
+
+
+def test_where_one_cannot_write_none_saves_and_later_saves_are_good(tmp_path):
+    """Nobody enters Orbax's barriers then, where the other would not come."""
+    reports = run("refuse", tmp_path / "checkpoints")
+    assert [(report["step"], report["in a row"]) for report in reports] == [(1, 0), (2, 1), (3, 2), (4, 0)] * 2
+    failures = [report["failure"] for report in reports]
+    assert [bool(failure) for failure in failures] == [False, True, True, False] * 2
+    assert all("another process could not begin it" in failure for failure in failures[1:3])
+    assert all("IsADirectoryError" in failure for failure in failures[5:7])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
 
 
 def test_flipped_bits_are_seen_by_both_on_another_mesh(written, tmp_path):

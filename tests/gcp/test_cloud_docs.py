@@ -78,3 +78,6 @@ def test_the_example_line_of_watch_is_what_progress_prints(tmp_path):
     (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
     command = [sys.executable, ROOT / "gcp/progress.py", tmp_path]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == shown
+    marks = {"node7": {"strikes": 2, "reason": "device 3 differs"}, "node8": {"strikes": 1, "reason": "device 9 differs"}}
+    (tmp_path / "unhealthy_hosts.json").write_text(json.dumps({"hosts": marks}))
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == f"{shown}  replace host node7"

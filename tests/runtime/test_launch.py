@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from small_run import command, environment
 
-from maxlm.runtime import progress_file
-from maxlm.runtime.launch import Supervisor
+from maxlm.runtime import launch, progress_file
+from maxlm.runtime.launch import End, Supervisor
 from maxlm.telemetry.lifetime import read_processes
 
 PRELUDE = """
@@ -83,6 +83,18 @@ def test_what_would_end_the_same_way_is_not_started_again(supervise, code, words
     answer, said, tries = supervise(f"came(3)\nsys.exit({code})")
     assert (answer, tries) == (code, 1)
     assert words in said[-1]
+
+
+def test_a_clock_that_was_set_meanwhile_is_named(supervise, monkeypatch):
+    """jax ends all processes of several hosts if the clock of the first is set back, and names no cause."""
+    ahead = iter([0.0, 0.0, 3600.0, 0.0])  # beginning and end of two attempts; what follows is recorded only
+    real = time.time
+    monkeypatch.setattr(launch.time, "time", lambda: real() - next(ahead, 0.0))
+    monkeypatch.setattr(Supervisor, "_record", lambda *_: None)
+    _, said, _ = supervise("came(7)\nsys.exit(1 if number == 1 else 7 if number == 0 else 0)")
+    assert "clock" not in said[0]
+    assert "after step 7; this machine's clock was set forward, or the machine was suspended, by 3,600 s meanwhile; restart" in said[1]
+    assert "clock was set back by 86,400 s" in str(End(-6, progress_file.Progress(), clock_s=-86400.0))
 
 
 def test_a_step_that_fails_three_times_is_no_accident(supervise):

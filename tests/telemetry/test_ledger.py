@@ -197,8 +197,8 @@ def test_the_simulation_meets_everything():
     assert {"killed", "rollback", "stop", "alarm"} <= kinds
 
 
-def start(time, attempt="a", step=0):
-    return Event("start", step, time, {"startup_s": 0.0, "attempt": attempt})
+def start(time, attempt="a", step=0, startup_s=0.0):
+    return Event("start", step, time, {"startup_s": startup_s, "attempt": attempt})
 
 
 def goodput(part="step", part_s=0.0, **seconds):
@@ -235,6 +235,33 @@ def test_a_clock_that_is_set_while_a_run_runs_changes_no_second(jump):
 def test_a_heartbeat_of_another_attempt_says_nothing():
     events, beat = [start(1000.0, "b"), Event("save", 5, 1004.0)], Beat("a", 900.0, goodput(step=500.0))
     assert ledger(events, beat).wall_s == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_first_host_that_returns_counts_no_second_twice(seed):
+    """host0 dies; the others go on under host1, killed now and then; host0 waits in several processes, the last of which joins them."""
+    rnd = random.Random(seed)
+    now, events, processes = 1e9, [start(1e9 + 5, "first")], []
+    now += 5 + rnd.uniform(50, 100)
+    processes.append(Process("first", 1e9, now, now - 1e9, -9, False, False, ""))
+    waits = now + rnd.uniform(0, 9)  # where host0 is
+    for number in range(rnd.randint(1, 3)):
+        began = now + rnd.uniform(1, 9)
+        ready, now = began + 30, began + 30 + rnd.uniform(50, 200)
+        events += [start(ready, f"other{number}", startup_s=30.0)]
+        events += [Event("stop", 0, now, {"reason": "preempted", "goodput": goodput(init=5.0, elastic=25.0, step=now - ready)})]
+        while waits < now and rnd.random() < 0.8:
+            end = waits + rnd.uniform(5, 60)
+            processes.append(Process("", waits, end, end - waits, 6, False, rnd.random() < 0.7, ""))
+            waits = end + rnd.uniform(0, 2)
+        processes.append(Process(f"other{number}", began, now, now - began, 3, False, False, ""))
+    ended = max(now, waits) + 100  # host0 joins at once, trains for 90 s, and writes the records again
+    joined = max(now, waits) + 10
+    parts = goodput(init=5.0, elastic=joined - waits - 5.0, step=90.0)
+    events += [start(joined, "back", startup_s=joined - waits)]
+    events += [Event("stop", 0, ended, {"reason": "done", "goodput": parts})]
+    processes.append(Process("back", waits, ended, ended - waits, 0, False, False, ""))
+    assert ledger(events, processes=processes).wall_s == pytest.approx(ended - 1e9, rel=0.01)
 
 
 def test_the_hang_is_told_by_the_supervisor_too():

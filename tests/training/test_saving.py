@@ -1,26 +1,29 @@
 """Which states of a run become checkpoints: a loop with real checkpoints around a scripted step, so nothing of size is compiled."""
 
+import errno
 import json
 import math
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.host_copies import Draft
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import Sums, build_objective
 from maxlm.telemetry.goodput import Goodput
-from maxlm.training import meter
+from maxlm.training import meter, saving
 from maxlm.training.evaluate import evaluate
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.session import Session
@@ -100,12 +103,12 @@ def no_flops(monkeypatch):
     monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
 
 
-def train_with(folder, script, events, stop=lambda step: None, data=None):
+def train_with(folder, script, events, stop=lambda step: None, data=None, gives_up=lambda: False):
     """The outcome; `events` are told what happens; `events.saved`: the checkpoints as training ends."""
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     start = restore_or_init(script, checkpoints)
     try:
-        return train(Session(script, data or Data(), None, checkpoints, events, Goodput(), stop), start)
+        return train(Session(script, data or Data(), None, checkpoints, events, Goodput(), stop, all_give_up=gives_up), start)
     finally:
         events.saved = saved_in(folder)
         checkpoints.close()
@@ -464,3 +467,81 @@ def test_no_copy_is_made_of_an_unhealthy_state_and_a_failure_is_an_alarm(tmp_pat
     copied(tmp_path / "full", Script(), events)
     (alarm,) = [event for event in events.of("alarm") if event.data["cause"] == "memory_save_failed"]
     assert "copy of step 5 was not written" in alarm.data["reason"] and "No space left" in alarm.data["reason"]
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """Steps whose saves fail, as they do on a read-only disk: those of `at_once` as they begin, those of `later` in the background."""
+    failing = SimpleNamespace(at_once=set(), later=set())
+    begin, describe = ocp.training.Checkpointer.save_checkpointables_async, manifest.Manifest.to_text
+
+    def save(self, step, *arguments, **named):
+        if step in failing.at_once:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return begin(self, step, *arguments, **named)
+
+    def text(self):
+        if self.step in failing.later:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return describe(self)
+
+    monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", save)
+    monkeypatch.setattr(manifest.Manifest, "to_text", text)
+    return failing
+
+
+def test_training_goes_on_while_saves_fail(tmp_path, read_only):
+    """Each that fails is told by one alarm, those after them are good, and no step is trained twice."""
+    read_only.at_once, read_only.later = {10, 20}, {15, 30}
+    events, steps = Events(), []
+    assert train_with(tmp_path, Script(total=36), events, steps.append).status == "done"
+    alarms = [event for event in events.of("alarm") if event.data["cause"] == "save_failed"]
+    assert [event.step for event in alarms] == [10, 15, 20, 30], [event.data["reason"] for event in alarms]
+    assert all("Read-only file system" in event.data["reason"] for event in alarms)
+    assert [event.step for event in events.of("save")] == [5, 25, 35, 36]
+    assert steps == list(range(36)) and events.saved == [35, 36]
+
+
+def test_too_many_failed_saves_end_the_run_so_that_another_start_may_save(tmp_path, read_only, monkeypatch):
+    monkeypatch.setattr(saving, "FAILED_SAVES", 3)
+    monkeypatch.setattr(saving, "FAILING_SECONDS", 0.0)
+    read_only.at_once = set(range(10, 60))
+    events = Events()
+    with pytest.raises(UserError) as error:  # by `close`, after the one that ended training
+        train_with(tmp_path, Script(), events)
+    ended = error.value.__context__
+    assert "3 saves in a row have failed; the last one: checkpoint 20" in str(ended) and "Read-only" in str(ended)
+    assert ended.exit_code == ExitCode.UNAVAILABLE
+    assert [event.step for event in events.of("alarm")] == [10, 15, 20]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_the_last_save_is_tried_again_for_a_while(tmp_path, read_only, monkeypatch, in_time):
+    """A disk that is full for seconds must not cost a finished run its last state."""
+    read_only.later, pauses, really = {12}, [], time.sleep
+
+    def sleep(seconds):
+        if seconds < 1:
+            really(seconds)
+            return
+        pauses.append(seconds)
+        if in_time and len(pauses) == 2:
+            read_only.later.clear()
+
+    monkeypatch.setattr(saving.time, "sleep", sleep)
+    events = Events()
+    if in_time:
+        assert train_with(tmp_path, Script(total=12), events).status == "done"
+        assert [event.step for event in events.of("save")] == [5, 10, 12]
+    else:
+        with pytest.raises(UserError, match=r"checkpoint 12 was not saved .*Read-only"):
+            train_with(tmp_path, Script(total=12), events)
+    assert pauses == [1.0, 3.0, 8.0, 18.0][: 2 if in_time else 4]
+    assert [event.step for event in events.of("alarm")] == [12] * (2 if in_time else 5)
+
+
+def test_the_last_save_is_not_tried_again_once_a_signal_asks_to_stop(tmp_path, read_only, monkeypatch):
+    read_only.later = {8}
+    monkeypatch.setattr(saving.time, "sleep", lambda seconds: pytest.fail("it waits") if seconds >= 1 else None)
+    with pytest.raises(UserError, match="checkpoint 8 was not saved"):
+        train_with(tmp_path, Script(total=12), Events(), lambda step: "SIGTERM" if step == 8 else None, gives_up=lambda: True)
