@@ -19,13 +19,13 @@ from maxlm.training.optimizer import RULES, build_optimizer
 from maxlm.training.program import init_state, state_shardings
 
 UPDATES = 50
-MODEL = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
+MODEL = {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "d_ff": 24}  # no matrix of less than full rank has a basis
 OWN = {
     "muon": {"muon": {"adam_lr": 3e-3}},
     "soap": {"soap": {"every": 7, "largest": 16}},
     "ademamix": {"ademamix": {"beta3": 0.999, "warmup_steps": 30}},
 }
-LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}, {"fsdp": 2, "context": 2, "data": 2}]
+LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}]
 EXCHANGES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
@@ -120,18 +120,13 @@ def reference(config):
     return optax.contrib.muon(
         lr,
         weight_decay=settings.weight_decay,
-        weight_decay_mask=common["mask"],
-        adam_b1=b1,
-        adam_b2=b2,
         eps=eps,
-        adam_weight_decay=0.0,
-        adam_learning_rate=settings.muon.adam_lr,
         consistent_rms=0.2,
         muon_weight_dimension_numbers=dims,
     )
 
 
-def soap_by_numpy(config, wanted):
+def soap_by_numpy(config):
     """Algorithm 3 of the paper, matrix by matrix, in float64, from the gradients that the run has seen."""
     settings, own = config.optimizer, config.optimizer.soap
     b1, b2, lr = settings.beta1, settings.beta2, settings.peak_lr
@@ -169,11 +164,10 @@ def test_each_equals_its_reference_for_50_updates(one_device):
     if name == "adafactor":
         pytest.skip("test_small_states.py has its reference")
     wanted = trained(config, reference(config))[0]
-    if name == "muon":  # optax decays one part by its own mask: ours decays both, so the embeddings differ by decay alone
-        keep = mapped(lambda names, x: x if hidden_matrix(names) is not None or "embed" not in names else x * 0, axes_of(config), found)
-        wanted = mapped(lambda names, x: x if hidden_matrix(names) is not None or "embed" not in names else x * 0, axes_of(config), wanted)
-        found = keep
-        return [np.testing.assert_allclose(a, b, atol=1e-4) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)]
+    if name == "muon":  # optax has NAdam for the rest, with another decay: ours is AdamW
+        rest = optax.adamw(3e-3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1, mask=mapped(lambda names: "embed" in names, axes_of(config)))
+        adam = trained(config, rest)[0]
+        wanted = mapped(lambda names, own, other: other if hidden_matrix(names) is None else own, axes_of(config), wanted, adam)
     assert_close(found, wanted)
 
 
@@ -183,7 +177,7 @@ def compare_soap(config, found):
     flat = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     leaves, tree = jax.tree.flatten(params)
     dims = [hidden_matrix(names) for names in flat]
-    make = soap_by_numpy(config, found)
+    make = soap_by_numpy(config)
     adam = optax.adamw(
         config.optimizer.peak_lr, b1=0.9, b2=0.95, eps=config.optimizer.eps, weight_decay=0.1, mask=mapped(lambda n: "embed" in n, axes)
     )
@@ -229,7 +223,7 @@ def test_every_layout_computes_the_same_and_exchanges_what_the_table_says(one_de
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize("state", [None, {"moments": "bfloat16"}])
 def test_the_table_states_the_bytes_that_the_state_holds(name, state):
-    """Of hidden matrices, to the byte; of SOAP without its covariances and bases."""
+    """Of hidden matrices: a lower bound, which only means of rows and columns exceed, and of SOAP covariances and bases."""
     if name == "adafactor" and state is not None:
         pytest.skip("refused: no first moment")
     config = config_of(name, state=state) if state else config_of(name)
@@ -238,7 +232,7 @@ def test_the_table_states_the_bytes_that_the_state_holds(name, state):
     for names, leaf in zip(axes, parameter_leaves(config), strict=True):
         if hidden_matrix(names) is not None:
             rest = leaf.moment_bytes - stated * leaf.numbers
-            assert rest > 0 if RULES[name].more else 0 <= rest <= 0.5 * leaf.numbers, names
+            assert rest > 0 if RULES[name].more else 0 <= rest < leaf.numbers, names
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
@@ -246,7 +240,7 @@ def test_only_matrices_decay(name):
     config = config_of(name)
     optimizer = build_optimizer(config)
     params = jax.tree.map(lambda p: p + 1.0, init_state(config.model, optimizer, 0).params)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     for axes, update in zip(
         jax.tree.leaves(axes_of(config), is_leaf=lambda leaf: isinstance(leaf, tuple)), jax.tree.leaves(updates), strict=True
     ):
