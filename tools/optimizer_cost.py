@@ -47,8 +47,8 @@ def main(run: str, *arguments: str) -> None:
         bytes_of = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(program.abstract_state.opt_state))
         numbers = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.params))
         print(
-            f"{name}: {cost.total_s * 1e3:.2f} ms ({cost.exposed_s * 1e3:.2f} ms of communication), {cost.total_s / step_s:.2%} of the step, "
-            f"{bytes_of / numbers:.2f} bytes a parameter, {temporaries / GIB:.2f} GiB of temporaries; "
+            f"{name}: {cost.total_s * 1e3:.2f} ms ({cost.exposed_s * 1e3:.2f} ms of communication), "
+            f"{cost.total_s / step_s:.2%} of the step, {bytes_of / numbers:.2f} bytes a parameter, {temporaries / GIB:.2f} GiB of temporaries; "
             f"compiled in {time.perf_counter() - begun:.0f} s",
             flush=True,
         )
@@ -65,12 +65,10 @@ def update_cost(program: Program, topology: Topology) -> tuple[StepCost, int]:
         return optax.apply_updates(params, updates), opt_state
 
     with jax.set_mesh(program.mesh):
-        jitted = jax.jit(
-            update, out_shardings=(program.state_shardings.params, program.state_shardings.opt_state), donate_argnums=(1, 2)
-        )
+        jitted = jax.jit(update, out_shardings=(program.state_shardings.params, program.state_shardings.opt_state), donate_argnums=(1, 2))
         compiled = jitted.lower(state.params, state.opt_state, state.params).compile(compiler_options=program.compiler_options)
     memory = compiled.memory_analysis()
-    return program_cost(program, read(compiled.as_text() or ""), topology), memory.temp_size_in_bytes
+    return program_cost(program, read(compiled.as_text() or ""), topology), memory.temp_size_in_bytes if memory else 0
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.G
         seen = jax.tree.map(lambda m: m / corrected, mu)
         if settings.nesterov:
             seen = jax.tree.map(lambda m, g: beta * m / ahead + (1 - beta) * g / corrected, mu, grads)
+        leaves: Any
+        tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(seen)
         dims = [named[path_of(path)] for path, _ in leaves]
         stacks = [own.as_matrices(leaf) for own, (_, leaf) in zip(dims, leaves, strict=True)]

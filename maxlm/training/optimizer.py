@@ -39,7 +39,7 @@ class Rule:
 
     def moment_bytes(self, state: OptimizerStateConfig | None) -> int:
         """Bytes that moments take for a number of a hidden matrix, at least: scales and what is under `more` come on top."""
-        formats = {FIRST: FLOAT32, SLOW: FLOAT32, SECOND: FLOAT32}
+        formats: dict[str, str] = {FIRST: FLOAT32, SLOW: FLOAT32, SECOND: FLOAT32}
         if state is not None:
             formats = {FIRST: state.moments, SLOW: state.moments, SECOND: state.second}
         return sum(FORMAT_BYTES[formats[moment]] for moment in self.moments)

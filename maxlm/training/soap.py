@@ -43,7 +43,9 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
             shape = named[path_of(path)].squares(param.shape, left=left)
             return jnp.zeros(shape, jnp.float32) if shape[named[path_of(path)].embed] <= own.largest else None
 
-        sides = [jax.tree_util.tree_map_with_path(lambda *of, left=left: square(*of, left=left), params) for left in (True, True, False, False)]
+        sides = [
+            jax.tree_util.tree_map_with_path(lambda *of, left=left: square(*of, left=left), params) for left in (True, True, False, False)
+        ]
         moments = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return SoapState(jnp.zeros((), jnp.int32), *moments, *sides)
 
@@ -51,7 +53,8 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
         leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
         kept = zip(*(tree.flatten_up_to(part) for part in state[1:]), strict=True)
         done = [
-            _update(settings, own, named[path_of(path)], state.updates, grad, parts) for (path, grad), parts in zip(leaves, kept, strict=True)
+            _update(settings, own, named[path_of(path)], state.updates, grad, parts)
+            for (path, grad), parts in zip(leaves, kept, strict=True)
         ]
         updates, *parts = (tree.unflatten(each) for each in zip(*done, strict=True)) if done else [grads] * 7
         return updates, SoapState(state.updates + 1, *parts)
@@ -60,12 +63,12 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
 
 
 def _update(
-    settings: OptimizerConfig, own: SoapConfig, dims: MatrixDims, updates: Int32[Array, ""], grad: Array, parts: tuple[Array | None, ...]
+    settings: OptimizerConfig, own: SoapConfig, dims: MatrixDims, updates: Int32[Array, ""], grad: Array, parts: tuple[Any, ...]
 ) -> tuple[Array | None, ...]:
     """(update, mu, nu, left, left basis, right, right basis) of one parameter, of matrices spread over devices."""
-    count = len(dims.as_matrices(grad))
-    g, mu, nu, *squares = (None if x is None else spread(dims.as_matrices(x)) for x in (grad, *parts))
-    left, right = (None if squares[i] is None else Side(squares[i], squares[i + 1]) for i in (0, 2))
+    count, moments, squares = len(dims.as_matrices(grad)), parts[:2], parts[2:]
+    g, mu, nu = (spread(dims.as_matrices(x)) for x in (grad, *moments))
+    left, right = (_side(dims, *squares[i : i + 2]) for i in (0, 2))
     first, b1, b2 = updates == 0, settings.beta1, settings.beta2
     turned = _rotate(g, left, right)
     mu = jnp.where(first, mu, b1 * mu + (1 - b1) * g)
@@ -83,6 +86,12 @@ def _update(
     shapes = [dims.squares(grad.shape, left=is_left) for is_left in (True, False)]
     sides = [stored(x, shape) for side, shape in zip((left, right), shapes, strict=True) for x in (side or (None, None))]
     return *(stored(x, grad.shape) for x in (update, mu, nu)), *sides
+
+
+def _side(dims: MatrixDims, covariance: Array | None, basis: Array | None) -> Side | None:
+    if covariance is None or basis is None:
+        return None
+    return Side(spread(dims.as_matrices(covariance)), spread(dims.as_matrices(basis)))
 
 
 def _rotate(x: Float[Array, "B E O"], left: Side | None, right: Side | None, *, back: bool = False) -> Float[Array, "B E O"]:
