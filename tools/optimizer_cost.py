@@ -48,7 +48,8 @@ def main(run: str, *arguments: str) -> None:
         numbers = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.params))
         print(
             f"{name}: {cost.total_s * 1e3:.2f} ms ({cost.exposed_s * 1e3:.2f} ms of communication), "
-            f"{cost.total_s / step_s:.2%} of the step, {bytes_of / numbers:.2f} bytes a parameter, {temporaries / GIB:.2f} GiB of temporaries; "
+            f"{cost.total_s / step_s:.2%} of the step, "
+            f"{bytes_of / numbers:.2f} bytes a parameter, {temporaries / GIB:.2f} GiB of temporaries; "
             f"compiled in {time.perf_counter() - begun:.0f} s",
             flush=True,
         )
