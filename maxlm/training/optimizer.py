@@ -1,6 +1,7 @@
 """The table of update rules, and learning-rate schedules, built on optax (docs/optimizers.md).
 
-The step clips gradients, since it reports their norm."""
+The step clips gradients, since it reports their norm.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ class Rule:
 
     `direction`: from gradients to updates of about the size of 1, before decay and rate. `moments`: numbers that it keeps for each
     number of a hidden matrix, by the names in the state; what else it keeps is less, or `more` says what.
-    `gathers`: true if it needs whole matrices, so that matrices that a mesh splits are exchanged once an update; the others are elementwise,
-    or exchange sums of rows and columns.
+    `gathers`: true if it needs whole matrices, so that matrices that a mesh splits are exchanged once an update; the others are
+    elementwise, or exchange sums of rows and columns.
     """
 
     direction: Callable[[Config, Parameters], optax.GradientTransformation]

@@ -1,8 +1,8 @@
 """Moments of an optimizer in bfloat16 or 8 bits: read as float32 before each update, and rounded after it.
 
 Any optax transformation whose state keeps a moment under `mu`, `slow` or `nu` and the name of its parameter can be wrapped. Codes have
-the shape of their parameter, scales are shorter along one dim; both lie under its name, so they are split as it is (`program.state_shardings`).
-"""
+the shape of their parameter, scales are shorter along one dim; both lie under its name, so they are split as it
+is (`program.state_shardings`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
