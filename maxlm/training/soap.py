@@ -50,6 +50,8 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
         return SoapState(jnp.zeros((), jnp.int32), *moments, *sides)
 
     def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, SoapState]:
+        leaves: Any
+        tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
         kept = zip(*(tree.flatten_up_to(part) for part in state[1:]), strict=True)
         done = [
