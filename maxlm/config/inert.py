@@ -47,11 +47,12 @@ def _model(config: Config) -> Iterator[Inert]:
 
 
 def _training(config: Config) -> Iterator[Inert]:
-    if config.optimizer.name != "muon":
-        yield Inert("optimizer.muon", f"optimizer.name = {config.optimizer.name}", "use optimizer.name=muon")
-    if config.optimizer.name != "adafactor":
-        yield Inert("optimizer.adafactor", f"optimizer.name = {config.optimizer.name}", "use optimizer.name=adafactor")
-    else:
+    for name in ("muon", "soap", "ademamix", "adafactor"):
+        if config.optimizer.name != name:
+            yield Inert(f"optimizer.{name}", f"optimizer.name = {config.optimizer.name}", f"use optimizer.name={name}")
+    if config.optimizer.name == "lion":
+        yield Inert("optimizer.eps", "optimizer.name = lion divides by nothing", "use optimizer.name=adamw")
+    if config.optimizer.name == "adafactor":
         why, use = "optimizer.name = adafactor has no first moment, and a decay of its own", "use optimizer.name=adamw"
         yield from (Inert(f"optimizer.{name}", why, use) for name in ("beta1", "beta2", "eps"))
     state = config.optimizer.state

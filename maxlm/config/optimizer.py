@@ -30,9 +30,29 @@ class AdafactorConfig(Section):
 
 
 class MuonConfig(Section):
-    """Settings of `optimizer.name: muon`. Absent: the defaults."""
+    """Settings of `optimizer.name: muon` (Jordan 2024). Absent: the defaults. All but hidden matrices is Adam's."""
 
     momentum: Fraction = 0.95
+    nesterov: Bool = True
+    iterations: Annotated[Positive, Field(le=20)] = 5  # of Newton-Schulz
+    # Root mean square of an update before the learning rate (arXiv 2502.16982, eq. 4); None: sqrt(max(1, outputs / inputs)) of Jordan.
+    update_rms: PositiveFloat | None = 0.2
+    adam_lr: PositiveFloat | None = None  # peak learning rate of Adam's part; None: `peak_lr`
+
+
+class SoapConfig(Section):
+    """Settings of `optimizer.name: soap` (arXiv 2409.11321). Absent: the defaults. All but hidden matrices is Adam's."""
+
+    every: Positive = 10  # updates between two new bases
+    largest: Positive = 8192  # side of a matrix that has a basis; longer sides are not rotated
+
+
+class AdemamixConfig(Section):
+    """Settings of `optimizer.name: ademamix` (arXiv 2409.03137). Absent: the defaults."""
+
+    beta3: Fraction = 0.9999  # of the slow average
+    alpha: NonNegative = 8.0  # weight of the slow average in an update
+    warmup_steps: Positive | None = None  # in which `beta3` and `alpha` rise; None: all of the run
 
 
 class IndependentDecayConfig(Section):
@@ -44,7 +64,7 @@ class IndependentDecayConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Literal["adamw", "muon", "adafactor"] = "adamw"
+    name: Literal["adamw", "muon", "soap", "lion", "adafactor", "ademamix"] = "adamw"
     peak_lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
@@ -58,6 +78,8 @@ class OptimizerConfig(Section):
     beta2: Fraction = 0.95
     eps: PositiveFloat = 1e-8
     muon: MuonConfig | None = None
+    soap: SoapConfig | None = None
+    ademamix: AdemamixConfig | None = None
     adafactor: AdafactorConfig | None = None
     state: OptimizerStateConfig | None = None  # None: float32
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient

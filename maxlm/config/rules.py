@@ -318,8 +318,8 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield "model.lora.matrices", list(lora.matrices or ()), f"this model has no `{other[0]}`{experts}", f"it has {', '.join(names)}"
     if lora.rank > model.d_model:
         yield "model.lora.rank", lora.rank, f"is above model.d_model = {model.d_model}, the rank of a whole matrix", "use 4 to 64"
-    if config.optimizer.name == "muon":
-        yield "optimizer.name", "muon", "orthogonalises whole matrices, and model.lora trains none", "use adamw"
+    if config.optimizer.name in ("muon", "soap"):
+        yield "optimizer.name", config.optimizer.name, "is for whole matrices, and model.lora trains none", "use adamw"
     if config.diloco is not None:
         rule = "gives every worker a state of its own, with the frozen model of model.lora"
         yield "diloco", "set", rule, "remove one of them: adapters are small, so reductions cost little"
@@ -443,6 +443,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
     if optimizer.muon is not None:
         averages["muon.momentum"] = optimizer.muon.momentum
+    if optimizer.ademamix is not None:
+        averages["ademamix.beta3"] = optimizer.ademamix.beta3
     for field, value in averages.items():
         if value >= BELOW_ONE:
             yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
@@ -472,9 +474,12 @@ def _state(config: Config) -> Iterator[Problem]:
     if name == "adafactor" and state.second_moment is not None:
         rule = "the second moment of optimizer.name = adafactor is always factored"
         yield f"{field}.second_moment", state.second_moment, rule, "remove it, or use optimizer.name=adamw"
-    if name == "muon" and state.second_moment == "factored":
-        rule = "optimizer.name = muon has no second moment of matrices to factor"
-        yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8 (of embeddings), or optimizer.name=adamw"
+    if name == "lion" and state.second_moment is not None:
+        yield f"{field}.second_moment", state.second_moment, "optimizer.name = lion has no second moment", "remove it"
+    elif name not in ("adamw", "adafactor") and state.second_moment == "factored":
+        which = " of matrices" if name == "muon" else " that is factored"
+        rule = f"optimizer.name = {name} has no second moment{which}"
+        yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8, or optimizer.name=adamw"
     if state.masters != "float32":
         if config.precision.compute != "bfloat16":
             rule = f"stores the bfloat16 half that matmuls read, and precision.compute = {config.precision.compute}"

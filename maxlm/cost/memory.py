@@ -17,6 +17,7 @@ from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host
 from maxlm.models.parameters import parameter_axes
 from maxlm.models.stack import STACKED, layer_groups
+from maxlm.training.optimizer import RULES
 from maxlm.training.split_masters import RESIDUAL, difference_dtype
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _masters(program: "Program") -> str:
 def _optimizer(program: "Program") -> str:
     """The name of the optimizer, with the formats of its moments where they are not float32."""
     settings = program.config.optimizer
-    formats = [] if settings.state is None or settings.name == "adafactor" else [settings.state.moments, settings.state.second]
+    formats = [] if settings.state is None or not RULES[settings.name].moments else [settings.state.moments, settings.state.second]
     return " ".join([settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])])
 
 

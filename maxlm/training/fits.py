@@ -26,6 +26,7 @@ from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
 from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
+from maxlm.training.optimizer import RULES
 from maxlm.training.split_masters import difference_dtype
 
 FLOAT32, INT32, HALF = 4, 4, 2  # bytes; HALF of a master in two parts, which stays on the device
@@ -179,9 +180,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
 def _state_bytes(config: Config) -> tuple[int, int]:
     """(bytes of the masters, bytes of the moments) of a number in a matrix, at least."""
     state = config.optimizer.state or OptimizerStateConfig()
-    sizes = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}
-    moments = {"adamw": (state.moments, state.second), "muon": (state.moments,), "adafactor": ()}[config.optimizer.name]
-    return 3 if state.masters == "split24" else FLOAT32, sum(sizes[moment] for moment in moments)
+    return 3 if state.masters == "split24" else FLOAT32, RULES[config.optimizer.name].moment_bytes(state)
 
 
 def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:

@@ -1,38 +1,82 @@
-"""Optimizers and learning-rate schedules, built on optax. The step clips gradients, since it reports their norm."""
+"""The table of update rules, and learning-rate schedules, built on optax (docs/optimizers.md).
 
-from collections.abc import Callable
+The step clips gradients, since it reports their norm.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxlm.config.optimizer import AdafactorConfig, MuonConfig
+from maxlm.config.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, SoapConfig
+from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
 from maxlm.models import parameter_axes
-from maxlm.models.parameters import Parameters, is_matrix
-from maxlm.models.stack import STACKED
+from maxlm.models.parameters import Parameters
+from maxlm.training.ademamix import scale_by_ademamix
 from maxlm.training.factored import adafactor, factored_adam
 from maxlm.training.frozen_adam import frozen_adam
+from maxlm.training.matrices import hidden_matrix
+from maxlm.training.muon import scale_by_muon
 from maxlm.training.parametrized import with_factors
-from maxlm.training.small_states import in_small_state
+from maxlm.training.small_states import FIRST, SECOND, SLOW, in_small_state
+from maxlm.training.soap import scale_by_soap
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule of the table below.
+
+    `direction`: from gradients to updates of about the size of 1, before decay and rate. `moments`: numbers that it keeps for each
+    number of a hidden matrix, by the names in the state; what else it keeps is less, or `more` says what.
+    `gathers`: true if it needs whole matrices, so that matrices that a mesh splits are exchanged once an update; the others are
+    elementwise, or exchange sums of rows and columns.
+    """
+
+    direction: Callable[[Config, Parameters], optax.GradientTransformation]
+    moments: tuple[str, ...]
+    source: str
+    gathers: bool = False
+    more: str = ""
+
+    def moment_bytes(self, state: OptimizerStateConfig | None) -> int:
+        """Bytes that moments take for a number of a hidden matrix, at least: scales and what is under `more` come on top."""
+        formats: dict[str, str] = {FIRST: FLOAT32, SLOW: FLOAT32, SECOND: FLOAT32}
+        if state is not None:
+            formats = {FIRST: state.moments, SLOW: state.moments, SECOND: state.second}
+        return sum(FORMAT_BYTES[formats[moment]] for moment in self.moments)
+
+
+FORMAT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}
 
 
 def build_optimizer(config: Config, axes: Parameters | None = None, first_row: Any = 0) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101), Muon (Jordan 2024) for the hidden matrices with Adam for the rest, or Adafactor (arXiv 1804.04235).
+    """The update rule of `optimizer.name` in `RULES`, then decay, then the learning rate.
 
-    Weight decay is decoupled, multiplied by the learning rate (or by the schedule alone, with `independent`), and reaches matrices only:
-    no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's. `first_row`: of theirs, if they are
-    pieces of those that are stacked.
+    Weight decay is decoupled, multiplied by the learning rate (or by the schedule alone, with `independent`), and reaches matrices only,
+    whatever the rule: no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's. `first_row`: of
+    theirs, if they are pieces of those that are stacked.
     """
     axes = parameter_axes(config.model) if axes is None else axes
-    direction = {"adamw": _adam, "muon": _muon, "adafactor": _adafactor}[config.optimizer.name](config, axes)
+    direction = RULES[config.optimizer.name].direction(config, axes)
     decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         with_factors(config, in_small_state(config, direction, axes, first_row), axes),
         optax.add_decayed_weights(config.optimizer.decay_per_rate, mask=decayed),
+        *_own_rates(config, axes),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
+
+
+def _own_rates(config: Config, axes: Parameters) -> Iterator[optax.GradientTransformation]:
+    """The factor of Adam's part of Muon, if it has a learning rate of its own; decay follows it."""
+    settings = config.optimizer
+    if settings.name == "muon" and settings.muon is not None and settings.muon.adam_lr is not None:
+        ratio = settings.muon.adam_lr / settings.peak_lr
+        yield optax.masked(optax.scale(ratio), _map_axes(lambda names: hidden_matrix(names) is None, axes))
 
 
 def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:
@@ -41,36 +85,49 @@ def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:
         return factored_adam(settings, axes)
     if compression is not None and compression.kind != "int8" and config.diloco is None:
         return frozen_adam(settings, compression.warmup_steps)
+    return _plain_adam(config)
+
+
+def _plain_adam(config: Config) -> optax.GradientTransformation:
+    settings = config.optimizer
     return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
 
 
 def _muon(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    """Orthogonalised momentum, scaled to the size of Adam's updates (arXiv 2502.16982, eq. 4), so both share one rate."""
-    settings = config.optimizer
-    direction = optax.contrib.muon(
-        learning_rate=1.0,
-        beta=(settings.muon or MuonConfig()).momentum,
-        adam_b1=settings.beta1,
-        adam_b2=settings.beta2,
-        eps=settings.eps,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=_map_axes(_muon_dims, axes),
-    )
-    return optax.chain(direction, optax.scale(-1.0))  # optax's muon descends; the chain above does that itself
+    dtype = "bfloat16" if config.precision.compute == "bfloat16" else "float32"
+    return _with_adam(config, axes, scale_by_muon(config.optimizer.muon or MuonConfig(), dtype, axes))
+
+
+def _soap(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    return _with_adam(config, axes, scale_by_soap(config.optimizer, config.optimizer.soap or SoapConfig(), axes))
+
+
+def _with_adam(config: Config, axes: Parameters, matrices: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`matrices` for the hidden matrices, Adam for all others: embeddings, unembedding, norms, biases, routers."""
+    labels = _map_axes(lambda names: "adam" if hidden_matrix(names) is None else "matrices", axes)
+    return optax.partition({"matrices": matrices, "adam": _plain_adam(config)}, labels)
+
+
+def _lion(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    return optax.scale_by_lion(b1=config.optimizer.beta1, b2=config.optimizer.beta2)
 
 
 def _adafactor(config: Config, axes: Parameters) -> optax.GradientTransformation:
     return adafactor(config.optimizer.adafactor or AdafactorConfig(), axes)
 
 
-def _muon_dims(names: tuple[str, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Input and output dims of a hidden matrix; None for any other parameter."""
-    if "embed" not in names or "vocab" in names or not is_matrix(names):
-        return None
-    embed = names.index("embed")
-    others = tuple(i for i, name in enumerate(names) if i != embed and name not in ("expert", *STACKED))
-    reads_embed = embed < others[0]
-    return optax.contrib.MuonDimensionNumbers(*((embed,), others) if reads_embed else (others, (embed,)))
+def _ademamix(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    return scale_by_ademamix(config.optimizer, config.optimizer.ademamix or AdemamixConfig(), config.total_steps)
+
+
+RULES = {
+    "adamw": Rule(_adam, (FIRST, SECOND), "arXiv 1711.05101"),
+    "muon": Rule(_muon, (FIRST,), "Jordan 2024; arXiv 2502.16982", gathers=True),
+    "soap": Rule(_soap, (FIRST, SECOND), "arXiv 2409.11321", gathers=True, more="a covariance and a basis of each side that is rotated"),
+    "lion": Rule(_lion, (FIRST,), "arXiv 2302.06675"),
+    "adafactor": Rule(_adafactor, (), "arXiv 1804.04235, algorithm 4"),
+    "ademamix": Rule(_ademamix, (FIRST, SLOW, SECOND), "arXiv 2409.03137"),
+}
 
 
 def _map_axes(function: Callable[[tuple[str, ...]], Any], axes: Parameters) -> Parameters:

@@ -6,8 +6,9 @@ import jax
 import optax
 
 from maxlm.config.schema import Config
-from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import factors, width_ratio
+from maxlm.training.matrices import hidden_matrix
 from maxlm.training.small_states import path_of
 
 # A rate is proportional to the width to this power. Entries of Adam's updates have one size, and add up over a width. Muon's matrices are
@@ -36,7 +37,7 @@ def with_factors(config: Config, inner: optax.GradientTransformation, axes: Para
 def _rate(config: Config, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
     if not factors(config.model, name, axes).width_reads:
         return 1.0
-    return width_ratio(config.model) ** (MUON if config.optimizer.name == "muon" and is_matrix(axes) else ADAM)
+    return width_ratio(config.model) ** (MUON if config.optimizer.name == "muon" and hidden_matrix(axes) is not None else ADAM)
 
 
 def _times(tree: Any, by: Parameters) -> Any:

@@ -1,0 +1,76 @@
+"""Price the updates of several optimizers beside the training step of a run, all compiled ahead of time for its machine.
+
+    python tools/optimizer_cost.py runs/llama3-8b-v5p-128 muon soap [--step 3.1] [cluster.topology=v5p:4x8x8 ...]
+
+Prints for each the seconds of its update alone (reduced gradients to new parameters), its memory, and its share of the step: of the step
+of the run as `maxlm compile` predicts it, or of `--step` seconds, which spares a long compilation. Figures are those of the compiled
+program: nothing is measured on a chip.
+"""
+
+import sys
+import time
+
+from maxlm.compiler.aot import build, compile_program, leave_chips_alone
+
+leave_chips_alone()
+
+import jax  # noqa: E402 - it reads the environment when it is imported
+import optax  # noqa: E402
+
+from maxlm.config import load, rules  # noqa: E402
+from maxlm.cost.step_cost import StepCost, program_cost  # noqa: E402
+from maxlm.hardware.chips import GIB  # noqa: E402
+from maxlm.hardware.topologies import Topology  # noqa: E402
+from maxlm.hlo.parser import read  # noqa: E402
+from maxlm.training.optimizer import RULES  # noqa: E402
+from maxlm.training.program import Program  # noqa: E402
+
+
+def main(run: str, *arguments: str) -> None:
+    given = list(arguments)
+    step_s = None
+    if "--step" in given:
+        place = given.index("--step")
+        step_s = float(given[place + 1])
+        del given[place : place + 2]
+    names, overrides = [one for one in given if one in RULES], [one for one in given if one not in RULES]
+    config = load(run, overrides).config
+    topology = rules.topology_of(config)
+    if step_s is None:
+        program = build(config, topology)
+        step_s = program_cost(program, read(compile_program(program, topology).text), topology).total_s
+    print(f"{run} {' '.join(overrides)} on {topology.name}: step {step_s:.3f} s", flush=True)
+    for name in names:
+        program = build(load(run, [*overrides, f"optimizer.name={name}"]).config, topology)
+        begun = time.perf_counter()
+        cost, temporaries = update_cost(program, topology)
+        bytes_of = sum(leaf.dtype.itemsize * leaf.size for leaf in jax.tree.leaves(program.abstract_state.opt_state))
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.params))
+        print(
+            f"{name}: {cost.total_s * 1e3:.2f} ms ({cost.exposed_s * 1e3:.2f} ms of communication), "
+            f"{cost.total_s / step_s:.2%} of the step, "
+            f"{bytes_of / numbers:.2f} bytes a parameter, {temporaries / GIB:.2f} GiB of temporaries; "
+            f"compiled in {time.perf_counter() - begun:.0f} s",
+            flush=True,
+        )
+        for op in cost.top[:5]:
+            print(f"    {op.kind} {op.seconds * 1e3:.2f} ms, {op.times} times: {op.where[-90:]}")
+
+
+def update_cost(program: Program, topology: Topology) -> tuple[StepCost, int]:
+    """(cost of one update from gradients that are split as the parameters, bytes of its temporaries on a device)."""
+    state = program.abstract_state
+
+    def update(grads: object, opt_state: object, params: object) -> object:
+        updates, opt_state = program.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    with jax.set_mesh(program.mesh):
+        jitted = jax.jit(update, out_shardings=(program.state_shardings.params, program.state_shardings.opt_state), donate_argnums=(1, 2))
+        compiled = jitted.lower(state.params, state.opt_state, state.params).compile(compiler_options=program.compiler_options)
+    memory = compiled.memory_analysis()
+    return program_cost(program, read(compiled.as_text() or ""), topology), memory.temp_size_in_bytes if memory else 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
