@@ -248,7 +248,7 @@ def flip_bit(world: World) -> Mapping[str, str]:
 def tear_copy(world: World) -> None:
     """The newest copy in the victim's memory is cut short, and its trainer is killed."""
     stop_trainer(world)  # else it may make another copy in between
-    copies = [path for path in world.hosts.own(world.victim).rglob("data") if path.is_file()]
+    copies = list(world.hosts.own(world.victim).rglob("[0-9]*-[0-9]*/data"))  # complete ones: drafts have other names
     newest = max(copies, key=lambda path: path.stat().st_mtime)
     with newest.open("r+b") as file:
         file.truncate(world.dice.randrange(newest.stat().st_size))
