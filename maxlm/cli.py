@@ -157,13 +157,15 @@ def plan_(
     settings = tuple(overrides or ())
     if (flops is None) != (ladder is None):
         raise UserError("--flops and --ladder go together: the budget, and the ladder that tells the best size for it.")
+    if flops is not None and tokens is not None:
+        raise UserError("--tokens goes without --flops: the ladder tells the tokens for a budget.")
     if flops is not None and ladder is not None:
         from maxlm.ladder.recommend import recommend
 
         recommended = recommend(ladder, config, settings, flops)
         for line in recommended.sentences:
             typer.echo(line, err=json_)
-        settings, tokens = (*settings, *recommended.overrides), tokens or recommended.tokens
+        settings, tokens = (*settings, *recommended.overrides), recommended.tokens
     request = plan_command.Request(config, settings, topology, slices, tokens, out, any_format)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:

@@ -85,6 +85,11 @@ class OptimizerConfig(Section):
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
 
     @property
+    def decays_independently(self) -> bool:
+        """True if weight decay does not depend on learning rates."""
+        return isinstance(self.weight_decay, IndependentDecayConfig)
+
+    @property
     def decay_per_rate(self) -> float:
         """Weight decay as a multiple of the learning rate of an update."""
         decay = self.weight_decay

@@ -26,6 +26,11 @@ def _branch(config: Config) -> Iterator[Problem]:
         rule = f"is after step {total - decay}, at which a decay of {decay} updates begins in a run of {total}: the rate would jump"
         fix = f"use optimizer.decay_steps={total - branch.step} at most, or an earlier checkpoint"
         yield "train.branch_from.step", branch.step, rule, fix
+    rises = config.optimizer.ademamix is None or config.optimizer.ademamix.warmup_steps is None
+    if config.optimizer.name == "ademamix" and rises:
+        rule = "is not set, so that beta3 and alpha rise over the whole run, and a branch has another length"
+        fix = "set it in the stable run and in the branch, to the same number"
+        yield "optimizer.ademamix.warmup_steps", None, rule, fix
     if config.objective is not None and config.objective.kind == "dpo":
         rule = "has no reference of its own: that of objective.kind = dpo is the model which a run starts from"
         yield "train.branch_from", "set", rule, "use train.start_from"

@@ -13,7 +13,7 @@ from scipy.stats import t as student
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.ladder.grid import Rung, make_grid, variant
 from maxlm.ladder.runs import Found, find, train, write_configs
-from maxlm.ladder.settings import CompareConfig, LadderSettings
+from maxlm.ladder.settings import TUNED, CompareConfig, LadderSettings
 from maxlm.telemetry.report.load import load_run
 
 SHARE = 0.9  # of the intervals
@@ -43,10 +43,11 @@ def compare(settings: LadderSettings, names: Sequence[str], folder: Path, *, tra
 
     def run(rungs: Sequence[Rung]) -> list[Found]:
         write_configs(folder, rungs)
-        codes = train(folder, rungs, say) if training else {}
+        # A rate at which training is unhealthy is a result, and would be again.
+        codes = train(folder, [rung for rung in rungs if not find(folder, rung).failed], say) if training else {}
         found = [find(folder, rung) for rung in rungs]
         if missing := [f"{one.rung.name} ({one.state}{f', exit code {codes[one.rung.name]}' if one.rung.name in codes else ''})"
-                       for one in found if one.loss is None]:  # fmt: skip
+                       for one in found if one.loss is None and not one.failed]:  # fmt: skip
             raise UserError(
                 f"{len(missing)} of {len(found)} runs of the comparison have no loss: {', '.join(missing[:5])}; mend and run again."
             )
@@ -67,6 +68,10 @@ def _check(settings: LadderSettings, names: Sequence[str]) -> CompareConfig:
         raise UserError(f"--compare {unknown[0]}: compare.optimizers has no such optimizer; it has {known}.")
     if len(set(names)) < 2 or len(set(names)) < len(names):
         raise ConfigError("--compare", ",".join(names), "must name two optimizers or more, each once", "name others")
+    for size, one in settings.sizes.items():
+        for key in one.settings:
+            if key.startswith(TUNED):
+                raise ConfigError(f"sizes.{size}.settings", key, "is set by --compare itself", "leave it out")
     return settings.compare
 
 
@@ -74,9 +79,11 @@ def _at_size(rung: Rung, settings: LadderSettings, config: CompareConfig, names:
     """Tune, then train the best of each with all seeds, then again for as long as the quickest takes."""
     best: dict[str, Mapping[str, Any]] = {}
     for name in names:
-        trials = {trial.name: values for trial, values in _trials(rung, settings, config, name)}
-        found = run([trial for trial, _ in _trials(rung, settings, config, name)])
-        best[name] = trials[min(found, key=lambda one: one.loss or 0.0).rung.name]
+        trials = _trials(rung, settings, config, name)
+        done = [(one.loss, values) for one, (_, values) in zip(run([trial for trial, _ in trials]), trials, strict=True) if one.loss]
+        if not done:
+            raise UserError(f"{name} failed at every trial of size {rung.size}: try smaller learning rates in compare.optimizers.{name}.")
+        best[name] = min(done, key=lambda one: one[0])[1]
     finals = {name: run(_finals(rung, settings, config, name, best[name], rung.config.total_steps)) for name in names}
     step_s = {name: statistics.median(_step_s(folder, one) for one in finals[name]) for name in names}
     quickest = min(step_s.values())
@@ -85,39 +92,45 @@ def _at_size(rung: Rung, settings: LadderSettings, config: CompareConfig, names:
         steps = max(1, round(rung.config.total_steps * quickest / step_s[name]))
         timed = finals[name]
         if steps < rung.config.total_steps:
-            timed = run(_finals(rung, settings, config, name, best[name], steps, "-equaltime"))
+            timed = run(_finals(rung, settings, config, name, best[name], steps))
         rates = config.optimizers[name].peak_lr
         entries.append(
             Entry(
-                name, rung.size, rung.parameters, best[name], best[name]["optimizer.peak_lr"] in (min(rates), max(rates)),
-                [one.loss or 0.0 for one in finals[name]], [one.loss or 0.0 for one in timed], step_s[name],
+                name, rung.size, rung.parameters, best[name], best[name]["peak_lr"] in (min(rates), max(rates)),
+                _losses(finals[name]), _losses(timed), step_s[name],
             )
         )  # fmt: skip
     return entries
 
 
+def _losses(found: Sequence[Found]) -> list[float]:
+    """Of final runs. Raises UserError if one failed: its settings are too near to those that fail."""
+    if failed := [one for one in found if one.loss is None]:
+        names = ", ".join(f"{one.rung.name} ({one.state})" for one in failed)
+        raise UserError(f"final runs failed, whose trial did not: {names}; try smaller learning rates, or other seeds.")
+    return [one.loss for one in found if one.loss is not None]
+
+
 def _trials(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str) -> list[tuple[Rung, Mapping[str, Any]]]:
-    found: list[tuple[Rung, Mapping[str, Any]]] = []
-    for rate, warmup, decay in product(config.optimizers[name].peak_lr, config.warmup, config.weight_decay):
-        values = {"optimizer.peak_lr": rate, "optimizer.weight_decay": decay, "warmup": warmup}
-        run = f"{rung.size}-{name}-lr{rate:g}-warmup{warmup:g}-decay{decay:g}"
-        found.append((variant(rung, settings, run, _settings(config, name, values, rung.config.total_steps, 0)), values))
-    return found
+    """Runs with the seed 0, each with what is tried in it: `peak_lr`, and `warmup` and `weight_decay` if they are tuned."""
+    tried: dict[str, Sequence[float]] = {"peak_lr": config.optimizers[name].peak_lr}
+    tried |= {key: values for key, values in (("warmup", config.warmup), ("weight_decay", config.weight_decay)) if values is not None}
+    combinations = [dict(zip(tried, values, strict=True)) for values in product(*tried.values())]
+    return [(_run(rung, settings, config, name, values, rung.config.total_steps, 0), values) for values in combinations]
 
 
-def _finals(
-    rung: Rung, settings: LadderSettings, config: CompareConfig, name: str, values: Mapping[str, Any], steps: int, mark: str = ""
-) -> list[Rung]:
-    return [
-        variant(rung, settings, f"{rung.size}-{name}{mark}-seed{seed}", _settings(config, name, values, steps, seed))
-        for seed in config.seeds
-    ]
+def _finals(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str, values: Mapping[str, Any], steps: int) -> list[Rung]:
+    return [_run(rung, settings, config, name, values, steps, seed) for seed in config.seeds]
 
 
-def _settings(config: CompareConfig, name: str, values: Mapping[str, Any], steps: int, seed: int) -> dict[str, Any]:
-    chosen = {key: value for key, value in values.items() if key != "warmup"}
-    schedule = {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(values["warmup"] * steps)}
-    return {**config.optimizers[name].settings, "optimizer.name": name, **chosen, **schedule, "train.steps": steps, "train.seed": seed}
+def _run(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str, values: Mapping[str, Any], steps: int, seed: int) -> Rung:
+    """One run. Its name says all that differs, so that another comparison in the same folder uses it or has its own."""
+    chosen: dict[str, Any] = {f"optimizer.{key}": value for key, value in values.items() if key != "warmup"}
+    if "warmup" in values:
+        chosen |= {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(values["warmup"] * steps)}
+    run = "-".join([rung.size, name, *(f"{key}{value:g}" for key, value in values.items()), f"{steps}steps", f"seed{seed}"])
+    own = config.optimizers[name].settings
+    return variant(rung, settings, run, {**own, "optimizer.name": name, **chosen, "train.steps": steps, "train.seed": seed})
 
 
 def _step_s(folder: Path, found: Found) -> float:

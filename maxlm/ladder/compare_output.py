@@ -17,7 +17,7 @@ def table(entries: Sequence[Entry], baseline: str) -> Table:
         found.add_column(head, no_wrap=head in ("size", "optimizer"))
     for one in entries:
         other = next(entry for entry in entries if entry.size == one.size and entry.optimizer == baseline)
-        settings = ", ".join(f"{key.removeprefix('optimizer.')} {value:g}" for key, value in one.best.items())
+        settings = ", ".join(f"{key} {value:g}" for key, value in one.best.items())
         cells = [f"{one.size} ({count(one.parameters)})", one.optimizer, settings + (" (at the edge)" if one.at_edge else "")]
         for losses, reference in ((one.losses, other.losses), (one.losses_at_equal_time, other.losses_at_equal_time)):
             cells += [_with(*interval(losses), sign=False), "" if one is other else _with(*difference(losses, reference), sign=True)]

@@ -79,9 +79,14 @@ def _check_base(settings: LadderSettings, base: Config) -> None:
         raise UserError(f"{settings.base}: train.eval_batches = 0: a ladder fits the loss on held-out text; set at least 1.")
     if base.train.batch_ramp:
         raise UserError(f"{settings.base}: train.batch_ramp goes by tokens, and the runs of a ladder have different lengths: leave it out.")
+    if base.optimizer.schedule == "wsd" and (base.optimizer.decay_steps or base.optimizer.decay_tokens):
+        raise UserError(
+            f"{settings.base}: a decay of fixed length has another share of each run of a ladder: leave it out for a tenth of each."
+        )
+    reserved = RESERVED if settings.warmup is None else (*RESERVED, "optimizer.warmup")
     for name, size in settings.sizes.items():
         for key in size.settings:
-            if key.startswith(RESERVED) or key in model_settings(base.model, size):
+            if key.startswith(reserved) or key in model_settings(base.model, size):
                 raise ConfigError(f"sizes.{name}.settings", key, "is set by the ladder itself", "leave it out")
 
 

@@ -54,7 +54,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     grid = Runs(*(np.array(column, np.float64) for column in zip(*(one[1] for one in candidates), strict=True)))
     losses_G = found.predict(grid)
     best = int(losses_G.argmin())
-    if best == len(candidates) - 1:
+    if candidates[best][0]["model.d_model"] >= LARGEST:
         raise UserError(f"--flops {flops:g}: the best model would be wider than {LARGEST:,}; give less.")
     settings, (parameters, tokens, _, _) = candidates[best]
     samples = [int(found.losses_with(theta_P, grid).argmin()) for theta_P in found.thetas_KP]

@@ -9,6 +9,7 @@ from maxlm.config.errors import ConfigError
 from maxlm.config.fields import Fraction, LocalPath, NonNegative, Positive, PositiveFloat, Section, Seed, Text, Tokens
 
 MOST_RUNS = 1000
+TUNED = ("optimizer.name", "optimizer.peak_lr", "optimizer.warmup", "optimizer.weight_decay", "train.", "run.")  # by a comparison
 Budget = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # FLOPs: more than float32 holds
 Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -41,11 +42,13 @@ class ContestantConfig(Section):
 
 
 class CompareConfig(Section):
-    """A comparison of optimizers, each tuned with equal trials at every size, at the first of the ladder's lengths."""
+    """A comparison of optimizers, each tuned with equal trials at every size, at the shortest of the ladder's lengths."""
 
     optimizers: Annotated[dict[Name, ContestantConfig], Field(min_length=2, max_length=16)]  # by `optimizer.name`
-    warmup: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=16)] = (0.05,)  # shares of the run, tried for all
-    weight_decay: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=16)] = (0.1,)
+    warmup: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=16)] | None = (
+        None  # shares of the run, for all; None: the base's
+    )
+    weight_decay: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=16)] | None = None  # the same
     seeds: Annotated[tuple[Seed, ...], Field(min_length=2, max_length=64)] = (1, 2, 3)  # of the final runs; trials have the seed 0
 
     @model_validator(mode="after")

@@ -96,9 +96,10 @@ def newton_schulz(x: Float[Array, "B m n"], iterations: int) -> Float[Array, "B 
     a, b, c = COEFFICIENTS
     tall = x.shape[1] > x.shape[2]
     x = x.swapaxes(1, 2) if tall else x
-    for _ in range(iterations):
-        gram = x @ x.swapaxes(1, 2)
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    with jax.default_matmul_precision("highest"):  # or a TPU would round float32 to bfloat16
+        for _ in range(iterations):
+            gram = x @ x.swapaxes(1, 2)
+            x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.swapaxes(1, 2) if tall else x
 
 

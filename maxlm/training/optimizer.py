@@ -3,7 +3,7 @@
 The step clips gradients, since it reports their norm.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,21 +62,33 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
     """
     axes = parameter_axes(config.model) if axes is None else axes
     direction = RULES[config.optimizer.name].direction(config, axes)
-    decayed = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     return optax.chain(
         with_factors(config, in_small_state(config, direction, axes, first_row), axes),
-        optax.add_decayed_weights(config.optimizer.decay_per_rate, mask=decayed),
-        *_own_rates(config, axes),
+        _decayed(config, axes),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
 
 
-def _own_rates(config: Config, axes: Parameters) -> Iterator[optax.GradientTransformation]:
-    """The factor of Adam's part of Muon, if it has a learning rate of its own; decay follows it."""
+def _decayed(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    """Updates plus decay, as multiples of `peak_lr`. Adam's part of Muon may have a rate of its own, which its decay follows as well,
+    unless it is independent of rates.
+    """
     settings = config.optimizer
-    if settings.name == "muon" and settings.muon is not None and settings.muon.adam_lr is not None:
-        ratio = settings.muon.adam_lr / settings.peak_lr
-        yield optax.masked(optax.scale(ratio), _map_axes(lambda names: hidden_matrix(names) is None, axes))
+    own = settings.muon.adam_lr if settings.name == "muon" and settings.muon is not None else None
+    ratio = 1.0 if own is None else own / settings.peak_lr
+    rates = _map_axes(lambda names: ratio if hidden_matrix(names) is None else 1.0, axes)
+    decays = _map_axes(lambda names: settings.decay_per_rate if "embed" in names or "rank" in names else 0.0, axes)
+    if not settings.decays_independently:
+        decays = jax.tree.map(lambda decay, rate: decay * rate, decays, rates)
+
+    def decayed(update: Any, param: Any, rate: float, decay: float) -> Any:
+        update = update if rate == 1 else rate * update
+        return update + decay * param if decay else update
+
+    def step(updates: Any, params: Any) -> Any:
+        return jax.tree.map(decayed, updates, params, rates, decays)
+
+    return optax.stateless(step)
 
 
 def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:

@@ -13,7 +13,8 @@ from maxlm.training.small_states import path_of
 
 # A rate is proportional to the width to this power. Entries of Adam's updates have one size, and add up over a width. Muon's matrices are
 # orthogonal times the root of their longer side (arXiv 2502.16982): of the spectral norm, which should stay (arXiv 2310.17813), one root.
-ADAM, MUON = -1.0, -0.5
+# With `update_rms: null` they are times a ratio of their sides, which stays.
+ADAM, MUON, MUON_BY_RATIO = -1.0, -0.5, 0.0
 
 
 def with_factors(config: Config, inner: optax.GradientTransformation, axes: Parameters) -> optax.GradientTransformation:
@@ -37,7 +38,10 @@ def with_factors(config: Config, inner: optax.GradientTransformation, axes: Para
 def _rate(config: Config, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
     if not factors(config.model, name, axes).width_reads:
         return 1.0
-    return width_ratio(config.model) ** (MUON if config.optimizer.name == "muon" and hidden_matrix(axes) is not None else ADAM)
+    power = ADAM
+    if config.optimizer.name == "muon" and hidden_matrix(axes) is not None:
+        power = MUON_BY_RATIO if config.optimizer.muon is not None and config.optimizer.muon.update_rms is None else MUON
+    return width_ratio(config.model) ** power
 
 
 def _times(tree: Any, by: Parameters) -> Any:

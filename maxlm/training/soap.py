@@ -54,10 +54,11 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
         kept = zip(*(tree.flatten_up_to(part) for part in state[1:]), strict=True)
-        done = [
-            _update(settings, own, named[path_of(path)], state.updates, grad, parts)
-            for (path, grad), parts in zip(leaves, kept, strict=True)
-        ]
+        with jax.default_matmul_precision("highest"):  # a TPU would round covariances to bfloat16, and small directions would be noise
+            done = [
+                _update(settings, own, named[path_of(path)], state.updates, grad, parts)
+                for (path, grad), parts in zip(leaves, kept, strict=True)
+            ]
         updates, *parts = (tree.unflatten(each) for each in zip(*done, strict=True)) if done else [grads] * 7
         return updates, SoapState(state.updates + 1, *parts)
 

@@ -63,16 +63,18 @@ def test_each_is_tuned_alike_and_the_slower_gets_fewer_steps_at_equal_time(here,
     file = write_ladder(folder, COMPARE)
     entries = call(file)
     assert [(one["size"], one["optimizer"]) for one in entries] == [("a", "adamw"), ("a", "muon"), ("b", "adamw"), ("b", "muon")]
-    assert sum("-lr" in name for name in names) == 2 * 2 * 3 * 2, "sizes, optimizers, rates, warm-ups"
+    assert sum("-seed0" in name for name in names) == 2 * 2 * 3 * 2, "sizes, optimizers, rates, warm-ups"
+    steps = load(str(next((folder / "out/configs").glob("a-adamw-*-seed1.yml")))).config.total_steps
     for one in entries:
-        assert one["best"]["optimizer.peak_lr"] == {"adamw": 3e-3, "muon": 1e-2}[one["optimizer"]]
+        assert one["best"]["peak_lr"] == {"adamw": 3e-3, "muon": 1e-2}[one["optimizer"]]
         assert one["best"]["warmup"] == 0.02 and not one["at_edge"]
     adamw, muon = entries[:2]
     assert [b - a for a, b in zip(adamw["losses"], muon["losses"], strict=True)] == pytest.approx([-0.05] * 3)
     assert adamw["losses_at_equal_time"] == adamw["losses"]
     slower = [b - a for a, b in zip(muon["losses"], muon["losses_at_equal_time"], strict=True)]
     assert slower == pytest.approx([0.1 * math.log(2)] * 3, abs=1e-4), "half as many steps"
-    config = load(str(folder / "out/configs/a-muon-equaltime-seed2.yml")).config
+    (file_of_seed,) = (folder / "out/configs").glob(f"a-muon-peak_lr0.01-warmup0.02-{round(steps / 2)}steps-seed2.yml")
+    config = load(str(file_of_seed)).config
     assert config.train.seed == 2 and config.optimizer.muon.momentum == 0.9
     assert config.optimizer.warmup_steps == round(0.02 * config.total_steps)
     said = capsys.readouterr().out
@@ -80,6 +82,30 @@ def test_each_is_tuned_alike_and_the_slower_gets_fewer_steps_at_equal_time(here,
     before = len(names)
     call(file)
     assert len(names) == before, "nothing was left to train"
+
+
+def test_a_rate_at_which_training_fails_is_a_result_and_not_tried_again(here, monkeypatch):
+    file, (folder, names) = write_ladder(here[0], COMPARE), here
+    original = runs.Supervisor.run
+
+    def run(self):
+        if self.config.optimizer.peak_lr < 3e-2:
+            return original(self)
+        names.append(self.config.run.name)
+        end_run(folder / "out", Rung(self.config.run.name, "", "", 0, self.config, 1, 1, 1.0), reason="unhealthy")
+        return 4
+
+    monkeypatch.setattr(runs.Supervisor, "run", run)
+    assert call(file)[1]["best"]["peak_lr"] == 1e-2
+    failed = [name for name in names if "peak_lr0.03" in name]
+    assert len(failed) == 4
+    call(file)
+    assert [name for name in names if "peak_lr0.03" in name] == failed
+    (folder / "other").mkdir()
+    file = write_ladder(folder, COMPARE.replace("[3e-3, 1e-2, 3e-2]", "[3e-2, 4e-2, 5e-2]").replace("folder: out", "folder: other"))
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"have no loss|failed at every trial of size a"):
+        ladder_command.run_comparison(str(file), [], "adamw,muon", Options(), print)
 
 
 def test_a_best_rate_at_the_edge_is_said(here):
@@ -95,6 +121,8 @@ def test_a_best_rate_at_the_edge_is_said(here):
         ("compare:", "compare:", "adamw,lyon", "has no such optimizer; it has adamw, muon"),
         ("[1e-3, 3e-3, 1e-2]", "[1e-3, 3e-3]", "adamw,muon", "no fair comparison"),
         ("seeds: [1, 2, 3]", "seeds: [1]", "adamw,muon", "seeds"),
+        ("{optimizer.muon: {momentum: 0.9}}", "{optimizer.weight_decay: 1.0}", "adamw,muon", "is set by the comparison itself"),
+        ("n_layers: 1}", "n_layers: 1, settings: {optimizer.peak_lr: 1.0}}", "adamw,muon", "is set by --compare itself"),
         ("    muon:", "    mon:", "adamw,mon", "optimizer.name"),
     ],
 )  # fmt: skip
@@ -106,5 +134,5 @@ def test_bad_comparisons_are_refused_in_one_line(here, old, new, optimizers, sai
 
 
 def test_runs_that_are_missing_are_named(here):
-    with pytest.raises(UserError, match=r"6 of 6 runs of the comparison have no loss: a-adamw-lr0\.001.*not begun"):
+    with pytest.raises(UserError, match=r"6 of 6 runs of the comparison have no loss: a-adamw-peak_lr0\.001.*not begun"):
         call(write_ladder(here[0], COMPARE), train=False)
