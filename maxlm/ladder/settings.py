@@ -59,6 +59,10 @@ class CompareConfig(Section):
             raise ConfigError(
                 "compare.optimizers", said, "are different numbers of learning rates, which is no fair comparison", "give as many to each"
             )
+        for name, one in self.optimizers.items():
+            for key in one.settings:
+                if key.startswith(TUNED):
+                    raise ConfigError(f"compare.optimizers.{name}.settings", key, "is set by the comparison itself", "leave it out")
         return self
 
 

@@ -4,9 +4,7 @@ import contextlib
 import functools
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,13 +16,11 @@ from maxlm.config.loader import dump
 from maxlm.config.rules import resolve_mesh
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster import Cluster, ClusterPlace
-from maxlm.runtime.cluster_env import HOSTS, ProcessSpec
+from maxlm.runtime.cluster_env import HOSTS
 from maxlm.runtime.consistency import code_digest, digest
 from maxlm.runtime.coordinator import RendezvousError
 from maxlm.runtime.quorum import Quorum, candidates
 from maxlm.telemetry.goodput import Part
-from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.training import fits
 
 Say = Callable[[str], None]
@@ -33,8 +29,7 @@ Say = Callable[[str], None]
 def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
     """Rules by which processes of a cluster go on without others; None if they all wait, with a line why if `elastic` is set.
 
-    Raises ConfigError: fewer hosts are configured than are needed at least; UserError: this host is marked as unhealthy, and the others
-    can go on without it.
+    Raises ConfigError: fewer hosts are configured than are needed at least.
     """
     settings, count = config.elastic, place.spec.count
     if settings is None:
@@ -65,21 +60,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
     )
     alone = len(candidates(place.spec, together)) == 1
     _describe(quorum, units, say if place.spec.process == 0 else lambda line: None, alone=alone)
-    _leave_if_unhealthy(config, place.spec, quorum, say, alone=alone)
     return quorum
-
-
-def _leave_if_unhealthy(config: Config, spec: ProcessSpec, quorum: Quorum, say: Say, *, alone: bool) -> None:
-    """Raise UserError if this host is to be replaced, as the checks for silent corruption have found, and others can go on without it."""
-    marked = to_replace(RunDirectory(Path(config.run.dir) / config.run.name, primary=False))
-    own, first = socket.gethostname(), spec.process // quorum.together * quorum.together
-    if own not in marked:
-        return
-    leaving = {*range(first, first + quorum.together), *(number for number, host in enumerate(spec.hosts) if host in marked)}
-    fix = "Replace it; then delete that file and integrity.json"
-    if quorum.going_on(set(range(spec.count)) - leaving) and not (alone and 0 in leaving):
-        raise UserError(f"{marked[own]}, so the others go on without it. {fix}.")
-    say(f"elastic: {marked[own]}, and the others cannot go on without it. {fix}.")
 
 
 def _not_possible(count: int, together: int, slices: int, devices: int | None) -> str:

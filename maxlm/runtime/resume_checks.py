@@ -15,7 +15,8 @@ from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.session import Start
 
-IGNORED = ("run.", "cluster.", "prometheus.", "train.branch_from.")  # settings that change no step
+IGNORED = ("run.", "cluster.", "prometheus.")  # settings that change no step
+BRANCHES = "train.branch_from."  # of a run that has just branched off, and differs by it from the other
 STORE, RATE = "contents of the data store", "learning rate of the next update"
 
 
@@ -64,7 +65,8 @@ def _differences(source: Path, config: Config, start: Start) -> dict[str, list[A
     except UserError as error:
         return {"config": [f"one that this maxlm cannot read: {error}", "this one"]}
     old, new = (dict(flatten(one.model_dump(mode="json"))) for one in (before, config))
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(IGNORED)]
+    ignored = (*IGNORED, BRANCHES) if start.branched else IGNORED
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key) and not key.startswith(ignored)]
     changed = {key: [old.get(key), new.get(key)] for key in differing}
     updates = start.step - int(jax.device_get(start.state.skipped))
     rates = [float(learning_rate(one)(updates)) for one in (before, config)]

@@ -1,14 +1,12 @@
 """What a cluster can do without, as it is said before it joins; and who owns the checkpoints."""
 
-import json
-import socket
 from pathlib import Path
 
 import pytest
 from tiny import tiny_config
 
 from maxlm.config import ConfigError
-from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.errors import ExitCode
 from maxlm.runtime.cluster import Cluster, ClusterPlace
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.coordinator import RendezvousError
@@ -80,40 +78,6 @@ def test_slices_are_lost_as_a_whole():
     quorum, _ = asked(count=8, together=2, devices=1, mesh={"data": 4, "fsdp": 2, "slices": 4})
     assert (quorum.together, quorum.min_processes) == (2, 2)
     assert quorum.going_on({0, 1, 2, 3, 4}) == (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("strikes", "hosts", "leaves", "process"),
-    [(2, True, True, 1), (1, True, False, 1), (2, False, True, 1), (2, False, False, 0), (2, True, False, 0)],
-)
-def test_an_unhealthy_host_leaves_if_the_others_can_go_on(tmp_path, monkeypatch, strikes, hosts, leaves, process):
-    """Once a device of it was named twice. Two of four hosts are enough with process 0 only."""
-    monkeypatch.setattr(socket, "gethostname", lambda: f"host{process}")
-    mark = {"devices": [1], "strikes": strikes, "since": 1.0, "last": 2.0, "reason": "device 3 differs"}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "unhealthy_hosts.json").write_text(json.dumps({"hosts": {f"host{process}": mark}}))
-    sections = {"mesh": {"data": 4, "fsdp": 2}, "run": {"dir": str(tmp_path), "name": "mine"}}
-    if leaves:
-        with pytest.raises(
-            UserError, match=rf"marks host host{process} as unhealthy \(2 findings; device 3 differs\), so the others go on"
-        ):
-            asked(hosts=hosts, process=process, **sections)
-    else:
-        quorum, said = asked(hosts=hosts, process=process, **sections)
-        assert quorum is not None
-        assert any("the others cannot go on without it" in line for line in said) == (strikes == 2)
-
-
-def test_an_unhealthy_host_stays_where_too_few_would_be_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "host1")
-    marks = {f"host{number}": {"strikes": 2, "reason": "device 3 differs"} for number in (1, 2, 3)}
-    (tmp_path / "unhealthy_hosts.json").write_text(json.dumps({"hosts": marks}))
-    sections = {"mesh": {"data": 4, "fsdp": 2}, "run": {"dir": str(tmp_path.parent), "name": tmp_path.name}}
-    quorum, said = asked(process=1, **sections)
-    assert quorum is not None and "the others cannot go on without it" in said[-1]
-    for damaged in ("", "[]", '{"hosts": 3}', '{"hosts": {"host1": {}}}'):
-        (tmp_path / "unhealthy_hosts.json").write_text(damaged)
-        assert asked(process=1, **sections)[1] == []
 
 
 def test_those_that_were_absent_before_are_known(monkeypatch):
