@@ -74,12 +74,13 @@ def _decayed(config: Config, axes: Parameters) -> optax.GradientTransformation:
     unless it is independent of rates.
     """
     settings = config.optimizer
-    own = settings.muon.adam_lr if settings.name == "muon" and settings.muon is not None else None
-    ratio = 1.0 if own is None else own / settings.peak_lr
+    matrix = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
+    if settings.name != "muon" or settings.muon is None or settings.muon.adam_lr is None:
+        return optax.add_decayed_weights(settings.decay_per_rate, mask=matrix)
+    ratio = settings.muon.adam_lr / settings.peak_lr
     rates = _map_axes(lambda names: ratio if hidden_matrix(names) is None else 1.0, axes)
-    decays = _map_axes(lambda names: settings.decay_per_rate if "embed" in names or "rank" in names else 0.0, axes)
-    if not settings.decays_independently:
-        decays = jax.tree.map(lambda decay, rate: decay * rate, decays, rates)
+    own = jax.tree.map(lambda rate: 1.0 if settings.decays_independently else rate, rates)
+    decays = jax.tree.map(lambda decays, factor: settings.decay_per_rate * factor if decays else 0.0, matrix, own)
 
     def decayed(update: Any, param: Any, rate: float, decay: float) -> Any:
         update = update if rate == 1 else rate * update
