@@ -108,7 +108,8 @@ def test_a_line_of_a_shard_is_that_of_pythons_json():
     for code in [*range(0x300), *range(0xD7F0, 0xE010), 0x2028, 0xFFFE, 0xFFFF, 0x1F600, 0x10FFFF]:
         text = f'a{chr(code)}\\"'
         for record in (Document(text, text, {**values, text: text}), Removed(text, "s", "r", text, values)):
-            plain = json.dumps(asdict(record), ensure_ascii=0xD800 <= code < 0xE000, sort_keys=True)
+            fields = {key: value for key, value in asdict(record).items() if key != "cuts"}  # which are counted, and not written
+            plain = json.dumps(fields, ensure_ascii=0xD800 <= code < 0xE000, sort_keys=True)
             assert line_of(record) == plain.encode() + b"\n"
 
 
