@@ -131,8 +131,8 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
     settings = session.program.config.health or HealthConfig()
     before = min((back.before, *back.batches))
     batches = [batch_number(step, start.left_out) for step in back.batches]
+    saving.settle()
     with session.goodput.measure("save"):
-        saving.poll(None)
         problem = "" if back.final else journal.refusal(settings, end.step) or _unreachable(session, before)
     if not problem or back.cause == "corrupted":  # also where this start ends: the next one must not continue from a wrong state
         problem = journal.add(end.step, before, batches, back.cause, back.reason) or problem
@@ -243,7 +243,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
         _run_tasks(session, meter, saving, end.step, state)
-    saving.finish(end.step, state)
+    saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
         left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"
