@@ -158,8 +158,10 @@ def _unreachable(session: Session, before: int) -> str:
     first = 0 if config.train.branch_from is None else config.train.branch_from.step
     if before < first:
         return f"this run begins at step {first:,}, where it branches off"
-    if not steps or min(steps) <= before or before - first < config.checkpoint.every_steps:
+    if before - first < config.checkpoint.every_steps or (steps and min(steps) <= before):
         return ""
+    if not steps:  # as if all saves have failed: going back to the beginning would lose all
+        return "no checkpoint has been saved"
     return f"the oldest checkpoint, that of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
 
 
