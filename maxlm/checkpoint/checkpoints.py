@@ -29,10 +29,11 @@ from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
+from maxlm.config.errors import WRONG_PATH
 from maxlm.config.paths import is_remote
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
-from maxlm.config.transient import first_line, retried
+from maxlm.config.transient import first_line, is_transient, retried
 
 _log = logging.getLogger(__name__)
 STORE = "checkpoint"  # source of a state that was not in memory
@@ -40,6 +41,7 @@ _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are ch
 _PROBE_BYTES = 1 << 20
 _REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
+_GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # what processes tell each other; a failure may pass if that of one of them may
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
 _COMMITTED = "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is running or was killed
@@ -150,26 +152,43 @@ class Checkpoints:
     def claim(self) -> None:
         """Make the directory, and write and remove a small file in it from every process: fails early if it is not writable.
 
-        Raises CheckpointError, and then leaves nothing behind.
+        Raises CheckpointError, and then leaves nothing behind: UnreachableError if it may pass, and so if checkpoints were written there
+        before.
         """
         folders = (self.directory, *self.directory.parents)  # deepest first; a bucket has none
         made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
-        error: OSError | None = None
+        error: Exception | None = None
         try:
             self._probe(_PROBE_BYTES)
-        except OSError as failure:
+        except Exception as failure:  # any: clients of buckets raise kinds of their own, and the other processes must learn of it
             error = failure
-        if multihost.max_over_processes(int(error is not None)):
+        own = _GOOD if error is None else _MAY_PASS if self._may_pass(error) else _FAILED
+        worst = multihost.max_over_processes(own)
+        if worst != _GOOD:
             for folder in made if error is not None else ():  # what another process has filled stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
-            reason = "another process cannot write there" if error is None else error.strerror or first_line(error)
-            full = error is not None and error.errno in (errno.ENOSPC, errno.EDQUOT)  # space may be freed later
-            kind, fix = (UnreachableError, "free space or choose another folder") if full else (CheckpointError, "choose another folder")
+            reason = "another process cannot write there" if error is None else getattr(error, "strerror", None) or first_line(error)
+            fix = "choose another folder"
+            if worst == _MAY_PASS:
+                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                fix = f"free space or {fix}" if full else f"try again when the cause is gone, or {fix}"
+            kind = UnreachableError if worst == _MAY_PASS else CheckpointError
             raise kind(f"checkpoint.dir = {self.directory}: cannot be written ({reason}); {fix}.") from error
 
+    def _may_pass(self, error: Exception) -> bool:
+        """True if another start may be able to write here: also where the path looks wrong, if there are checkpoints already."""
+        if not is_transient(error):
+            return False
+        if not isinstance(error, OSError) or error.errno not in WRONG_PATH:
+            return True
+        try:
+            return bool(self.steps())
+        except UnreachableError:
+            return True
+
     def _probe(self, size: int) -> None:
-        """Write and remove a file of so many bytes. Raises OSError."""
+        """Write and remove a file of so many bytes. Raises OSError, or what a client of buckets raises."""
         probe = self.directory / f".probe-{jax.process_index()}"
         self.directory.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(bytes(size))
@@ -203,7 +222,7 @@ class Checkpoints:
             response = self._writer.save_checkpointables_async(step, items, force=True)
             # Started last: on a CPU it would compete with the part of the save that the loop waits for.
             sums.set_result(digest.start(leaves))
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # any: clients of buckets raise kinds of their own
             sums.cancel()
             failure = failed_save(error, step, str(self.directory), needed)
             if jax.process_count() > 1:
@@ -226,7 +245,7 @@ class Checkpoints:
         except Exception as error:  # any: it comes from a background thread
             if isinstance(error, TimeoutError) and wait_s is not None:
                 return None
-            failure = self._explain(error, pending)
+            failure = self._explain(error, pending.step, pending.needed_bytes)
         self._unreported = None
         return Ended(pending.step, failure)
 
@@ -369,7 +388,9 @@ class Checkpoints:
                     strays.append(f"{name} is not a committed checkpoint: {reason}")
                 else:
                     steps.append(int(name))
-        except OSError as error:
+        except Exception as error:
+            if not isinstance(error, OSError) and not is_transient(error):
+                raise
             raise UnreachableError(f"{self.directory} cannot be listed: {first_line(error)}.") from error
         return sorted(steps), strays
 
@@ -395,13 +416,13 @@ class Checkpoints:
         error: Exception | None = None
         try:
             pending.response.result()
-        except Exception as failure:  # any: it comes from a background thread, and the other processes must learn of it
-            error = failure
-        if not multihost.max_over_processes(int(error is not None)):
+        except Exception as problem:  # any: it comes from a background thread, and the other processes must learn of it
+            error = problem
+        failure = self._agreed(error, pending.step, pending.needed_bytes, "another process could not write its part")
+        if failure is None:
             self.last_failure, self.failed_in_a_row = None, 0
-            return
-        error = error or RuntimeError("another process could not write its part")
-        _log.error("%s", self._failed(self._explain(error, pending)))
+        else:
+            _log.error("%s", self._failed(failure))
 
     @contextlib.contextmanager
     def _in_all(self, step: int, needed: int) -> Iterator[None]:
@@ -409,11 +430,25 @@ class Checkpoints:
         error: Exception | None = None
         try:
             yield
-        except (OSError, ValueError, RuntimeError, CheckpointError) as failure:
-            error = failure
-        if multihost.max_over_processes(int(error is not None)):
-            error = error or RuntimeError("another process could not begin it")
-            raise self._failed(failed_save(error, step, str(self.directory), needed)) from error
+        except Exception as problem:  # any: clients of buckets raise kinds of their own, and the other processes must learn of it
+            error = problem
+        failure = self._agreed(error, step, needed, "another process could not begin it")
+        if failure is not None:
+            raise self._failed(failure)
+
+    def _agreed(self, error: Exception | None, step: int, needed: int, elsewhere: str) -> CheckpointError | None:
+        """The failure of a save, if any process has met an `error`: in all of them one that may pass, if that of one may. `elsewhere`: what
+        to say in a process that met none.
+        """
+        failure = None if error is None else self._explain(error, step, needed)
+        worst = multihost.max_over_processes(_severity(failure))
+        if worst == _GOOD:
+            return None
+        failure = failure or self._explain(RuntimeError(elsewhere), step, needed)
+        if worst == _MAY_PASS and not isinstance(failure, UnreachableError):
+            cause, failure = failure.__cause__, UnreachableError(str(failure))
+            failure.__cause__ = cause
+        return failure
 
     def _failed(self, failure: CheckpointError) -> CheckpointError:
         """Note that a save has failed. The writer is replaced: Orbax's would raise the same error at every save."""
@@ -421,8 +456,8 @@ class Checkpoints:
         self._reopen_writer()
         return failure
 
-    def _explain(self, error: Exception, pending: _Pending) -> CheckpointError:
-        failure = failed_save(error, pending.step, str(self.directory), pending.needed_bytes)
+    def _explain(self, error: Exception, step: int, needed: int) -> CheckpointError:
+        failure = failed_save(error, step, str(self.directory), needed)
         failure.__cause__ = error
         return failure
 
@@ -468,7 +503,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # it repeats the failure that is already reported
                 self._writer.close()
         self._writer = None
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # then the next save tries again, and reports
+        with contextlib.suppress(Exception):  # then the next save tries again, and reports
             self._writer = self._open_writer()
 
     def _set_newer_aside(self, saved: list[int], in_all: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -498,6 +533,13 @@ class Checkpoints:
         target = aside / (f"{step}-{same + 1}" if same else str(step))
         (self.directory / str(step)).rename(target)
         _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
+
+
+def _severity(failure: CheckpointError | None) -> int:
+    """What a process tells the others of its failure. Ordered: the maximum over processes is that of all."""
+    if failure is None:
+        return _GOOD
+    return _MAY_PASS if isinstance(failure, UnreachableError) else _FAILED
 
 
 def _unlisted(directory: ocp.path.Path, step: int) -> str:

@@ -131,8 +131,8 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
     settings = session.program.config.health or HealthConfig()
     before = min((back.before, *back.batches))
     batches = [batch_number(step, start.left_out) for step in back.batches]
+    saving.settle()
     with session.goodput.measure("save"):
-        saving.poll(None)
         problem = "" if back.final else journal.refusal(settings, end.step) or _unreachable(session, before)
     if not problem or back.cause == "corrupted":  # also where this start ends: the next one must not continue from a wrong state
         problem = journal.add(end.step, before, batches, back.cause, back.reason) or problem
@@ -158,8 +158,10 @@ def _unreachable(session: Session, before: int) -> str:
     first = 0 if config.train.branch_from is None else config.train.branch_from.step
     if before < first:
         return f"this run begins at step {first:,}, where it branches off"
-    if not steps or min(steps) <= before or before - first < config.checkpoint.every_steps:
+    if before - first < config.checkpoint.every_steps or (steps and min(steps) <= before):
         return ""
+    if not steps:  # as if all saves have failed: going back to the beginning would lose all
+        return "no checkpoint has been saved"
     return f"the oldest checkpoint, that of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
 
 
@@ -243,7 +245,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
         _run_tasks(session, meter, saving, end.step, state)
-    saving.finish(end.step, state)
+    saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
         left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"

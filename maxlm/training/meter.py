@@ -127,7 +127,6 @@ class Meter:
         if self._noise is not None:
             del values[PARTS], values[SQUARES]
             values |= self._noise.figures
-        values |= {"global_batch": self._sequences(step)} if self._ramped else {}
         return StepRecord(
             step=step,
             loss=values.pop("loss"),

@@ -6,6 +6,7 @@ Retention keeps the newest checkpoints, so each bad one that is saved removes a 
 import contextlib
 import functools
 import logging
+import math
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint import CheckpointError, multihost
 from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -81,7 +82,7 @@ class Saving:
     def save(self, step: int, state: TrainState) -> None:
         """Begin to save `state`, whatever it holds, unless it is saved already. A save that fails is reported, and training goes on.
 
-        Raises UnreachableError after FAILED_SAVES in a row, FAILING_SECONDS after the first of them.
+        Raises UnreachableError after FAILED_SAVES in a row, FAILING_SECONDS after the first of them, if this one fails as well.
         """
         if step <= self._saved:
             return
@@ -89,46 +90,70 @@ class Saving:
         session.check_owner()
         begun, failure = False, None
         with session.goodput.measure("save"):
-            self.poll(None)
+            self._wait()
             try:
                 begun = session.checkpoints.save(step, load_all(state), self._position(step))
             except UnevenSaveError:
                 raise
             except CheckpointError as error:
                 failure = error
-        if (
-            session.checkpoints.last_failure not in (None, failure) and not self._failure_reported
-        ):  # another process could not write its part
-            self._alarm("save_failed", self._saved, str(session.checkpoints.last_failure))
         if failure is not None:
             self._alarm("save_failed", step, str(failure))
         self._failure_reported = failure is not None
         self._saved, self._postponed, session.progress.saving = step, False, began if begun else None
         self._began, self._blocked_s = began, time.monotonic() - began
         self._meter.pause()
-        failed = session.checkpoints.failed_in_a_row
-        self._failing_since = None if not failed else self._failing_since or began
-        if self._failing_since is not None and failed >= FAILED_SAVES and began - self._failing_since >= FAILING_SECONDS:
-            raise UnreachableError(f"{failed} saves in a row have failed; the last one: {session.checkpoints.last_failure}")
+        self._end_if_all_fail(began)
 
-    def finish(self, step: int, state: TrainState) -> None:
-        """Wait for the running save. If it is that of the last state, `state` of `step`, and fails, it is tried again for half a minute,
-        unless a signal asks to stop. Raises CheckpointError if it failed.
+    def _end_if_all_fail(self, began: float) -> None:
+        checkpoints = self._session.checkpoints
+        self._failing_since = None if not checkpoints.failed_in_a_row else self._failing_since or began
+        long = self._failing_since is not None and began - self._failing_since >= FAILING_SECONDS
+        if checkpoints.failed_in_a_row < FAILED_SAVES or not multihost.max_over_processes(int(long)):  # the clocks of processes differ
+            return
+        with self._session.goodput.measure("save"):
+            failure = self._wait()  # if a save has begun, it decides: storage may be back
+        self._meter.pause()
+        if failure is not None:
+            raise UnreachableError(f"{checkpoints.failed_in_a_row} saves in a row have failed; the last one: {failure}") from failure
+
+    def finish(self, step: int, state: TrainState, *, saved: bool) -> None:
+        """Wait for the running save. If that of the last state, `state` of `step`, was asked for (`saved`) and fails, it is tried again for
+        half a minute, unless a signal asks to stop, and then raised as CheckpointError. Any other that fails is reported only.
         """
         session, pauses = self._session, iter(RETRY_DELAYS_S)
         while True:
             with session.goodput.measure("save"):
-                self.poll(None)
-                try:
-                    return session.checkpoints.wait()
-                except CheckpointError as error:
-                    pause_s = next(pauses, None)
-                    if pause_s is None or self._saved != step or session.all_give_up():
-                        raise
-                    _log.warning("the last save is tried again in %g s: %s", pause_s, error)
-                time.sleep(pause_s)
+                failure = self._wait()
+                if failure is None or not saved:
+                    return
+                pause_s = next(pauses, 0.0)
+                if not pause_s:
+                    raise failure
+                _log.warning("the last save is tried again in %g s: %s", pause_s, failure)
+                for _ in range(math.ceil(pause_s)):
+                    if session.all_give_up():
+                        raise failure
+                    time.sleep(1.0)
             self._saved = step - 1
             self.save(step, state)
+
+    def settle(self) -> None:
+        """Wait until the running save has ended in all processes; if it has failed, that is reported, and forgotten."""
+        with self._session.goodput.measure("save"):
+            self._wait()
+
+    def _wait(self) -> CheckpointError | None:
+        """Wait until the newest save has ended in all processes. Returns its failure, which is reported."""
+        self.poll(None)
+        try:
+            self._session.checkpoints.wait()
+        except CheckpointError as error:
+            if not self._failure_reported:  # another process could not write its part
+                self._alarm("save_failed", self._saved, str(error))
+                self._failure_reported = True
+            return error
+        return None
 
     def before_error(self, step: int, state: TrainState) -> None:
         """Save `state`, if it is healthy, before training ends for want of a batch. Not in a cluster, where other processes continue."""

@@ -1,6 +1,7 @@
 """A saved state is restored bit for bit on any layout; old checkpoints are deleted, and reading changes nothing."""
 
 import dataclasses
+import errno
 import json
 import shutil
 from typing import Any
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 from checkpoint_cases import bits, layout, make_state, open_store
 
-from maxlm.checkpoint import CheckpointError
+from maxlm.checkpoint import CheckpointError, manifest
+from maxlm.checkpoint.errors import UnreachableError
+from maxlm.config.errors import ExitCode
 
 
 def test_round_trip_is_bitwise_though_the_state_is_donated(tmp_path):
@@ -171,3 +174,93 @@ def test_a_process_that_sees_other_folders_than_the_first_decides_as_the_first_d
     assert store.latest() is None
     monkeypatch.setattr("maxlm.checkpoint.multihost.from_process_0", lambda seen: [4, 7])
     assert store.latest() == 7
+
+
+class HttpError(Exception):
+    """As the client of a bucket raises it: no OSError."""
+
+    __module__ = "gcsfs.retry"
+
+
+WRONG, PASSES = OSError(errno.EISDIR, "Is a directory"), OSError(errno.EROFS, "Read-only file system")
+FAULTS = [None, WRONG, PASSES, HttpError("503")]
+
+
+@pytest.mark.parametrize("other", [0, 1, 2], ids=["well", "failed", "may pass"])
+@pytest.mark.parametrize("own", FAULTS, ids=["well", "failed", "read-only", "bucket"])
+@pytest.mark.parametrize("moment", ["as it begins", "in the background"])
+def test_a_save_that_fails_anywhere_may_pass_everywhere_if_it_may_in_one_process(tmp_path, monkeypatch, moment, own, other):
+    """One host's fault of storage ends the run by exit code 7 on every host, or none would be started again."""
+    store, told = open_store(tmp_path / "c"), []
+
+    def fault(*_):
+        raise own
+
+    if own is not None and moment == "as it begins":
+        monkeypatch.setattr(type(store.directory), "write_bytes", fault)
+    elif own is not None:
+        monkeypatch.setattr(manifest.Manifest, "to_text", fault)
+
+    def maximum(code):
+        told.append(code)
+        begins = len(told) == 1
+        return max(code, other if begins == (moment == "as it begins") else 0)
+
+    monkeypatch.setattr("maxlm.checkpoint.multihost.max_over_processes", maximum)
+    mine = 0 if own is None else 1 if own is WRONG else 2
+    caught = None
+    try:
+        store.save(1, {"params": jnp.ones(1)}, {})
+        store.wait()
+    except CheckpointError as error:
+        caught = error
+    assert told[0 if moment == "as it begins" else -1] == mine
+    assert (caught is not None) == bool(max(mine, other))
+    if caught is not None:
+        assert caught.exit_code == (ExitCode.UNAVAILABLE if max(mine, other) == 2 else ExitCode.WRONG_INPUT)
+        assert ("another process" in str(caught)) == (own is None)
+        assert store.failed_in_a_row == 1
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["new", "with checkpoints"])
+@pytest.mark.parametrize(
+    ("own", "other", "passes"),
+    [
+        (WRONG, 0, False),
+        (PASSES, 0, None),  # where there are checkpoints already
+        (PermissionError(errno.EACCES, "Permission denied"), 0, None),
+        (OSError(errno.ENOSPC, "No space left on device"), 0, True),
+        (HttpError("503"), 0, True),
+        (None, 1, False),
+        (None, 2, True),
+        (WRONG, 2, True),
+    ],
+)
+def test_a_folder_with_checkpoints_that_cannot_be_written_now_may_be_later(tmp_path, monkeypatch, own, other, passes, held):
+    store = open_store(tmp_path / "c")
+    if held:
+        store.save(1, {"params": jnp.ones(1)}, {})
+        store.wait()
+
+    def fault(*_):
+        raise own
+
+    if own is not None:
+        monkeypatch.setattr(type(store.directory), "write_bytes", fault)
+    monkeypatch.setattr("maxlm.checkpoint.multihost.max_over_processes", lambda code: max(code, other))
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        store.claim()
+    assert isinstance(caught.value, UnreachableError) == (held if passes is None else passes)
+    assert (tmp_path / "c").exists() == (held or own is None)
+
+
+@pytest.mark.parametrize("error", [HttpError("401"), OSError(errno.EIO, "Input/output error")])
+def test_a_folder_that_cannot_be_listed_is_out_of_reach(saved, monkeypatch, error):
+    store = open_store(saved[0])
+
+    def fault(_):
+        raise error
+
+    monkeypatch.setattr(type(store.directory), "iterdir", fault)
+    with pytest.raises(UnreachableError, match="cannot be listed"):
+        store.steps()

@@ -40,16 +40,26 @@ def numbers(step):
 store = Checkpoints(directory, CheckpointConfig(keep=3), {"model.d_model": "32"})
 if task == "refuse":
     problem = pathlib.Path(directory) / ".probe-1"  # process 1 cannot write the file of this name
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3, 4, 5):
         try:
             store.save(step, numbers(step), {"step": step})
             store.wait()
-            failure = ""
+            failure, code = "", 0
         except CheckpointError as error:
-            failure = str(error)
-        print(json.dumps({"step": step, "failure": failure, "in a row": store.failed_in_a_row}))
+            failure, code = str(error), error.exit_code
+        print(json.dumps({"step": step, "failure": failure, "code": code, "in a row": store.failed_in_a_row}))
         if rank == "1" and step in (1, 3):
             problem.mkdir() if step == 1 else problem.rmdir()
+        if rank == "1" and step in (3, 5):
+            problem.symlink_to("/dev/full")  # a fault of storage, which may pass
+        if rank == "1" and step == 4:
+            problem.unlink()
+    try:
+        store.claim()
+    except CheckpointError as error:
+        print(json.dumps({"step": "claim", "failure": str(error), "code": error.exit_code, "in a row": 0}))
+    if rank == "1":
+        problem.unlink()
 elif task == "save":
     for step in (1, 2, 3):
         assert store.save(step, numbers(step), {"step": step})
@@ -122,12 +132,13 @@ def test_a_file_only_one_process_reads_is_damage_to_both(written, tmp_path):
 def test_where_one_cannot_write_none_saves_and_later_saves_are_good(tmp_path):
     """Nobody enters Orbax's barriers then, where the other would not come."""
     reports = run("refuse", tmp_path / "checkpoints")
-    assert [(report["step"], report["in a row"]) for report in reports] == [(1, 0), (2, 1), (3, 2), (4, 0)] * 2
+    assert [(report["step"], report["in a row"]) for report in reports] == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 0), ("claim", 0)] * 2
+    assert [report["code"] for report in reports] == [0, 2, 2, 7, 0, 7] * 2, "the same end, and another start, on all hosts"
     failures = [report["failure"] for report in reports]
-    assert [bool(failure) for failure in failures] == [False, True, True, False] * 2
-    assert all("another process could not begin it" in failure for failure in failures[1:3])
-    assert all("IsADirectoryError" in failure for failure in failures[5:7])
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "4"]
+    assert all("another process could not begin it" in failures[number] for number in (1, 2, 3))
+    assert all("IsADirectoryError" in failure for failure in failures[7:9])
+    assert "no space left" in failures[9] and "another process cannot write there" in failures[5]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "5"]
 
 
 def test_flipped_bits_are_seen_by_both_on_another_mesh(written, tmp_path):

@@ -1,5 +1,6 @@
 """Going back: a scripted step around the real loop, with real checkpoints. What is left out is part of the data order."""
 
+import errno
 import json
 from dataclasses import replace
 
@@ -10,14 +11,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_config
 
-from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schedules import BranchFromConfig
 from maxlm.data.order import batch_number
 from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import build_objective
 from maxlm.telemetry.goodput import Goodput
-from maxlm.training import meter
+from maxlm.training import meter, saving
 from maxlm.training.health import Health
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
@@ -237,6 +238,48 @@ def test_a_spike_before_the_first_checkpoint_begins_anew(tmp_path):
     assert outcome.status == "done"
     assert [event.step for event in events.of("rollback")] == [0]
     assert saved_in(tmp_path) == [35, 40]
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Steps whose saves fail."""
+    steps, describe = set(), manifest.Manifest.to_text
+
+    def text(self):
+        if self.step in steps:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return describe(self)
+
+    monkeypatch.setattr(manifest.Manifest, "to_text", text)
+    return steps
+
+
+@pytest.mark.parametrize(("poison", "status"), [(4, "done"), (43, "unhealthy")])
+def test_a_run_without_a_checkpoint_does_not_go_back_over_all_it_has_trained(tmp_path, failing, poison, status):
+    """Only the first interval may be lost by that, as it may if saves succeed."""
+    failing |= {10, 20, 30, 40}
+    outcome, events = run(tmp_path, Script(poison=(poison,), total=60))
+    assert outcome.status == status, outcome.message
+    assert [event.step for event in events.of("rollback")] == ([0] if status == "done" else [])
+    assert status == "done" or "no checkpoint has been saved" in outcome.message
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_save_that_failed_before_a_roll_back_is_told_once_and_not_held_against_the_end(tmp_path, failing, monkeypatch, stopped):
+    failing |= {40}
+    backs, events = [], Events()
+    monkeypatch.setattr(saving.time, "sleep", lambda seconds: pytest.fail("a save is tried again") if seconds >= 1 else None)
+
+    def stop(step):
+        if events.of("rollback") and not backs:
+            backs.append(step)
+            failing.clear()
+            return "SIGTERM" if stopped else None
+        return None
+
+    outcome, events = run(tmp_path, Script(poison=(43,)), events=events, stop=stop)
+    assert (outcome.status, outcome.step, backs) == (("preempted", 30, [30]) if stopped else ("done", TOTAL, [30]))
+    assert [event.step for event in events.of("alarm") if event.data["cause"] == "save_failed"] == [40]
 
 
 @pytest.mark.parametrize(("poison", "status"), [(42, "done"), (40, "unhealthy")])
