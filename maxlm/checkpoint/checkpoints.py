@@ -536,7 +536,7 @@ class Checkpoints:
 
 
 def _severity(failure: CheckpointError | None) -> int:
-    """What a process tells the others of its failure. Ordered: the maximum over processes is that of all."""
+    """Kind of a failure, as processes tell each other. Ordered: the maximum over processes is that of all."""
     if failure is None:
         return _GOOD
     return _MAY_PASS if isinstance(failure, UnreachableError) else _FAILED

@@ -84,7 +84,7 @@ def _noise_scale(config: Config) -> Iterator[Problem]:
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """What a mesh has no place for."""
+    """Problems of these sections on a mesh of these `sizes`."""
     yield from _ramp_on(config, sizes)
     if config.train.noise_scale is not None and sizes["stage"] > 1:
         rule = f"needs the gradient of each microbatch, and the pipeline of mesh.stage = {sizes['stage']} forms their sum"

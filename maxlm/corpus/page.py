@@ -179,7 +179,7 @@ def _examples(passes: Sequence[Pass]) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    """All that decided the result, thresholds and parameters by default included, of the parts that were on."""
+    """Settings that decided the result, thresholds and parameters by default included, of the parts that were on."""
     shown = json.dumps(
         {name: _without_none(part) for name, part in settings.items() if part is not None}, indent=1, ensure_ascii=False, sort_keys=True
     )

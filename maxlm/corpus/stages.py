@@ -200,5 +200,5 @@ def build_stages(settings: CorpusSettings) -> list[Stage]:
 
 
 def _result(folder: Path, task: Task) -> Path:
-    """What a search found in the documents of a task."""
+    """Findings of a search in the documents of a task."""
     return folder / f"{task.name}.parquet"

@@ -1,4 +1,4 @@
-"""What the losses of a ladder say: the fit, its prediction of the largest size, and the best size and length for a budget.
+"""Analysis of the losses of a ladder: the fit, its prediction of the largest size, and the best size and length for a budget.
 
 R runs; K bootstrap samples; G points of a grid.
 """
@@ -59,7 +59,7 @@ class Parabola:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All that was fitted. `exponents`: of the best size and length over FLOPs by approach 2, if two budgets have minima inside."""
+    """Results of the fits. `exponents`: of the best size and length over FLOPs by approach 2, if two budgets have minima inside."""
 
     done: Sequence[Found]
     fit: Fit

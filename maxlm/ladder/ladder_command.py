@@ -111,7 +111,7 @@ def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder
 
 
 def _console() -> Console:
-    """As wide as the terminal; wide enough for the tables in a file or a pipe."""
+    """A console as wide as the terminal; in a file or a pipe wide enough for the tables."""
     return Console(width=None if Console().is_terminal else 160)
 
 

@@ -107,7 +107,7 @@ def _svg(figure: Figure) -> str:
 
 
 def _inline(text: str) -> str:
-    """Without the XML declaration, so that it may stand in a page."""
+    """The SVG without its XML declaration, so that it may stand in a page."""
     return re.sub(r"^.*?(?=<svg)", "", text, flags=re.DOTALL)
 
 

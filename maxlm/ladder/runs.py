@@ -22,7 +22,7 @@ RESTARTS = 10
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a run. `loss`: held-out, nats a token, of a run that is done; else `state` says why there is none."""
+    """State of a run. `loss`: held-out, nats a token, of a run that is done; else `state` says why there is none."""
 
     rung: Rung
     loss: float | None

@@ -26,7 +26,7 @@ class SizeConfig(Section):
 
 
 class FitConfig(Section):
-    """How losses are fitted."""
+    """Settings of the fit."""
 
     form: Literal["chinchilla", "kaplan", "compute"] | None = None  # None: chinchilla if sizes have several lengths, else compute
     parameters: Literal["all", "without_embeddings"] = "all"  # that count as the size

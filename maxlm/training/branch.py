@@ -19,7 +19,7 @@ from maxlm.training.start_from import opened
 
 
 def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, str]) -> Start:
-    """Where the run `source` was after update `source.step`, on the mesh of `program`. `identity`: what its checkpoint must share.
+    """Start where the run `source` was after update `source.step`, on the mesh of `program`. `identity`: what its checkpoint must share.
 
     Raises UserError: there is no such checkpoint, it is damaged or of another experiment, or that run has gone back behind it.
     """

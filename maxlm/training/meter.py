@@ -73,7 +73,7 @@ class Meter:
 
     @property
     def levels(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that the next update is judged and measured as it would be without a restart."""
+        """State that a checkpoint keeps, so that the next update is judged and measured as it would be without a restart."""
         return {**self.health.levels, **({} if self._noise is None else {LEVELS: self._noise.levels})}
 
     def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:

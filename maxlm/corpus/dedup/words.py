@@ -76,7 +76,7 @@ def locate_words(text: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def locate_by_pieces(text: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What locate_words() gives, of one piece of the text after the other, in a few MB of memory.
+    """Yield what locate_words() gives, of one piece of the text after the other, in a few MB of memory.
 
     A run of more than BLOCK_CHARS characters without white space is cut into words of that many.
     """
