@@ -103,7 +103,7 @@ def _in_order(attempts: Sequence[Attempt], processes: Sequence[Process]) -> list
 
 
 def _outside(others: Sequence[tuple[float, float]], process: Process) -> list[_Stretch]:
-    """Attempt that a process without a record of one adds to `others`, which began and ended so: another host may have gone on meanwhile."""
+    """Attempt that a process without records adds to `others`, which began and ended so: another host may have gone on meanwhile."""
     part = "wait_hosts" if process.waited else "hang" if process.hung else "init"
     length = process.ended - process.began
     if length <= 0:  # the clock was set back
