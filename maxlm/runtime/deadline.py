@@ -37,6 +37,8 @@ LEFT_SECONDS = 5.0  # for threads that are left when a command is done
 PARENT_VARIABLE = "MAXLM_PARENT"  # descriptor of a pipe that is closed when the launcher exits
 STACKS_SIGNAL = signal.SIGUSR1
 _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one signal, delivered twice
+_AGAIN, _AGAIN_SECONDS = signal.SIGALRM, 0.02  # asks again after a signal that was held back
+_IMPORTER = "<frozen importlib._bootstrap>"
 _MAX_WRITE = 500  # bytes that a pipe takes at once, POSIX's PIPE_BUF
 
 # Commands to the monitor: modes (no grace time; grace time to keep results; grace time to save), end of the command, stacks file, limit of
@@ -58,6 +60,7 @@ class Stopped(KeyboardInterrupt):
 _monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
 _stacks: int | None = None  # the descriptor of the pipe for stacks
 _raised: Stopped | None = None
+_held_back: int | None = None  # a signal that came during an import
 _code: int | None = None  # exit code of a finished command
 
 
@@ -92,11 +95,25 @@ def start() -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Handler of signals: raise `Stopped`, the first time."""
-    global _raised
-    if _raised is None:
-        _raised = Stopped(number)
-        raise _raised
+    """Handler of signals: raise `Stopped`, the first time; not while a module is imported, but soon after."""
+    global _raised, _held_back
+    number = _held_back if number == _AGAIN and _held_back is not None else number
+    if _raised is not None:
+        return
+    if _imports(frame):
+        _held_back = number
+        signal.signal(_AGAIN, stop)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+        return
+    _raised = Stopped(number)
+    raise _raised
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """True within an import. Extensions in C take an exception there for a defect, and abort or crash later."""
+    while frame is not None and frame.f_code.co_filename != _IMPORTER:
+        frame = frame.f_back
+    return frame is not None
 
 
 def finish(code: int) -> Stopped | None:

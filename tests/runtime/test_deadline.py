@@ -76,6 +76,15 @@ def test_a_command_that_computes_in_c_ends_as_well(run):
     assert seconds > deadline.PROMPT_SECONDS
 
 
+def test_a_module_is_imported_to_the_end_before_a_signal_raises(run, tmp_path):
+    """An exception within the import of an extension in C may make it abort or crash: then there is neither the line nor the code."""
+    (tmp_path / "slow.py").write_text(f"import time\ntry: time.sleep(0.3)\nexcept BaseException: open({str(tmp_path / 'raised')!r}, 'w')\n")
+    said, seconds = end(run(f"sys.path.append({str(tmp_path)!r}); import slow; time.sleep(60)"), signal.SIGTERM, code=3)
+    assert said == "maxlm: stopped by SIGTERM\n"
+    assert seconds < deadline.PROMPT_SECONDS  # so the monitor did not end it
+    assert not (tmp_path / "raised").exists()
+
+
 # By a C extension that was being imported; Python makes a RuntimeError of what is raised while it makes a class.
 PRINTED = "sys.excepthook(*sys.exc_info())"
 WRAPPED = "\n        try: raise RuntimeError('Error calling __set_name__')\n        except RuntimeError: " + PRINTED
