@@ -291,8 +291,7 @@ class Checkpoints:
         self._resumed_at, self._spoilt = restored.step, None if restored.source == STORE else restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
-            said, self.memory.said = self.memory.said, []
-            restored = dataclasses.replace(restored, skipped=(*said, *restored.skipped))
+            restored = dataclasses.replace(restored, skipped=(*self.memory.take_said(), *restored.skipped))
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:

@@ -66,7 +66,7 @@ class MemoryCopies:
         self._found: Found | None = None  # before the first copy
         self._ended, self._at = 0.0, 0  # when the newest copy was started, and its step
         self._measured = (0, 0, 0)  # microseconds: training was blocked, milliseconds: the copy took, microseconds: a step
-        self.said: list[str] = []  # why copies were not used
+        self._said: list[str] = []  # why copies were not used, at this host
         self.blocked_s = 0.0  # for all copies together
         self.failure = ""  # of the first copy that was not written, until it is taken
         self._failing = self._small = False
@@ -167,6 +167,15 @@ class MemoryCopies:
             )
             _log.warning("%s", self.failure)
 
+    def take_said(self) -> list[str]:
+        """Why copies were not used, at all hosts, returned once. All processes call it."""
+        mine, self._said = self._said, []
+        everywhere = [text.splitlines() for text in multihost.texts("\n".join(mine))]
+        others = [
+            f"{self._hosts[number]}: {line}" for number, lines in enumerate(everywhere) for line in lines if line not in everywhere[0]
+        ]
+        return [*everywhere[0], *others]
+
     def take_failure(self) -> str:
         """Why a copy was not written, returned once; "" if all were, or if the reason is that of the copy before."""
         failure, self.failure = self.failure, ""
@@ -219,7 +228,7 @@ class MemoryCopies:
         return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
 
     def _say(self, line: str) -> None:
-        self.said.append(line)
+        self._said.append(line)
         _log.warning("%s", line)
 
     def _claimed(self) -> RunFolder:

@@ -30,6 +30,17 @@ def text_from_process_0(text: str) -> str:
     return bytes(from_process_0(list(text.encode()))).decode()
 
 
+def texts(text: str) -> list[str]:
+    """The text of each process, in all of them."""
+    content = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.zeros(jax.process_count(), np.int32)
+    sizes[jax.process_index()] = content.size
+    sizes = maximum(sizes)
+    rows = np.zeros((len(sizes), int(sizes.max())), np.uint8)
+    rows[jax.process_index(), : content.size] = content
+    return [row[:size].tobytes().decode() for row, size in zip(maximum(rows), sizes, strict=True)]
+
+
 def start_maximum(values: np.ndarray) -> Any:
     """Begin to compute the largest value of all processes at each place of `values` (8- or 32-bit integers, the same shape everywhere).
 

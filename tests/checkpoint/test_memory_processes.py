@@ -49,12 +49,13 @@ def restored(name, fsdp=8, **how):
     if checkpoints.latest() is None:
         return None
     found = checkpoints.restore(numbers(0, fsdp))
+    report["not used"] = found.skipped
     same = jax.tree.map(lambda a, b: bool((a == b).all()), found.state, numbers(found.step, fsdp))
     return [found.step, found.source, all(jax.tree.leaves(same)), found.data_position]
 
 
-def flip_first_bit_on_host0():
-    for folder in copies("peer", 3) if rank == 0 else ():
+def flip_first_bit(host=0):
+    for folder in copies("peer", 3) if rank == host else ():
         content = bytearray((folder / "data").read_bytes())
         content[0] ^= 1
         (folder / "data").write_bytes(content)
@@ -75,14 +76,17 @@ for name, peer in (("peer", True), ("alone", False)):
     checkpoints.memory.close(remove=False)
     report[f"{name} bytes"] = [sum(f.stat().st_size for f in folder.glob("data")) for folder in copies(name, 3)]
 report["both"] = restored("peer")
-flip_first_bit_on_host0()
+flip_first_bit()
 report["damaged tile"] = restored("peer")
-flip_first_bit_on_host0()
+flip_first_bit()
+flip_first_bit(host=1)
+report["damaged at host1"] = [*restored("peer")[:2], *report["not used"]]
+flip_first_bit(host=1)
 if rank == 1:
     shutil.rmtree(mine / "peer")  # a fresh host
 report["fresh host"] = restored("peer")
 report["fresh host, other mesh"] = restored("peer", 2)
-flip_first_bit_on_host0()
+flip_first_bit()
 report["no other copy of a tile"] = restored("peer")
 report["another secret"] = restored("peer", secret=b"of host%d" % rank)
 maximum = multihost.maximum
@@ -153,6 +157,13 @@ def reports(tmp_path_factory) -> list[dict]:
 )
 def test_all_processes_restore_the_newest_step_that_the_hosts_hold_together(reports, case, step, source):
     assert [report[case] for report in reports] == [[step, source, True, {"next_step": step}]] * 2
+
+
+def test_a_copy_that_another_host_does_not_use_is_told_by_all(reports):
+    step, source, *lines = reports[0]["damaged at host1"]
+    assert reports[1]["damaged at host1"] == reports[0]["damaged at host1"]
+    assert (step, source) == (3, "memory of peers")
+    assert [line.partition(" copy ")[0] for line in lines] == ["host1: the"] and lines[0].endswith("are not the ones that were written")
 
 
 def test_without_a_common_step_the_copies_are_not_used(reports):
