@@ -19,8 +19,8 @@ ROOT = ("opt_state", "2", Z)  # path of z in a training state: the last part of 
 
 
 class ScheduleFreeState(NamedTuple):
-    """`weight`: the sum of the squares of all rates so far, as a multiple of the square of the last one, `rate`: where rates are constant it
-    counts them, and stays exact.
+    """`rate`: the last one. `weight`: the sum of the squares of all rates so far, as a multiple of the square of the last one; with
+    constant rates it grows by 1 an update, which float32 holds exactly.
     """
 
     updates: Int32[Array, ""]
@@ -30,7 +30,7 @@ class ScheduleFreeState(NamedTuple):
 
 
 def at_rate_and_averaged(rate: optax.Schedule, beta1: float) -> optax.GradientTransformation:
-    """Move z against the given direction at the learning rate, and y with it and the average, in which a step weighs the square of its rate.
+    """Move z against the given direction at the learning rate, and y with it and the average, in which z weighs the square of its rate.
 
     As x, y moves by its difference to z: y' - y = c (z - y) + (1 - beta1 (1 - c)) (z' - z), where c is the weight of z' in the mean.
     """
