@@ -77,20 +77,6 @@ def test_what_is_evaluated_is_the_mean_of_all_z(trained, steps):
         assert min(jax.tree.leaves(apart)) > 1e-4, "or the comparison says nothing"
 
 
-def test_its_rate_may_change_between_starts(trained):
-    """The mean then weighs earlier points by the rates that they had."""
-    _, states = trained
-    lower = tiny_program(2, **{**SPLIT, "optimizer": {**RULE, "peak_lr": PEAK / 2}})
-    with jax.set_mesh(lower.mesh):
-        state, _ = lower.step(placed(lower, states[STEPS - 1]), jax.device_put(tiny_batch(9), lower.batch_sharding))
-    state = jax.device_get(state)
-    before = sum(min((n + 1) / WARMUP, 1.0) ** 2 for n in range(STEPS - 1))
-    mean = jax.tree.map(
-        lambda x, z: (before * x + z / 4) / (before + 1 / 4), mean_of_z(states[:STEPS]), jax.device_get(state.opt_state[-1].z)
-    )
-    assert_close(lower.evaluated(placed(lower, state)).params, mean)
-
-
 def test_a_skipped_update_moves_nothing(trained):
     program, states = trained
     nan = tiny_batch(0)._replace(weights_BS=np.full_like(tiny_batch().weights_BS, np.nan))
@@ -131,24 +117,28 @@ def test_a_branch_begins_with_all_of_its_state(trained, tmp_path):
 RAMP = {"train": {"steps": 12, "batch_ramp": [{"global_batch": 4, "until_tokens": 512}]}}
 
 
+LOWER = {"optimizer": {"peak_lr": PEAK / 3}}
+SMALL = {"optimizer": {"state": {"second_moment": "int8"}}}
+INDEPENDENT = {"optimizer": {"weight_decay": {"independent": 1e-3}}}
+
+
 @pytest.mark.parametrize(
-    "sections",
-    [RAMP, {"optimizer": {"state": {"second_moment": "int8"}}}, {"optimizer": {"weight_decay": {"independent": 1e-3}}}],
-    ids=["batch ramp", "small second moment", "independent decay"],
+    ("first", "then"), [(RAMP, RAMP), (SMALL, SMALL), (INDEPENDENT, INDEPENDENT), ({}, LOWER)], ids=["ramp", "int8", "decay", "other rate"]
 )
-def test_its_points_keep_their_relation_whatever_moves_z(sections):
-    """x is the mean of all z by the squares of the rates, and the parameters lie between: with any schedule, format or decay."""
-    config = tiny_config(**{**sections, "optimizer": {**RULE, **sections.get("optimizer", {})}})
-    name, rate = "embedding_VD", learning_rate(config)
-    optimizer = build_optimizer(config, {name: ("vocab", "embed")})
-    draw = np.random.default_rng(0)
+def test_its_points_keep_their_relation_whatever_moves_z(first, then):
+    """x is the mean of all z by the squares of their rates, and the parameters lie between. `then`: settings of a later start."""
+    configs = [tiny_config(**{**own, "optimizer": {**RULE, **own.get("optimizer", {})}}) for own in (first, then)]
+    name, draw = "embedding_VD", np.random.default_rng(0)
+    optimizers = [build_optimizer(config, {name: ("vocab", "embed")}) for config in configs]
     params = {name: jnp.asarray(draw.normal(0, 1, (128, 64)), jnp.float32)}
-    state, update, points, weights = optimizer.init(params), jax.jit(optimizer.update), [], []
-    for n in range(10):
-        updates, state = update({name: jnp.asarray(draw.normal(0, 1, (128, 64)), jnp.float32)}, state, params)
-        params = optax.apply_updates(params, updates)
-        points.append(np.asarray(state[-1].z[name], np.float64))
-        weights.append(float(rate(n)) ** 2)
+    state, points, weights = optimizers[0].init(params), [], []
+    for part, (config, optimizer) in enumerate(zip(configs, optimizers, strict=True)):
+        update = jax.jit(optimizer.update)
+        for n in range(5 * part, 5 * part + 5):
+            updates, state = update({name: jnp.asarray(draw.normal(0, 1, (128, 64)), jnp.float32)}, state, params)
+            params = optax.apply_updates(params, updates)
+            points.append(np.asarray(state[-1].z[name], np.float64))
+            weights.append(float(learning_rate(config)(n)) ** 2)
     x = np.average(points, axis=0, weights=weights)
     np.testing.assert_allclose(averaged(BETA1, params, state[-1].z)[name], x, atol=2e-6)
     np.testing.assert_allclose(params[name], (1 - BETA1) * points[-1] + BETA1 * x, atol=2e-6)
