@@ -88,10 +88,10 @@ class OptimizerConfig(Section):
     def identity(self) -> dict[str, str]:
         """Settings of the rule that say which numbers its state has, or what they mean."""
         found = {} if self.state is None else self.state.identity
-        if self.name == "soap":
-            found |= {"optimizer.soap.largest": str((self.soap or SoapConfig()).largest)}
+        if self.name == "soap" and self.soap is not None and self.soap.largest != SoapConfig().largest:
+            found |= {"optimizer.soap.largest": str(self.soap.largest)}
         if self.name == "schedule_free":
-            found |= {"optimizer.beta1": str(self.beta1)}
+            found |= {"optimizer.beta1": str(self.beta1)}  # of which the averaged point is a function
         return found
 
     @property
