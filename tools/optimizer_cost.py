@@ -17,7 +17,7 @@ leave_chips_alone()
 import jax  # noqa: E402 - it reads the environment when it is imported
 import optax  # noqa: E402
 
-from maxlm.config import UserError, load, rules  # noqa: E402
+from maxlm.config import ConfigError, UserError, load, rules  # noqa: E402
 from maxlm.cost.step_cost import StepCost, program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import Topology  # noqa: E402
@@ -46,6 +46,8 @@ def main() -> None:
 def price(run: str, names: list[str], overrides: list[str], step_s: float | None) -> None:
     """Print the cost of the update of each of the optimizers `names`, beside a step of `step_s` seconds or of the run's own."""
     config = load(run, overrides).config
+    if config.cluster is None:
+        raise ConfigError("cluster.topology", None, "is not set, and an update is priced for a machine", "add one, such as v5p:4x4x4")
     topology = rules.topology_of(config)
     if step_s is None:
         program = build(config, topology)

@@ -28,10 +28,10 @@ def problems(config: Config) -> Iterator[Problem]:
         rule = f"stores weights in two parts, and the average of {NAMED} is computed from float32"
         yield "optimizer.state.masters", state.masters, rule, "use float32"
     beside = {
-        "ema": (config.ema, "averages parameters, and so does the rule itself"),
-        "diloco": (config.diloco, "takes the mean of workers' parameters, and the points z of theirs would be left behind"),
-        "memory.offload_state": (config.memory.offload_state, "keeps state off the device, where evaluations compute the average"),
+        "ema": (config.ema, "averages parameters, as is done already by"),
+        "diloco": (config.diloco, "takes the mean of workers' parameters, and leaves behind the points z of"),
+        "memory.offload_state": (config.memory.offload_state, "keeps state off the device, where evaluations compute the average of"),
     }
     for field, (section, rule) in beside.items():
         if section is not None:
-            yield field, "set", f"{rule}, with {NAMED}", "remove it, or use optimizer.name=adamw"
+            yield field, "set", f"{rule} {NAMED}", "remove it, or use optimizer.name=adamw"

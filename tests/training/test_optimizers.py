@@ -14,6 +14,7 @@ from maxlm.config import ConfigError
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
+from maxlm.runtime.open_run import identity
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
 from maxlm.training.program import init_state, state_shardings
@@ -260,6 +261,13 @@ def test_the_table_states_the_bytes_that_the_state_holds(name, state):
         if hidden_matrix(names) is not None:
             rest = leaf.moment_bytes - stated * leaf.numbers
             assert rest > 0 if RULES[name].more else 0 <= rest < leaf.numbers, names
+
+
+def test_a_checkpoint_says_which_sides_have_bases():
+    """The default is the same with a section and without; how often bases are renewed may change."""
+    plain, named, often, smaller = (identity(config_of("soap", soap=own), "") for own in (None, {}, {"every": 3}, {"largest": 64}))
+    assert plain == named == often != smaller
+    assert smaller["optimizer.soap.largest"] == "64"
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
