@@ -1,8 +1,9 @@
 """Schedule-free AdamW (Defazio et al. 2024, arXiv 2405.15682, algorithm 1): an average of the iterates in place of a decaying rate.
 
 Three points: z takes the steps of AdamW without a first moment, x is the mean of all z, and gradients are of y = (1 - beta1) z + beta1 x.
-The parameters of a run are y; z is state, and x follows from both. x is what is evaluated, exported and read by other runs. The correction of
-v for its first updates divides v, and does not change the rate that weighs z, as in optax.
+The parameters of a run are y; z is state, and x follows from both. x is what is evaluated, exported and read by other runs.
+
+The correction of v for its first updates divides v, as in optax, and does not change the weights of z.
 """
 
 from typing import Any, NamedTuple
