@@ -34,7 +34,7 @@ class ScheduleFreeState(NamedTuple):
 def at_rate_and_averaged(rate: optax.Schedule, beta1: float) -> optax.GradientTransformation:
     """Move z against the given direction at the learning rate, and y with it and the average, in which z weighs the square of its rate.
 
-    As x, y moves by its difference to z: y' - y = c (z - y) + (1 - beta1 (1 - c)) (z' - z), where c is the weight of z' in the mean.
+    x is not computed: y' - y = c (z - y) + (1 - beta1 (1 - c)) (z' - z), where c is the weight of z' in the mean.
     """
 
     def init(params: Parameters) -> ScheduleFreeState:
