@@ -7,7 +7,7 @@ of the run as `maxlm compile` predicts it, or of `--step` seconds, which spares 
 program: nothing is measured on a chip.
 """
 
-import sys
+import argparse
 import time
 
 from maxlm.compiler.aot import build, compile_program, leave_chips_alone
@@ -17,7 +17,7 @@ leave_chips_alone()
 import jax  # noqa: E402 - it reads the environment when it is imported
 import optax  # noqa: E402
 
-from maxlm.config import load, rules  # noqa: E402
+from maxlm.config import ConfigError, UserError, load, rules  # noqa: E402
 from maxlm.cost.step_cost import StepCost, program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import Topology  # noqa: E402
@@ -26,15 +26,28 @@ from maxlm.training.optimizer import RULES  # noqa: E402
 from maxlm.training.program import Program  # noqa: E402
 
 
-def main(run: str, *arguments: str) -> None:
-    given = list(arguments)
-    step_s = None
-    if "--step" in given:
-        place = given.index("--step")
-        step_s = float(given[place + 1])
-        del given[place : place + 2]
-    names, overrides = [one for one in given if one in RULES], [one for one in given if one not in RULES]
+def main() -> None:
+    """Price what the arguments name; wrong ones are one line, and exit code 2."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a config: a path, or a name under configs/")
+    parser.add_argument("given", nargs="+", metavar="RULE or KEY=VALUE", help=f"optimizers ({', '.join(RULES)}) and settings")
+    parser.add_argument("--step", type=float, help="seconds of the step")
+    arguments = parser.parse_intermixed_args()
+    names = [one for one in arguments.given if "=" not in one]
+    if not names or not set(names) <= set(RULES):
+        unknown = next((f"{name} is none" for name in names if name not in RULES), "none is named")
+        parser.error(f"name optimizers to price, of {', '.join(RULES)}: {unknown}")
+    try:
+        price(arguments.run, names, [one for one in arguments.given if "=" in one], arguments.step)
+    except UserError as error:
+        parser.error(str(error))
+
+
+def price(run: str, names: list[str], overrides: list[str], step_s: float | None) -> None:
+    """Print the cost of the update of each of the optimizers `names`, beside a step of `step_s` seconds or of the run's own."""
     config = load(run, overrides).config
+    if config.cluster is None:
+        raise ConfigError("cluster.topology", None, "is not set, and an update is priced for a machine", "add one, such as v5p:4x4x4")
     topology = rules.topology_of(config)
     if step_s is None:
         program = build(config, topology)
@@ -73,4 +86,4 @@ def update_cost(program: Program, topology: Topology) -> tuple[StepCost, int]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -21,8 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxlm.telemetry.strict_json import read_objects
+
 BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 2, 16
 SEQ_LEN, BATCH, VOCABULARY = 64, 16, 256
+FIELDS = {"axis", "kind", "width", "depth", "steps", "first", "place", "loss"}  # of a trial
 MARGIN = 2  # worse rates on either side of the best one
 PACKAGES = (
     "asyncio",
@@ -148,8 +151,20 @@ def trainer(model: Model, steps: int) -> Callable[[float], float]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The trials so far."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    """The trials so far, without lines that are none, such as one that was half written when the study was killed."""
+    lines = list(read_objects(path)) if path.is_file() else []
+    trials = [line for line in lines if line.keys() >= FIELDS]
+    if len(trials) < len(lines):
+        print(f"{path}: {len(lines) - len(trials)} of {len(lines)} lines are no trials, and count as not made", flush=True)
+    return trials
+
+
+def add(path: Path, trial: dict[str, Any]) -> None:
+    """Append a trial as a line of its own, also after half a line."""
+    with path.open("ab+") as file:
+        file.seek(max(file.tell() - 1, 0))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write((b"\n" if torn else b"") + json.dumps(trial).encode() + b"\n")
 
 
 def losses_of(trials: list[dict[str, Any]], model: Model, steps: int) -> dict[int, float]:
@@ -177,8 +192,7 @@ def study(out: Path, wanted: Iterator[Model], steps: int, first: float, minutes:
             trial = {**model._asdict(), "steps": steps, "first": first, "place": place, "rate": rate_of(place, first)}
             trial |= {"loss": loss if math.isfinite(loss) else None, "seconds": round(time.monotonic() - began, 1)}
             trials.append(trial)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(trial) + "\n")
+            add(path, trial)
             print(json.dumps(trial), flush=True)
 
 
@@ -222,7 +236,7 @@ def plot(path: Path, rows: list[tuple[Model, dict[int, float], bool]], first: fl
 
 def main() -> None:
     """Study or plot, as the arguments say."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16])

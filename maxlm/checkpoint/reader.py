@@ -10,7 +10,7 @@ from maxlm.checkpoint import manifest, multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
-from maxlm.checkpoint.tree_paths import MODEL_STATE, OPTIONAL, PARAMS
+from maxlm.checkpoint.tree_paths import MODEL_STATE, OPTIMIZER, OPTIONAL, PARAMS
 from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line, is_transient, retried
 
@@ -127,6 +127,12 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
         raise CheckpointError(
             f"{where} was written by an earlier maxlm, which stored {_some(renamed)}; now the state of local updates is in updater: "
             "continue that run with the maxlm that wrote it, or use another run.name."
+        )
+    lacking = [name for name in wanted if name.startswith(OPTIMIZER) and name not in saved]
+    if whole and lacking and any(name.startswith(OPTIMIZER) and name not in wanted for name in saved):
+        raise CheckpointError(
+            f"{where} was written by an earlier maxlm, whose optimizer kept other state (without {_some(lacking)}): continue that run with "
+            "the maxlm that wrote it, or begin another from its parameters with train.start_from."
         )
     params_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # leaves of the optimizer differ as a consequence
     problems = [_difference(name, saved.get(name), wanted[name]) for name in params_first]

@@ -64,7 +64,7 @@ class IndependentDecayConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Literal["adamw", "muon", "soap", "lion", "adafactor", "ademamix"] = "adamw"
+    name: Literal["adamw", "muon", "soap", "lion", "adafactor", "ademamix", "schedule_free"] = "adamw"
     peak_lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
@@ -83,6 +83,16 @@ class OptimizerConfig(Section):
     adafactor: AdafactorConfig | None = None
     state: OptimizerStateConfig | None = None  # None: float32
     clip_norm: PositiveFloat | None = 1.0  # of the global gradient
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Settings of the rule that say which numbers its state has, or what they mean."""
+        found = {} if self.state is None else self.state.identity
+        if self.name == "soap" and self.soap is not None and self.soap.largest != SoapConfig().largest:
+            found |= {"optimizer.soap.largest": str(self.soap.largest)}
+        if self.name == "schedule_free":
+            found |= {"optimizer.beta1": str(self.beta1)}  # of which the averaged point is a function
+        return found
 
     @property
     def decays_independently(self) -> bool:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert, mixture_rules, parametrization_rules, paths, precision_rules, schedule_rules
+from maxlm.config import axes, inert, mixture_rules, parametrization_rules, paths, precision_rules, schedule_free_rules, schedule_rules
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
@@ -24,8 +24,8 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    by_file = (precision_rules.problems, mixture_rules.problems, schedule_rules.problems, parametrization_rules.problems)
-    further = (_state, _health, _elastic, _compression, *by_file)
+    files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules)
+    further = (_state, _health, _elastic, _compression, *(file.problems for file in files))
     _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from maxlm.corpus.tally import total
 from maxlm.telemetry.report.style import CSS
+from maxlm.telemetry.report.tables import table
 
 # No network access and no scripts: the page shows text that strangers wrote.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -87,7 +88,8 @@ def _reasons(passes: Sequence[Pass]) -> str:
     ]
     if not rows:
         return ""
-    return f"<section><h2>What was removed, and why</h2>{_table(('stage/reason and pass', 'documents', 'of those read'), rows)}</section>"
+    heads = ("stage/reason and pass", "documents", "of those read")
+    return f"<section><h2>What was removed, and why</h2>{table(heads, rows, numbers=True)}</section>"
 
 
 def _all(passes: Sequence[Pass]) -> Iterator[tuple[Pass, str, int]]:
@@ -103,17 +105,17 @@ def _cuts(passes: Sequence[Pass]) -> str:
         for reason, (documents, amount) in sorted(one["cut"].items())
     ]
     heads = ("stage/reason and pass", "documents", "characters, or data masked")
-    return f"<section><h2>What was cut from documents that stay</h2>{_table(heads, rows)}</section>" if rows else ""
+    return f"<section><h2>What was cut from documents that stay</h2>{table(heads, rows, numbers=True)}</section>" if rows else ""
 
 
 def _sources(passes: Sequence[Pass]) -> str:
-    heads = ("source", "read", "text", *(f"after {one['name']}" for one in passes), "text left", "left")
+    heads = ("source", "read", "text", *(f"after {escape(one['name'])}" for one in passes), "text left", "left")
     rows = []
     for name, (documents, size) in sorted(passes[0]["came"].items()):
         left = [one["left"].get(name, (0, 0)) for one in passes]
         counts = [f"{count:,}" for count, _ in left]
         rows.append([escape(name), f"{documents:,}", megabytes(size), *counts, megabytes(left[-1][1]), share(left[-1][1], size)])
-    return f"<section><h2>Sources</h2>{_table(heads, rows)}</section>" if rows else ""
+    return f"<section><h2>Sources</h2>{table(heads, rows, numbers=True)}</section>" if rows else ""
 
 
 def _languages(last: Pass) -> str:
@@ -164,9 +166,8 @@ def _copies(passes: Sequence[Pass]) -> str:
     for number, (clusters, documents) in sorted(bins.items()):
         low, high = (1 << number >> 1) + 1, 1 << number
         rows.append([f"{low:,}" if low == high else f"{low:,} to {high:,}", f"{clusters:,}", f"{documents:,}"])
-    return (
-        f"<section><h2>Copies, by size of their cluster</h2>{_table(('documents in the cluster', 'clusters', 'removed'), rows)}</section>"
-    )
+    heads = ("documents in the cluster", "clusters", "removed")
+    return f"<section><h2>Copies, by size of their cluster</h2>{table(heads, rows, numbers=True)}</section>"
 
 
 def _examples(passes: Sequence[Pass]) -> str:
@@ -215,12 +216,6 @@ def _bars(rows: Iterable[tuple[str, int, str]]) -> str:
         for name, count, text in rows
     )
     return f'<div class="bars">{cells}</div>'
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in heads)
-    body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
-    return f'<div class="scroll"><table class=numbers><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _plural(count: int, noun: str) -> str:

@@ -21,6 +21,7 @@ from maxlm.models import abstract_model_state, abstract_parameters, count_parame
 from maxlm.models.adapters import leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER, SavedRun, open_run
+from maxlm.training.schedule_free import NAME as SCHEDULE_FREE
 
 
 class Averaged(NamedTuple):
@@ -94,6 +95,8 @@ def _config(config: Config) -> Config:
     """The run's config, without what made its own checkpoints."""
     train = config.train.model_copy(update={"start_from": None})
     optimizer = config.optimizer.model_copy(update={"state": None})
+    if optimizer.name == SCHEDULE_FREE:  # whose checkpoints hold two points
+        optimizer = optimizer.model_copy(update={"name": "adamw"})
     return config.model_copy(
         update={"train": train, "optimizer": optimizer, "objective": None, "ema": None, "checkpoint": CheckpointConfig()}
     )

@@ -9,6 +9,7 @@ from maxlm.ladder.plots import all_plots
 from maxlm.ladder.runs import Found
 from maxlm.telemetry.formatting import count, duration
 from maxlm.telemetry.report.style import CSS
+from maxlm.telemetry.report.tables import table
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 MORE_CSS = "figure svg{width:100%;height:auto;background:#fff;border-radius:8px}figure svg text{fill:#1b1f24}"
@@ -45,10 +46,10 @@ def _predictions(analysis: Analysis) -> str:
     if not analysis.predictions:
         return f'{heading}<p class="note">Not predicted: {escape(analysis.not_predicted)}</p>'
     rows = [
-        (one.name, f"{one.measured:.4f}", f"{one.predicted:.4f}", f"{one.low:.4f} to {one.high:.4f}", f"{100 * one.error:+.2f}%")
+        (escape(one.name), f"{one.measured:.4f}", f"{one.predicted:.4f}", f"{one.low:.4f} to {one.high:.4f}", f"{100 * one.error:+.2f}%")
         for one in analysis.predictions
     ]
-    return heading + _table(("run", "measured", "predicted", f"{SHARE:.0%} interval", "error"), rows)
+    return heading + table(("run", "measured", "predicted", f"{SHARE:.0%} interval", "error"), rows)
 
 
 def _plots(analysis: Analysis) -> str:
@@ -59,7 +60,7 @@ def _plots(analysis: Analysis) -> str:
 def _fit(analysis: Analysis) -> str:
     ranges = analysis.fit.ranges()
     rows = [(name, f"{value:.4g}", f"{ranges[name][0]:.4g} to {ranges[name][1]:.4g}") for name, value in analysis.fit.values().items()]
-    text = f"<h2>Fit</h2><p>L = {escape(analysis.fit.form.formula)}</p>" + _table(("constant", "value", f"{SHARE:.0%} interval"), rows)
+    text = f"<h2>Fit</h2><p>L = {escape(analysis.fit.form.formula)}</p>" + table(("constant", "value", f"{SHARE:.0%} interval"), rows)
     if analysis.parabolas:
         minima = [
             (
@@ -71,7 +72,7 @@ def _fit(analysis: Analysis) -> str:
             )
             for one in analysis.parabolas
         ]
-        text += "<h3>Minima of parabolas, budget by budget</h3>" + _table(("FLOPs", "parameters", "tokens", "loss", ""), minima)
+        text += "<h3>Minima of parabolas, budget by budget</h3>" + table(("FLOPs", "parameters", "tokens", "loss", ""), minima)
     if analysis.exponents:
         text += f"<p>Best size ∝ C^{analysis.exponents['a']:.3f}, best length ∝ C^{analysis.exponents['b']:.3f} (approach 2).</p>"
     return text
@@ -89,21 +90,15 @@ def _optima(optima: Sequence[Optimum]) -> str:
     ]  # fmt: skip
     heads = ("FLOPs", "best size", f"{SHARE:.0%} interval", "tokens", "loss", f"{SHARE:.0%} interval")
     note = "Beyond the largest run these are extrapolations: intervals hold the scatter of the runs, not the choice of the form."
-    return f'<h2>Best size for a budget</h2><p class="note">{note}</p>' + _table(heads, rows)
+    return f'<h2>Best size for a budget</h2><p class="note">{note}</p>' + table(heads, rows)
 
 
 def _runs(found: Sequence[Found]) -> str:
     rows = [
         (
-            one.rung.name, f"{one.rung.parameters:,}", f"{one.rung.tokens:,}", f"{one.rung.flops:.3g}",
-            one.state if one.loss is None else f"{one.loss:.4f}", "" if one.seconds is None else duration(one.seconds),
+            escape(one.rung.name), f"{one.rung.parameters:,}", f"{one.rung.tokens:,}", f"{one.rung.flops:.3g}",
+            escape(one.state) if one.loss is None else f"{one.loss:.4f}", "" if one.seconds is None else duration(one.seconds),
         )
         for one in found
     ]  # fmt: skip
-    return "<h2>Runs</h2>" + _table(("run", "parameters", "tokens", "FLOPs", "held-out loss", "time"), rows)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return "<h2>Runs</h2>" + table(("run", "parameters", "tokens", "FLOPs", "held-out loss", "time"), rows)

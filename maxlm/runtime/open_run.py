@@ -155,7 +155,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
     values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
-    values |= config.optimizer.state.identity if config.optimizer.state is not None else {}
+    values |= config.optimizer.identity
     values |= {"precision.compute": config.precision.compute} if config.precision.scaling is not None else {}  # the loss's scale is state
     values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
     fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}

@@ -22,6 +22,7 @@ from maxlm.data.manifest import fingerprint
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.run_dir import unwritable
 from maxlm.training.saved_run import AVERAGE, open_run
+from maxlm.training.schedule_free import ROOT as Z_ROOT
 
 FILE = "reference.npz"
 _ABOUT = "about"
@@ -67,8 +68,9 @@ def source_now(named: StartFromConfig, step: int | None) -> Source:
     except Exception as error:  # any: damage and remote storage raise many kinds, and the source is not needed
         _log.info("the reference's source %s cannot be read: %s", path, first_line(error))
         leaves = {}
-    params = ".".join(AVERAGE) if named.weights == "ema" else "params"
-    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith((f"{params}.", "model_state."))}
+    roots = (AVERAGE,) if named.weights == "ema" else (("params",), Z_ROOT)  # with schedule-free AdamW both points count
+    read = tuple(".".join((*root, "")) for root in (*roots, ("model_state",)))
+    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith(read)}
     return Source(path, step, named.weights, fingerprint(digests) if digests else None)
 
 

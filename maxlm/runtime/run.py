@@ -282,7 +282,7 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
-                state = run.program.readable(outcome.state)
+                state = run.program.evaluated(outcome.state)
                 print_samples(config, directory.path, state.params, state.model_state, console)
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)

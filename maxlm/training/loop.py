@@ -265,13 +265,12 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     sets = {"": session.held_out, **{f"/{name}": held_out for name, held_out in session.named.items()}}
     average = average_of(state)
     states = {"eval_loss": state, **({} if average is None else {"eval_loss_ema": replace(state, params=average)})}
-    readable = session.program.readable
     losses: dict[str, float] = {}
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
         for (name, held_out), (kind, weights) in itertools.product(sets.items(), states.items()):
-            loss = evaluate(session.program, readable(weights), held_out, _giving_up(session.gives_up, session, saving))
+            loss = evaluate(session.program, session.program.evaluated(weights), held_out, _giving_up(session.gives_up, session, saving))
             _report_problems(session, held_out, step)
             if loss is None:
                 _not_evaluated(session, step)
@@ -289,7 +288,7 @@ def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state:
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
-        results = session.tasks.run(session.program.readable(state), step, _giving_up(session.all_give_up, session, saving))
+        results = session.tasks.run(session.program.evaluated(state), step, _giving_up(session.all_give_up, session, saving))
     if results is None:
         _not_evaluated(session, step)
         return

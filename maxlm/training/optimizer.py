@@ -22,6 +22,7 @@ from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.parametrized import with_factors
+from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, Z, at_rate_and_averaged
 from maxlm.training.small_states import FIRST, SECOND, SLOW, in_small_state
 from maxlm.training.soap import scale_by_soap
 
@@ -44,9 +45,9 @@ class Rule:
 
     def moment_bytes(self, state: OptimizerStateConfig | None) -> int:
         """Bytes that moments take for a number of a hidden matrix, at least: scales and what is under `more` come on top."""
-        formats: dict[str, str] = {FIRST: FLOAT32, SLOW: FLOAT32, SECOND: FLOAT32}
+        formats: dict[str, str] = {FIRST: FLOAT32, SLOW: FLOAT32, SECOND: FLOAT32, Z: FLOAT32}
         if state is not None:
-            formats = {FIRST: state.moments, SLOW: state.moments, SECOND: state.second}
+            formats |= {FIRST: state.moments, SLOW: state.moments, SECOND: state.second}
         return sum(FORMAT_BYTES[formats[moment]] for moment in self.moments)
 
 
@@ -65,7 +66,7 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
     return optax.chain(
         with_factors(config, in_small_state(config, direction, axes, first_row), axes),
         _decayed(config, axes),
-        optax.scale_by_learning_rate(learning_rate(config)),
+        _at_rate(config),
     )
 
 
@@ -90,6 +91,13 @@ def _decayed(config: Config, axes: Parameters) -> optax.GradientTransformation:
         return jax.tree.map(decayed, updates, params, rates, decays)
 
     return optax.stateless(step)
+
+
+def _at_rate(config: Config) -> optax.GradientTransformation:
+    rate = learning_rate(config)
+    if config.optimizer.name == SCHEDULE_FREE:
+        return at_rate_and_averaged(rate, config.optimizer.beta1)
+    return optax.scale_by_learning_rate(rate)
 
 
 def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:
@@ -133,6 +141,12 @@ def _ademamix(config: Config, axes: Parameters) -> optax.GradientTransformation:
     return scale_by_ademamix(config.optimizer, config.optimizer.ademamix or AdemamixConfig(), config.total_steps)
 
 
+def _schedule_free(config: Config, axes: Parameters) -> optax.GradientTransformation:
+    """Adam without a first moment: the average stands for it."""
+    settings = config.optimizer
+    return optax.scale_by_rms(decay=settings.beta2, eps=settings.eps, eps_in_sqrt=False, bias_correction=True)
+
+
 RULES = {
     "adamw": Rule(_adam, (FIRST, SECOND), "arXiv 1711.05101"),
     "muon": Rule(_muon, (FIRST,), "Jordan 2024; arXiv 2502.16982", gathers=True),
@@ -140,6 +154,7 @@ RULES = {
     "lion": Rule(_lion, (FIRST,), "arXiv 2302.06675"),
     "adafactor": Rule(_adafactor, (), "arXiv 1804.04235, algorithm 4"),
     "ademamix": Rule(_ademamix, (FIRST, SLOW, SECOND), "arXiv 2409.03137"),
+    SCHEDULE_FREE: Rule(_schedule_free, (SECOND, Z), "arXiv 2405.15682, algorithm 1"),
 }
 
 

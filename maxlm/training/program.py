@@ -35,6 +35,7 @@ from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.ramped_step import RampedStep
+from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
 from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import WatchedUpdates
 from maxlm.training.split_masters import HalvesOnly, SplitMasters, difference_dtype
@@ -231,6 +232,16 @@ class Program:
     def readable(self, state: TrainState) -> TrainState:
         """The state with parameters that programs of the model can read: on the device. The same state, if they are there."""
         return state if self.streamed is None else self.streamed.readable(state)
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        """The state that is evaluated, `readable`: with schedule-free AdamW its parameters are the averaged point."""
+        if self.config.optimizer.name != SCHEDULE_FREE:
+            return self.readable(state)
+        return replace(state, params=self._averaged(state.params, state.opt_state[-1].z))
+
+    @cached_property
+    def _averaged(self) -> Any:
+        return jax.jit(partial(averaged, self.config.optimizer.beta1), out_shardings=self.state_shardings.params)
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:

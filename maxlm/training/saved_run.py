@@ -18,6 +18,7 @@ from maxlm.models.adapters import Stored, leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import Names
 from maxlm.training.ema import EMA
+from maxlm.training.schedule_free import at_average, with_z
 from maxlm.training.split_masters import in_parts, whole
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
@@ -94,9 +95,9 @@ class SavedRun:
                 if part is not None:
                     shape = leaf(shapes, part)
                     put(asked, (*root, *part), jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_whole(target.sharding)))
-        asked = asked if kind == "ema" else in_parts(self.trained, asked)
+        asked = asked if kind == "ema" else with_z(self.trained, in_parts(self.trained, asked))
         restored = self.checkpoints.restore_entries(asked, step)
-        state = restored.state if kind == "ema" else whole(self.trained, restored.state)
+        state = restored.state if kind == "ema" else at_average(self.trained, whole(self.trained, restored.state))
         found: dict[str, Parameters] = {"params": {}, "model_state": {}}
         for (entry, name), place in places.items():
             put(found[entry], name, _merged(state, root, place))
@@ -109,7 +110,8 @@ class SavedRun:
         shapes = abstract_parameters(self.trained.model)
         asked: Parameters = {}
         put(asked, root, jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes))
-        found: Parameters = leaf(self.checkpoints.restore_entries(asked, step).state, root)
+        state = self.checkpoints.restore_entries(with_z(self.trained, asked), step).state
+        found: Parameters = leaf(at_average(self.trained, state), root)
         return found
 
     def check_kind(self, kind: WeightsKind) -> None:

@@ -77,6 +77,18 @@ def test_state_of_workers_is_refused_by_name():
         check_leaves({"workers.momentum.w": leaf}, wanted, "checkpoint 4", whole=True)
 
 
+def test_another_state_of_the_same_optimizer_is_an_earlier_one():
+    """Its name is part of the identity, which was equal: Muon's state had other names once."""
+    names = {"params.w": "params.w", "opt_state.0.0.inner_states.muon.mu.w": "opt_state.0.inner_states.matrices.inner_state.mu.w"}
+    saved = {name: Leaf("float32", (2, 3), (0, 0)) for name in names}
+    wanted = {name: jax.ShapeDtypeStruct((2, 3), jnp.float32) for name in names.values()}
+    with pytest.raises(
+        CheckpointError, match=r"an earlier maxlm, whose optimizer .* opt_state\.0\.inner_states\.matrices.* train\.start_from"
+    ):
+        check_leaves(saved, wanted, "checkpoint 4", whole=True)
+    check_leaves(saved, {"params.w": wanted["params.w"]}, "checkpoint 4", whole=False)
+
+
 def test_a_refused_checkpoint_is_not_passed_over(saved, monkeypatch):
     """The one before would only hide the mistake: nothing is loaded, and no older checkpoint is tried."""
     directory, states = saved

@@ -14,9 +14,11 @@ from maxlm.config import ConfigError
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
+from maxlm.runtime.open_run import identity
 from maxlm.training.matrices import hidden_matrix
-from maxlm.training.optimizer import RULES, build_optimizer
+from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
 from maxlm.training.program import init_state, state_shardings
+from maxlm.training.schedule_free import averaged
 
 UPDATES = 50
 MODEL = {
@@ -31,7 +33,9 @@ OWN = {
     "muon": {"muon": {"adam_lr": 3e-3}},
     "soap": {"soap": {"every": 7, "largest": 16}},
     "ademamix": {"ademamix": {"beta3": 0.999, "warmup_steps": 30}},
+    "schedule_free": {"warmup_steps": 9, "beta1": 0.8},
 }
+SMALL = {"schedule_free": {"second_moment": "bfloat16"}}  # what else it keeps is no moment
 LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}]
 EXCHANGES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
@@ -58,7 +62,7 @@ def gradient(params, n):
 
 
 def trained(config, optimizer, mesh=None):
-    """Parameters after 50 updates; one program for all of them, and its text."""
+    """Parameters after 50 updates, and the averaged point of schedule-free AdamW; one program for all of them, and its text."""
     build = build_optimizer(config)
 
     def update(n, params, state):
@@ -80,7 +84,15 @@ def trained(config, optimizer, mesh=None):
     params = first
     for n in range(UPDATES):
         params, state = run(jnp.int32(n) if mesh is None else jax.device_put(jnp.int32(n), whole), params, state)
-    return jax.device_get(params), run.as_text()
+    return jax.device_get(points(config, params, state)), run.as_text()
+
+
+def points(config, params, state):
+    if config.optimizer.name != "schedule_free":
+        return params
+    if isinstance(state, optax.contrib.ScheduleFreeState):
+        return {"y": params, "x": optax.contrib.schedule_free_eval_params(state, params)}
+    return {"y": params, "x": averaged(config.optimizer.beta1, params, state[-1].z)}
 
 
 @pytest.fixture(scope="module", params=sorted(RULES))
@@ -114,6 +126,12 @@ def reference(config):
             return own.alpha * jnp.minimum((count + 1) / own.warmup_steps, 1.0)
 
         return optax.contrib.ademamix(lr, b1=b1, b2=b2, b3=b3, alpha=alpha, eps=eps, **common)
+    if settings.name == "schedule_free":
+        rate = learning_rate(config)
+        decay, step = optax.add_decayed_weights(**common), optax.scale_by_learning_rate(rate)
+        base = optax.chain(optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True), decay, step)
+        # It takes the weight of update t (from 0) from the rate of t + 1, and not from the rate of its step.
+        return optax.contrib.schedule_free(base, lambda count: rate(count - 1), b1=b1)
     assert settings.name == "muon"
 
     def numbers(names):
@@ -236,13 +254,20 @@ def test_the_table_states_the_bytes_that_the_state_holds(name, state):
     """Of hidden matrices: a lower bound, which only means of rows and columns exceed, and of SOAP covariances and bases."""
     if name == "adafactor" and state is not None:
         pytest.skip("refused: no first moment")
-    config = config_of(name, state=state) if state else config_of(name)
+    config = config_of(name, state=SMALL.get(name, state)) if state else config_of(name)
     stated = RULES[name].moment_bytes(config.optimizer.state)
     axes = jax.tree.leaves(axes_of(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
     for names, leaf in zip(axes, parameter_leaves(config), strict=True):
         if hidden_matrix(names) is not None:
             rest = leaf.moment_bytes - stated * leaf.numbers
             assert rest > 0 if RULES[name].more else 0 <= rest < leaf.numbers, names
+
+
+def test_a_checkpoint_says_which_sides_have_bases():
+    """The default is the same with a section and without; how often bases are renewed may change."""
+    plain, named, often, smaller = (identity(config_of("soap", soap=own), "") for own in (None, {}, {"every": 3}, {"largest": 64}))
+    assert plain == named == often != smaller
+    assert smaller["optimizer.soap.largest"] == "64"
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

@@ -35,6 +35,7 @@ SETTINGS = {
     "signs between slices": {"mesh": {"data": 2, "slices": 2}, "compression": SIGN},
     "small states": {"optimizer": {"state": {"moments": "int8", "second_moment": "factored", "masters": "split24"}}},
     "muon": {"optimizer": {"name": "muon"}},
+    "schedule free": {"optimizer": {"name": "schedule_free", "schedule": "constant"}},
     "diloco": {"mesh": {"data": 2}, "diloco": {"workers": 2, "every": 2}},
     "average": {"ema": {"decay": 0.9}},
     "lora": {"model": {"lora": {"rank": 4}}},

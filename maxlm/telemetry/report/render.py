@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby
@@ -18,6 +18,7 @@ from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart, metri
 from maxlm.telemetry.report.load import EMPTY, Run, Series
 from maxlm.telemetry.report.style import COLORS, CSS, EXPERTS_CSS, JS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
+from maxlm.telemetry.report.tables import table
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
@@ -112,27 +113,18 @@ def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
         cells = [value(f) for f in figures]
         if any(cell is not None for cell in cells):
             rows.append([f"{name} <small>{hint}</small>", *(escape(cell or "–") for cell in cells)])
-    return _table(["", *map(_head, runs)], rows, numbers=True)
+    return table(["", *map(_head, runs)], rows, numbers=True)
 
 
 def _head(run: Run) -> str:
     return f'<span class="swatch c{run.color}"></span>{escape(run.label)}'
 
 
-def _table(heads: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
-    """A table whose cells are HTML; the first cell of a row is its header."""
-    head = "".join(f"<th scope=col>{cell}</th>" for cell in heads)
-    body = "".join(f"<tr><th scope=row>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table{" class=numbers" if numbers else ""}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
 def _results(runs: Sequence[Run]) -> str:
     """Results of tasks at each run's newest evaluation of them."""
     rows = results.rows([run.results for run in runs])
     heads = map(_head, runs) if len(runs) > 1 else ["value"]
-    return f"<section><h2>Results of tasks</h2>{_table(['task', *heads], rows, numbers=True)}</section>" if rows else ""
+    return f"<section><h2>Results of tasks</h2>{table(['task', *heads], rows, numbers=True)}</section>" if rows else ""
 
 
 def _charts(runs: Sequence[Run]) -> str:
@@ -262,7 +254,7 @@ def _differences(runs: Sequence[Run]) -> str:
         cells = [f"<code>{escape(_yaml_text(run.settings[key]))}</code>" if key in run.settings else "–" for run in runs]
         if len(set(cells)) > 1:
             rows.append([f"<code>{escape(key)}</code>", *cells])
-    text = _table(["setting", *map(_head, runs)], rows) if rows else "<p>None: the configs are equal.</p>"
+    text = table(["setting", *map(_head, runs)], rows) if rows else "<p>None: the configs are equal.</p>"
     return f"<section><h2>Differing settings</h2>{text}</section>"
 
 
@@ -277,7 +269,7 @@ def _events(run: Run) -> str:
     rows = [row for routine, stretch in stretches for row in _rows(list(stretch), routine)]
     cut = len(rows) - MAX_EVENTS
     left = f'<p class="note">{cut:,} earlier rows are left out; all are in events.jsonl.</p>' if cut > 0 else ""
-    return left + _table(["time (UTC)", "event"], rows[-MAX_EVENTS:])
+    return left + table(["time (UTC)", "event"], rows[-MAX_EVENTS:])
 
 
 def _rows(events: list[Event], routine: bool) -> list[list[str]]:
