@@ -200,7 +200,7 @@ def _start(
     init, reading = _first_state(config, program, checkpoints)
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
-        start = restore_or_init(program, checkpoints, functools.partial(_begin, init, checkpoints, directory), journal, goodput)
+        start = restore_or_init(program, checkpoints, functools.partial(begin_anew, init, checkpoints, directory), journal, goodput)
         check_same_branch(config.train.branch_from, start)
         if start.step < config.total_steps:
             program.compile_from(start.step)
@@ -209,8 +209,10 @@ def _start(
     return start, init
 
 
-def _begin(init: Init, checkpoints: Checkpoints, directory: RunDirectory) -> TrainState | Start:
-    """The first state; also where a copy in memory was all there was and cannot be used, which is known only now."""
+def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) -> TrainState | Start:
+    """The first state of a run that has no checkpoint, or only those of steps that were taken back. Raises UserError in all processes if it
+    has saved before: a copy in memory can hide that until it turns out not to be usable.
+    """
     _refuse_if_lost(checkpoints, directory)
     return init()
 
