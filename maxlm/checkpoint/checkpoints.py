@@ -11,7 +11,6 @@ import errno
 import functools
 import json
 import logging
-import os
 import re
 import stat
 import time
@@ -95,6 +94,8 @@ class Checkpoints:
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self._spoilt: int | None = None  # step of a damaged checkpoint in whose place a copy in memory was restored
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
+        self._keeps_listing = False
+        self._listing: tuple[list[int], list[str]] | None = None  # steps and strays
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
         self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
@@ -384,8 +385,22 @@ class Checkpoints:
         steps, strays = multihost.only_process_0(self._listed, f"listing {self.directory}") or ([], [])
         return multihost.from_process_0(steps), strays
 
+    @contextlib.contextmanager
+    def one_listing(self) -> Iterator[None]:
+        """Within it the directory is listed once, for as long as nobody writes there: in a bucket that is a request a checkpoint."""
+        self._keeps_listing = True
+        try:
+            yield
+        finally:
+            self._keeps_listing, self._listing = False, None
+
     def _listed(self) -> tuple[list[int], list[str]]:
-        """`steps` and `strays`."""
+        """`steps` and `strays`, which the caller may change."""
+        listing = self._listing or self._list()
+        self._listing = listing if self._keeps_listing else None
+        return list(listing[0]), list(listing[1])
+
+    def _list(self) -> tuple[list[int], list[str]]:
         steps, strays = [], []
         try:
             names: list[str] = []
@@ -559,7 +574,7 @@ def _unlisted(directory: ocp.path.Path, step: int) -> str:
     if is_remote(str(directory)):  # on a disk the renaming of the folder is the commit
         return "" if holds(folder / _COMMITTED) else "its save was not finished"
     try:
-        return "" if stat.S_ISDIR(os.stat(folder).st_mode) else "it is not a folder"
+        return "" if stat.S_ISDIR(Path(folder).stat().st_mode) else "it is not a folder"
     except FileNotFoundError:
         return "it is gone"
 

@@ -39,8 +39,9 @@ class Journal:
     """All roll backs of a run. In a cluster every process has the same; the primary one writes."""
 
     def __init__(self, path: Path | None = None, *, primary: bool = True, leave_out: Sequence[int] = ()) -> None:
-        """Read `path` if it exists; None: nothing is kept. `leave_out`: batches that the config leaves out. Raises UserError in all processes;
-        UnavailableError if the file cannot be read now.
+        """Read `path` if it exists; None: nothing is kept. `leave_out`: batches that the config leaves out.
+
+        Raises UserError in all processes: UnavailableError if the file cannot be read now.
         """
         self._path, self._primary, self._leave_out = path, primary, tuple(leave_out)
         text = multihost.only_process_0(lambda: "" if path is None else retried(lambda: _text(path), f"reading {path}"), f"reading {path}")

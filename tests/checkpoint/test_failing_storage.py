@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -155,9 +154,22 @@ def test_a_folder_that_cannot_be_looked_at_is_not_an_empty_one(saved, monkeypatc
     if where == "folder":
         monkeypatch.setattr(type(store.directory), "iterdir", failing(stale))
     else:
-        monkeypatch.setattr("maxlm.checkpoint.checkpoints.os.stat", failing(stale, only="/3", real=os.stat))
+        monkeypatch.setattr(Path, "stat", failing(stale, only="/3", real=Path.stat))
     with pytest.raises(UnreachableError, match="cannot be listed: OSError"):
         store.latest()
+
+
+def test_a_start_lists_the_folder_once(saved, monkeypatch):
+    """In a bucket that takes a request a checkpoint. Afterwards others may have written."""
+    store, listings = open_store(saved[0]), []
+    real = type(store.directory).iterdir
+    monkeypatch.setattr(type(store.directory), "iterdir", lambda path: listings.append(str(path)) or real(path))
+    with store.one_listing():
+        assert (store.latest(), list(store.positions()), store.latest({3: ""})) == (3, [1, 2, 3], 2)
+        assert store.restore(saved[1][3], unfit={3: "it was taken back"}).step == 2
+        assert listings.count(str(saved[0])) == 1
+    assert (store.latest(), store.steps()) == (3, [1, 2, 3])
+    assert listings.count(str(saved[0])) == 3
 
 
 def test_metadata_that_cannot_be_found_once_is_not_damaged(saved, monkeypatch):
@@ -193,7 +205,7 @@ def test_an_owner_that_cannot_be_read_proves_nothing(tmp_path, monkeypatch, erro
     monkeypatch.setattr(type(tmp_path), "read_text", failing(error))
     owner.check()
     monkeypatch.setattr(type(tmp_path), "write_text", failing(error))
-    with pytest.raises(UnavailableError, match="writing .*owner failed"):
+    with pytest.raises(UnavailableError, match=r"writing .*owner failed"):
         Ownership(tmp_path)
 
 
@@ -208,7 +220,7 @@ def test_roll_backs_that_cannot_be_read_are_not_forgotten(tmp_path, monkeypatch)
     path.write_bytes(text)
     assert [record.batches for record in Journal(path).records] == [(7,)]
     monkeypatch.setattr(Path, "read_text", failing(DISK))
-    with pytest.raises(UnavailableError, match="reading .*roll_backs.json failed"):
+    with pytest.raises(UnavailableError, match=r"reading .*roll_backs\.json failed"):
         Journal(path)
 
 
