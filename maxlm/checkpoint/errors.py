@@ -47,7 +47,7 @@ _FULL = ("RESOURCE_EXHAUSTED", "No space left", "Disk quota exceeded", "File too
 
 
 # What damaged bytes raise, and a missing file: TensorStore with its status in front, and readers of text.
-_DAMAGE = re.compile(r"\b(DATA_LOSS|NOT_FOUND|OUT_OF_RANGE)\b")
+_DAMAGE = re.compile(r"\b(DATA_LOSS|NOT_FOUND|OUT_OF_RANGE)\b|\bError decoding ")
 _MISREAD = (*ABSENT, KeyError, IndexError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError)
 
 
@@ -67,7 +67,7 @@ def verdict_of(error: Exception, *, remote: bool) -> Verdict:
     if isinstance(error, UserError):
         return Verdict.REFUSED
     unnamed = isinstance(error, OSError) and error.errno is None  # of a mounted bucket, or of a client that is not known here
-    known = isinstance(error, _MISREAD) or _DAMAGE.search(str(error)[:400]) is not None
+    known = isinstance(error, _MISREAD) or _DAMAGE.search(str(error)) is not None
     return Verdict.DAMAGED if known or not (remote or unnamed) else Verdict.UNREACHABLE
 
 

@@ -63,6 +63,7 @@ def failing(error, times=10**9, only=None, real=None):
         (ValueError("Bad Request: https://storage\ninvalid argument"), Verdict.DAMAGED, Verdict.UNREACHABLE),
         (ValueError("UNKNOWN: no more is said"), Verdict.DAMAGED, Verdict.UNREACHABLE),
         (RuntimeError("the pool is shut down"), Verdict.DAMAGED, Verdict.UNREACHABLE),
+        (ValueError('Error opening "zarr3" driver: Error decoding local file "d/3f"'), Verdict.DAMAGED, Verdict.DAMAGED),
         (OSError("Forbidden: https://storage\nThe billing account is disabled"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
         (ConnectionResetError("reset"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
         (RuntimeError("Event loop is closed"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
