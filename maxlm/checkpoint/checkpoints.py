@@ -12,9 +12,10 @@ import functools
 import json
 import logging
 import re
+import stat
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
 from maxlm.checkpoint.memory import MemoryCopies
-from maxlm.checkpoint.reader import STATE, check_metadata, read_checkpoint
+from maxlm.checkpoint.reader import STATE, check_metadata, holds, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
@@ -33,12 +34,13 @@ from maxlm.config.errors import WRONG_PATH
 from maxlm.config.paths import is_remote
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
-from maxlm.config.transient import first_line, is_transient, retried
+from maxlm.config.transient import first_line, is_storage_error, is_transient, retried
 
 _log = logging.getLogger(__name__)
 STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
+_READERS = 8  # manifests that are read at a time
 _REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
 _GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # what processes tell each other; a failure may pass if that of one of them may
@@ -92,6 +94,8 @@ class Checkpoints:
         self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
         self._spoilt: int | None = None  # step of a damaged checkpoint in whose place a copy in memory was restored
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
+        self._keeps_listing = False
+        self._listing: tuple[list[int], list[str]] | None = None  # steps and strays
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
         self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
@@ -108,14 +112,13 @@ class Checkpoints:
 
     def latest(self, unfit: Container[int] = ()) -> int | None:
         """Step of the newest committed checkpoint that process 0 sees, or of a newer copy in memory, but for the `unfit`, or None; if there
-        are only strays, the log says so.
+        are only strays, the log says so. Raises UnavailableError in all processes.
         """
-        steps, strays = self._listed()
+        steps, strays = self._listed_by_process_0()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        steps = self._fit(steps, unfit)
         copy = self._copy(unfit)
-        return max([*steps, *([] if copy is None else [copy.step])], default=None)
+        return max([*(step for step in steps if step not in unfit), *([] if copy is None else [copy.step])], default=None)
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
@@ -124,26 +127,27 @@ class Checkpoints:
     def positions(self) -> dict[int, dict[str, Any]]:
         """Step -> data position of every checkpoint whose manifest process 0 can read, and of a copy in memory of another step.
 
-        Raises UnreachableError.
+        Raises UnavailableError in all processes: without one of them nobody knows whether training has gone back behind it.
         """
         self._settle()
         copy = self.memory.newest() if self.memory is not None else None
         found = {} if copy is None else {copy.step: copy.layout.described.data_position}
-        problem = ""
-        for step in self.steps() if jax.process_index() == 0 else ():
-            folder = self.directory / str(step)
-            try:
-                found[step] = retried(functools.partial(manifest.read, folder), f"reading the manifest of {folder}").data_position
-            except (CheckpointError, DamagedError):
-                continue  # reported when it is restored
-            except OSError as error:  # without it nobody knows whether training has gone back behind this checkpoint
-                problem = problem or f"the manifest of {folder} cannot be read: {first_line(error)}"
-        if multihost.max_over_processes(int(bool(problem))):
-            raise UnreachableError(
-                f"{problem or 'process 0 cannot read a manifest'}; try again when the cause is gone. Nothing was changed."
-            )
+        found |= multihost.only_process_0(self._positions, f"reading the manifests in {self.directory}") or {}
         text = multihost.text_from_process_0(json.dumps(found))
         return {int(step): position for step, position in json.loads(text).items()}
+
+    def _positions(self) -> dict[int, dict[str, Any]]:
+        """Step -> data position of every checkpoint with a manifest; those that are damaged are reported when they are restored."""
+
+        def read(step: int) -> manifest.Manifest | None:
+            folder = self.directory / str(step)
+            with contextlib.suppress(CheckpointError, DamagedError):
+                return retried(functools.partial(manifest.read, folder), f"reading the manifest of {folder}")
+            return None
+
+        steps = self.steps()
+        with ThreadPoolExecutor(_READERS) as pool:
+            return {step: one.data_position for step, one in zip(steps, pool.map(read, steps), strict=True) if one is not None}
 
     def resume_at(self, step: int) -> None:
         """The run continues from `step`: the first save moves newer checkpoints into `aside/`."""
@@ -268,7 +272,7 @@ class Checkpoints:
         try:
             self.wait()
             if self.memory is not None:
-                saved = max(multihost.from_process_0(self.steps()), default=-1)
+                saved = max(self._listed_by_process_0()[0], default=-1)
                 copied = multihost.max_over_processes(self.memory.newest_step + 1) - 1
                 self.memory.close(remove=remove_copies or saved >= copied)
         finally:
@@ -298,10 +302,6 @@ class Checkpoints:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
         return self._restore(abstract_state, step, None, {})
 
-    def _fit(self, steps: list[int], unfit: Container[int]) -> list[int]:
-        """Those of process 0: one that sees none would begin anew beside those that restore."""
-        return [step for step in multihost.from_process_0(steps) if step not in unfit]
-
     def _copy(self, unfit: Container[int]) -> Found | None:
         """The newest copy in memory, if it may be continued."""
         copy = self.memory.newest() if self.memory is not None else None
@@ -326,8 +326,7 @@ class Checkpoints:
     ) -> Restored:
         """`copy`: in memory, which is tried before the checkpoints older than it."""
         self._settle()
-        listed, strays = self._listed()
-        present = multihost.from_process_0(listed)
+        present, strays = self._listed_by_process_0()
         candidates = [number for number in reversed(present) if number not in unfit and step in (None, number)]
         if not candidates and copy is None and (self.memory is None or step is not None):
             asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
@@ -365,20 +364,47 @@ class Checkpoints:
 
     def _renamed(self, steps: list[int]) -> list[str]:
         """Reasons that checkpoints among `steps` hold another step than their folder names: one of them may be the newest."""
-        reasons = []
-        for step in steps:
-            try:
-                reason = manifest.read(self.directory / str(step)).disagreement(str(step))
-            except (CheckpointError, DamagedError, OSError):
-                continue  # not needed now; reported when it is
-            reasons += [f"checkpoint {step} is damaged: {reason}"] if reason else []
-        return reasons
+        described = [(step, self._described(step)) for step in steps]
+        reasons = [(step, "" if one is None else one.disagreement(str(step))) for step, one in described]
+        return [f"checkpoint {step} is damaged: {reason}" for step, reason in reasons if reason]
+
+    def _described(self, step: int) -> manifest.Manifest | None:
+        """The manifest of a checkpoint that is not needed now; None if it cannot be read, which is reported when it is needed."""
+        try:
+            return manifest.read(self.directory / str(step))
+        except Exception as error:
+            if not isinstance(error, CheckpointError | DamagedError) and not is_storage_error(error):
+                raise
+            return None
+
+    def _listed_by_process_0(self) -> tuple[list[int], list[str]]:
+        """`steps` of process 0 in all: one that sees none would begin anew beside those that restore. Strays in process 0 alone. Raises
+        UnavailableError in all processes.
+        """
+        steps, strays = multihost.only_process_0(self._listed, f"listing {self.directory}") or ([], [])
+        return multihost.from_process_0(steps), strays
+
+    @contextlib.contextmanager
+    def one_listing(self) -> Iterator[None]:
+        """Within it the directory is listed once, for as long as nobody writes there: in a bucket that is a request a checkpoint."""
+        self._keeps_listing = True
+        try:
+            yield
+        finally:
+            self._keeps_listing, self._listing = False, None
 
     def _listed(self) -> tuple[list[int], list[str]]:
-        """`steps` and `strays`."""
+        """`steps` and `strays`, which the caller may change."""
+        listing = self._listing or self._list()
+        self._listing = listing if self._keeps_listing else None
+        return list(listing[0]), list(listing[1])
+
+    def _list(self) -> tuple[list[int], list[str]]:
         steps, strays = [], []
         try:
-            names = [entry.name for entry in self.directory.iterdir()] if self.directory.is_dir() else []
+            names: list[str] = []
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # `is_dir` is False if the storage fails
+                names = [entry.name for entry in self.directory.iterdir()]
             for name in sorted(names):
                 if not _STEP.fullmatch(name):
                     if any(char.isdigit() for char in name) and _UNFINISHED not in name and not name.startswith("."):
@@ -388,7 +414,7 @@ class Checkpoints:
                 else:
                     steps.append(int(name))
         except Exception as error:
-            if not isinstance(error, OSError) and not is_transient(error):
+            if not is_storage_error(error):
                 raise
             raise UnreachableError(f"{self.directory} cannot be listed: {first_line(error)}.") from error
         return sorted(steps), strays
@@ -488,13 +514,11 @@ class Checkpoints:
                     return
             time.sleep(_REMOVAL_SECONDS)
 
-    def _was_healthy(self, step: int) -> bool:
-        """Mark of a checkpoint. One that cannot be read counts as healthy: it is reported when it is restored."""
-        if step not in self._healthy:
-            self._healthy[step] = True
-            with contextlib.suppress(CheckpointError, DamagedError, OSError):
-                self._healthy[step] = manifest.read(self.directory / str(step)).data_position.get(HEALTHY, True)
-        return self._healthy[step]
+    def _was_healthy(self, step: int) -> bool | None:
+        """Mark of a checkpoint; None if it cannot be read, now or at all."""
+        if step not in self._healthy and (described := self._described(step)) is not None:
+            self._healthy[step] = described.data_position.get(HEALTHY, True)
+        return self._healthy.get(step)
 
     def _reopen_writer(self) -> None:
         """Replace the writer; the new one removes what a failed save left on the disk."""
@@ -542,17 +566,16 @@ def _severity(failure: CheckpointError | None) -> int:
 
 
 def _unlisted(directory: ocp.path.Path, step: int) -> str:
-    """Reason that the entry named `step` is not a committed checkpoint; "" if it is one."""
+    """Reason that the entry named `step` is not a committed checkpoint; "" if it is one. Raises what the storage raises if it fails:
+    `is_dir`, and Orbax's own search, find none then, and training would go back in silence.
+    """
     folder = directory / str(step)
-    if not folder.is_dir():
-        return "it is not a folder"
-    if (folder / _COMMITTED).exists():
-        return ""
-    try:  # on a disk the renaming of the folder is the commit
-        ocp.path.step.standard_name_format().find_step(directory, step)
-    except ValueError:
-        return "its save was not finished"
-    return ""
+    if is_remote(str(directory)):  # on a disk the renaming of the folder is the commit
+        return "" if holds(folder / _COMMITTED) else "its save was not finished"
+    try:
+        return "" if stat.S_ISDIR(Path(folder).stat().st_mode) else "it is not a folder"
+    except FileNotFoundError:
+        return "it is gone"
 
 
 def _lists(directory: ocp.path.Path, step: int) -> bool:

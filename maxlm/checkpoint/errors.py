@@ -1,6 +1,8 @@
 """Errors of checkpoints, and whether an older checkpoint may be good."""
 
 import enum
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import jax
 
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.config.paths import is_remote
-from maxlm.config.transient import first_line, is_transient
+from maxlm.config.transient import ABSENT, first_line, is_transient
 from maxlm.hardware.host import in_bytes
 
 
@@ -44,11 +46,17 @@ class Verdict(enum.IntEnum):
 _FULL = ("RESOURCE_EXHAUSTED", "No space left", "Disk quota exceeded", "File too large")
 
 
-def verdict_of(error: Exception) -> Verdict:
-    """Classify `error`, raised while a checkpoint was read.
+# What damaged bytes raise, and a missing file: TensorStore with its status in front, and readers of text.
+_DAMAGE = re.compile(r"\b(DATA_LOSS|NOT_FOUND|OUT_OF_RANGE)\b|\bError decoding ")
+_MISREAD = (*ABSENT, KeyError, IndexError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError)
 
-    Damaged content raises many kinds of errors (TypeError, KeyError, any status of TensorStore): all but our refusals, failures of
-    storage and a lack of memory count as damage.
+
+def verdict_of(error: Exception, *, remote: bool) -> Verdict:
+    """Classify `error`, raised while a checkpoint was read; `remote`: from a bucket.
+
+    Damaged content raises many kinds of errors (TypeError, KeyError, any status of TensorStore). On a disk all but our refusals, failures
+    of storage and a lack of memory count as damage. Clients of buckets raise any kind for what a server answers, so there only those
+    that damage is known to raise do: a checkpoint that is wrongly taken for damaged is training lost in silence.
     """
     if isinstance(error, DamagedError):
         return Verdict.DAMAGED
@@ -56,7 +64,11 @@ def verdict_of(error: Exception) -> Verdict:
         return Verdict.REFUSED
     if is_transient(error):
         return Verdict.UNREACHABLE
-    return Verdict.REFUSED if isinstance(error, UserError) else Verdict.DAMAGED
+    if isinstance(error, UserError):
+        return Verdict.REFUSED
+    unnamed = isinstance(error, OSError) and error.errno is None  # of a mounted bucket, or of a client that is not known here
+    known = isinstance(error, _MISREAD) or _DAMAGE.search(str(error)) is not None
+    return Verdict.DAMAGED if known or not (remote or unnamed) else Verdict.UNREACHABLE
 
 
 def failed_save(error: Exception, step: int, directory: str, needed_bytes: int) -> CheckpointError:

@@ -5,6 +5,7 @@ where they outlive this process. All processes take part in every copy, in the s
 """
 
 import contextlib
+import functools
 import logging
 import re
 import secrets
@@ -18,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import digest, host_copies, multihost, recovery
 from maxlm.checkpoint.copy_job import CopyJob
-from maxlm.checkpoint.errors import DamagedError, first_line
+from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
 from maxlm.checkpoint.interval import steps_between
 from maxlm.checkpoint.recovery import Found, Loaded
@@ -26,6 +27,7 @@ from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
 from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ _DIGITS = 7  # of each part of it that processes exchange as an integer
 _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
 _UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
+_TOLD = 8  # lines of each host about copies that are not used
 _COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
 
 
@@ -169,7 +172,7 @@ class MemoryCopies:
 
     def take_said(self) -> list[str]:
         """Why copies were not used, at all hosts, returned once. All processes call it."""
-        mine, self._said = self._said, []
+        mine, self._said = self._said[:_TOLD], []
         everywhere = [text.splitlines() for text in multihost.texts("\n".join(mine))]
         others = [
             f"{self._hosts[number]}: {line}" for number, lines in enumerate(everywhere) for line in lines if line not in everywhere[0]
@@ -213,16 +216,13 @@ class MemoryCopies:
         file, number = self._directory / _RUN, ""
         if jax.process_index() == 0:
             try:
-                number = file.read_text().strip() if file.exists() else ""
-                if number and not _NUMBER.fullmatch(number):
-                    _log.warning("%s is damaged: copies in memory that were made before are not used", file)
-                    number = ""
+                number = retried(functools.partial(_number_in, file), f"reading {file}")
                 if not number and make:
                     number = secrets.token_hex(2 * _DIGITS)
                     self._directory.mkdir(parents=True, exist_ok=True)
                     file.write_text(number)
-            except (OSError, UnicodeDecodeError) as error:
-                _log.warning("%s: %s", file, first_line(error))
+            except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
+                _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
         parts = [int(number[start : start + _DIGITS], 16) for start in range(0, len(number), _DIGITS)]
         return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
@@ -232,11 +232,12 @@ class MemoryCopies:
         _log.warning("%s", line)
 
     def _claimed(self) -> RunFolder:
-        """The folder of this run. Raises OSError, ConfigError."""
+        """The folder of this run. Raises OSError, ConfigError; UnreachableError if the run's number cannot be read or written."""
         if self._folder is None:
             run = self._run(make=True)
             if not run:
-                raise OSError(f"{self._directory / _RUN} cannot be read or written")
+                file = self._directory / _RUN
+                raise UnreachableError(f"{file} cannot be read or written by process 0; try again when the cause is gone.")
             folder = RunFolder(self.config.folder, run)
             folder.claim(self._owner)
             self._folder = folder
@@ -296,3 +297,15 @@ class MemoryCopies:
             except OSError as error:
                 self.failure = f"the copy of step {number:,} in {folder.path} cannot be removed ({first_line(error)}): remove it"
                 _log.warning("%s", self.failure)
+
+
+def _number_in(file: ocp.path.Path) -> str:
+    """The number of the run in `file`; "" if there is none, or if it is damaged, which is logged. Raises what the storage raises."""
+    try:
+        number = file.read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    if _NUMBER.fullmatch(number):
+        return number
+    _log.warning("%s is damaged: copies in memory that were made before are not used", file)
+    return ""

@@ -1,12 +1,18 @@
 """Agreement between the processes of a run, so that none waits for a collective that others never start."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.transient import first_line, is_storage_error
+
+Result = TypeVar("Result")
 
 
 def max_over_processes(code: int) -> int:
@@ -39,6 +45,25 @@ def texts(text: str) -> list[str]:
     rows = np.zeros((len(sizes), int(sizes.max())), np.uint8)
     rows[jax.process_index(), : content.size] = content
     return [row[:size].tobytes().decode() for row, size in zip(maximum(rows), sizes, strict=True)]
+
+
+def only_process_0(do: Callable[[], Result], what: str) -> Result | None:
+    """`do()`, which must not communicate, in process 0, and None in the others. `what` it does, in words.
+
+    If it raises, all processes do: UnavailableError if storage failed; else process 0 raises the same error.
+    """
+    result, problem = None, None
+    if jax.process_index() == 0:
+        try:
+            result = do()
+        except Exception as error:  # any: the other processes must learn of it
+            problem = error
+    if max_over_processes(int(problem is not None)):
+        if isinstance(problem, UserError) or (problem is not None and not is_storage_error(problem)):
+            raise problem
+        reason = "see process 0" if problem is None else first_line(problem)
+        raise UnavailableError(f"{what} failed: {reason}; try again when the cause is gone. Nothing was changed.") from problem
+    return result
 
 
 def start_maximum(values: np.ndarray) -> Any:

@@ -12,9 +12,11 @@ from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableEr
 from maxlm.checkpoint.manifest import Leaf
 from maxlm.checkpoint.tree_paths import MODEL_STATE, OPTIMIZER, OPTIONAL, PARAMS
 from maxlm.config.errors import UserError
+from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
+_METADATA = "_CHECKPOINT_METADATA"  # times and items of a checkpoint, written by Orbax
 _LISTED = "_METADATA"  # names, shapes and dtypes of the arrays, written by Orbax
 _SHOWN = 3  # differences named in a message; the rest are counted
 
@@ -36,7 +38,7 @@ def read_checkpoint(
         saved = retried(lambda: manifest.read(folder), f"reading {folder}")
         if reason := saved.disagreement(folder.name):
             raise DamagedError(reason)
-        check_metadata(folder)
+        retried(lambda: check_metadata(folder), f"reading {folder}")
         if identity is not None:
             check_identity(saved.identity, identity, str(folder))
         absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in saved.leaves}
@@ -56,8 +58,25 @@ def read_checkpoint(
     return arrays | zeros, saved.data_position
 
 
+def holds(file: ocp.path.Path) -> bool:
+    """True if there is such a file. Raises what the storage raises if it fails: `exists` and `is_dir` are False then."""
+    try:
+        with file.open("rb"):
+            return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def check_metadata(folder: ocp.path.Path) -> None:
     """Raise DamagedError if Orbax cannot read its metadata of the checkpoint in `folder`."""
+    try:
+        _read_metadata(folder)
+    except DamagedError:  # or Orbax's search has found nothing, since the storage failed for a moment: damage stays
+        holds(folder / _METADATA)
+        _read_metadata(folder)
+
+
+def _read_metadata(folder: ocp.path.Path) -> None:
     try:
         _ = ocp.path.step.standard_name_format().find_step(folder.parent, int(folder.name)).commit_timestamp_nsecs
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -67,7 +86,7 @@ def check_metadata(folder: ocp.path.Path) -> None:
 
 
 def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    if not (folder / STATE / _LISTED).exists():  # Orbax would assume an older layout
+    if not holds(folder / STATE / _LISTED):  # Orbax would assume an older layout
         raise DamagedError(f"{STATE}/{_LISTED} is missing")
     context = ocp.Context()
     context.pytree.loading.partial_load = True
@@ -86,7 +105,7 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
 
 def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
     """Raise the same kind of error in every process if any of them has a problem."""
-    verdict = Verdict.GOOD if problem is None else verdict_of(problem)
+    verdict = Verdict.GOOD if problem is None else verdict_of(problem, remote=is_remote(str(folder)))
     common = multihost.max_over_processes(verdict)
     if common == Verdict.GOOD:
         return

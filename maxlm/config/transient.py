@@ -4,6 +4,7 @@ import errno
 import logging
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -33,13 +34,24 @@ _OF_CONTENT = {
 # Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others are about the content.
 _STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore passes an errno on
+# Of a connection, of libcurl's event handling, and of a client whose event loop another thread has closed. TensorStore calls most of them
+# UNKNOWN or INTERNAL.
+_CONNECTION = re.compile(r"\bCURLM? error\b|Event loop is closed")
+_HTTP = re.compile(r"\[HTTP code (\d+)\]|HTTP response code: (\d+)")  # TensorStore from 0.1.7x on, and before
+_PASSING_HTTP = {401, 403, 407, 408, 409, 425, 429, 499}  # and all from 500 on
 _NETWORK = ("google.auth.", "google.api_core.", "requests.", "urllib3.", "aiohttp.", "grpc.", "gcsfs.", "botocore.", "httpx")
 _NOT_FOUND = ("NotFound", "FileNotFoundError")
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)  # clients of buckets raise them without an errno
 
 
 def is_transient(error: BaseException) -> bool:
     """True if `error`, or its cause, is a failure of the medium, the network, a credential or a permission."""
     return any(_is_transient(cause) for cause in _chain(error))
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """True if `error` says that something could not be read or written, whether that may pass or not; False for damage and for our bugs."""
+    return isinstance(error, OSError) or is_transient(error)
 
 
 def retried(read: Callable[[], Result], what: str) -> Result:
@@ -88,10 +100,23 @@ def _is_transient(error: BaseException) -> bool:
     code = _OS_ERROR_CODE.search(str(error))
     if code is not None:
         return int(code[1]) not in _OF_CONTENT
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | ConnectionError | PermissionError):
         return True
-    if isinstance(error, OSError):
-        return error.errno is not None and error.errno not in _OF_CONTENT
-    if any(f"{kind.__module__}.".startswith(_NETWORK) for kind in type(error).__mro__):
-        return type(error).__name__ not in _NOT_FOUND
-    return _STATUS.search(str(error)[:400]) is not None
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno not in _OF_CONTENT
+    if isinstance(error, ABSENT) or type(error).__name__ in _NOT_FOUND:
+        return False
+    text = str(error)
+    if _of_client(error) or _CONNECTION.search(text) or _STATUS.search(text[:400]):
+        return True
+    http = _HTTP.search(text)
+    return http is not None and ((code_of := int(http[1] or http[2])) >= 500 or code_of in _PASSING_HTTP)
+
+
+def _of_client(error: BaseException) -> bool:
+    """True if it is of a client's own kind, or was raised in its code: gcsfs raises OSError, ValueError and RuntimeError for what a server
+    refuses.
+    """
+    modules = [kind.__module__ for kind in type(error).__mro__]
+    modules += [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(f"{module}.".startswith(_NETWORK) for module in modules)

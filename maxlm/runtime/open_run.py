@@ -42,6 +42,7 @@ from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
 from maxlm.training.session import Init, Start, Tasks
 from maxlm.training.start_from import begin_from, fingerprint
+from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -110,8 +111,8 @@ def open_run(
     server = metrics_server(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
-    with elastic.waiting_if_too_large(here):
-        start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput)
+    with elastic.waiting_if_too_large(here), checkpoints.one_listing():
+        start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput, directory)
     if start.step < config.total_steps:
         for line in data.train.go_on(start.position, start.left_out):
             if phases.primary:
@@ -140,10 +141,21 @@ def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, h
     if config.memory_checkpoints is not None:
         supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
         checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor, shared_secret(os.environ))
-    missing = checkpoints.latest() is None and directory.primary
-    problem = lost_checkpoints(directory, folder, checkpoints.strays()) if missing else ""
-    require_equal({}, UserError(problem) if problem else None)
+    if checkpoints.latest() is None:
+        _refuse_if_lost(checkpoints, directory)
     return checkpoints
+
+
+def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
+    """Raise UserError in all processes if the run has saved before and there is no checkpoint any more: it would begin anew."""
+    problem: UserError | None = None
+    try:
+        if directory.primary and not checkpoints.steps():
+            text = lost_checkpoints(directory, str(checkpoints.directory), checkpoints.strays())
+            problem = UserError(text) if text else None
+    except (UserError, OSError) as error:
+        problem = as_user_error(error)
+    require_equal({}, problem)
 
 
 def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
@@ -180,6 +192,7 @@ def _start(
     journal: Journal,
     local_processes: int,
     goodput: Goodput,
+    directory: RunDirectory,
 ) -> tuple[Start, Init]:
     """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
     anything is written beside it.
@@ -187,13 +200,21 @@ def _start(
     init, reading = _first_state(config, program, checkpoints)
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
     with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
-        start = restore_or_init(program, checkpoints, init, journal, goodput)
+        start = restore_or_init(program, checkpoints, functools.partial(begin_anew, init, checkpoints, directory), journal, goodput)
         check_same_branch(config.train.branch_from, start)
         if start.step < config.total_steps:
             program.compile_from(start.step)
             fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
             integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
     return start, init
+
+
+def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) -> TrainState | Start:
+    """The first state of a run that has no checkpoint, or only those of steps that were taken back. Raises UserError in all processes if it
+    has saved before: a copy in memory can hide that until it turns out not to be usable.
+    """
+    _refuse_if_lost(checkpoints, directory)
+    return init()
 
 
 def _first_state(config: Config, program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:

@@ -11,7 +11,9 @@ import secrets
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.checkpoint import multihost
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.transient import is_storage_error, retried
 from maxlm.runtime.lookout import own_name
 
 FILE = "owner"  # in the folder of the checkpoints
@@ -28,11 +30,13 @@ class Ownership:
     """Ownership of the checkpoints in `folder`, taken by process 0; in the others it does nothing."""
 
     def __init__(self, folder: ocp.path.Path) -> None:
-        """Take the ownership from earlier starts of the run. Raises OSError."""
+        """Take the ownership from earlier starts of the run. Raises UnavailableError in all processes if it cannot be written."""
         self._file, self._own = folder / FILE, {"token": secrets.token_hex(16), "host": own_name()}
-        if jax.process_index() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(self._own))
+        multihost.only_process_0(lambda: retried(self._take, f"writing {self._file}"), f"writing {self._file}")
+
+    def _take(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self._own))
 
     def check(self) -> None:
         """Raise SupersededRunError if a later start has taken it. A file that is missing or cannot be read proves nothing."""
@@ -41,7 +45,9 @@ class Ownership:
         try:
             owner = json.loads(self._file.read_text())
             token, host = str(owner["token"]), str(owner["host"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:
+            if not isinstance(error, ValueError | TypeError | KeyError) and not is_storage_error(error):
+                raise
             _log.warning("%s cannot be read: %s", self._file, error)
             return
         if token != self._own["token"]:

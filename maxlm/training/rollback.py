@@ -15,6 +15,7 @@ from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.reliability import HealthConfig
+from maxlm.config.transient import retried
 from maxlm.data.order import batch_number
 from maxlm.telemetry.atomic import write_text
 
@@ -38,10 +39,13 @@ class Journal:
     """All roll backs of a run. In a cluster every process has the same; the primary one writes."""
 
     def __init__(self, path: Path | None = None, *, primary: bool = True, leave_out: Sequence[int] = ()) -> None:
-        """Read `path` if it exists; None: nothing is kept. `leave_out`: batches that the config leaves out. Raises UserError."""
+        """Read `path` if it exists; None: nothing is kept. `leave_out`: batches that the config leaves out.
+
+        Raises UserError in all processes: UnavailableError if the file cannot be read now.
+        """
         self._path, self._primary, self._leave_out = path, primary, tuple(leave_out)
-        text = path.read_text() if path is not None and primary and path.is_file() else ""
-        self.records = _parse(multihost.text_from_process_0(text), path)
+        text = multihost.only_process_0(lambda: "" if path is None else retried(lambda: _text(path), f"reading {path}"), f"reading {path}")
+        self.records = _parse(multihost.text_from_process_0(text or ""), path)
         self._count = max((record.number for record in self.records), default=0)
 
     def add(self, from_step: int, before: int, batches: Sequence[int], cause: str, reason: str) -> str:
@@ -105,6 +109,14 @@ class Journal:
         for record in self.records:
             if record.number > position.get(COUNT, 0) and step > record.before:
                 return f"training went back from step {record.from_step:,} to {record.before:,} or earlier ({record.cause})"
+        return ""
+
+
+def _text(path: Path) -> str:
+    """The text of a file, "" if there is none; bytes that are not UTF-8 are escapes, which JSON refuses."""
+    try:
+        return path.read_text(errors="backslashreplace")
+    except FileNotFoundError:
         return ""
 
 

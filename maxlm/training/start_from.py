@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import manifest
-from maxlm.checkpoint.errors import DamagedError
+from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
 from maxlm.config.schedules import BranchFromConfig
 from maxlm.config.schema import ModelConfig, StartFromConfig
+from maxlm.config.transient import first_line, is_storage_error, retried
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.models import (
     Parameters,
@@ -125,7 +126,7 @@ def _grown(program: Program, params: Any) -> Any:
 def fingerprint(source: StartFromConfig | BranchFromConfig) -> str:
     """Digest of what this host sees of `source`: the config, and all digests of the checkpoint. It waits for no other process.
 
-    Raises UserError if there is no such checkpoint here.
+    Raises UserError if there is no such checkpoint here; UnreachableError if it cannot be read now.
     """
     saved = opened(source)
     checkpoints = saved.checkpoints
@@ -136,10 +137,15 @@ def fingerprint(source: StartFromConfig | BranchFromConfig) -> str:
         has = f" (there are: {', '.join(map(str, steps))})" if steps else ""
         newest = ", or leave train.start_from.step out" if _field(source) == FIELD else ""
         raise ConfigError(_field(source), source.path, f"has no checkpoint{asked}{has}", f"name a step that it has{newest}")
+    folder = checkpoints.directory / str(chosen[-1])
     try:
-        written = manifest.read(checkpoints.directory / str(chosen[-1])).to_text()
+        written = retried(lambda: manifest.read(folder), f"reading {folder}").to_text()
     except DamagedError as error:
         written = str(error)  # which one is read instead is agreed on later
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        raise UnreachableError(f"{folder} cannot be read: {first_line(error)}; try again when the cause is gone.") from error
     return hashlib.sha256(((saved.directory / CONFIG).read_text(encoding="utf-8") + written).encode()).hexdigest()[:12]
 
 

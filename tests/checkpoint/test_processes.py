@@ -73,14 +73,14 @@ store.close()
 """
 
 
-def run(task: str, directory: Path, fsdp: int = 8) -> list[dict]:
+def run(task: str, directory: Path, fsdp: int = 8, program: str = PROGRAM) -> list[dict]:
     """Reports of the two processes; none may take long, as it would at a barrier that the other never reaches."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(rank), task, str(directory), str(fsdp)],
+            [sys.executable, "-c", program, address, str(rank), task, str(directory), str(fsdp)],
             env=environment(4),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

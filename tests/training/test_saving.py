@@ -1,8 +1,10 @@
 """Which states of a run become checkpoints: a loop with real checkpoints around a scripted step, so nothing of size is compiled."""
 
 import errno
+import functools
 import json
 import math
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -16,13 +18,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 from tiny import tiny_config
 
-from maxlm.checkpoint import Checkpoints, manifest
+from maxlm.checkpoint import Checkpoints, manifest, recovery
+from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Prefetcher
 from maxlm.objectives import Sums, build_objective
+from maxlm.runtime.open_run import begin_anew
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import meter, saving
 from maxlm.training.evaluate import evaluate
 from maxlm.training.loop import restore_or_init, train
@@ -451,6 +456,29 @@ def test_a_copy_in_memory_holds_what_the_checkpoint_of_its_step_holds(tmp_path):
     assert (start.step, start.position, start.restored["source"]) == (20, saved.data_position, "checkpoint"), (
         "of two equals the one whose lineage needs no proof"
     )
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["gone", "kept"])
+def test_where_checkpoints_are_gone_a_copy_that_cannot_be_used_begins_nothing_anew(tmp_path, monkeypatch, kept):
+    """The copy hides that they are gone until its bytes are read: weeks would be trained again without a word."""
+    script, directory = Script(loss=lambda n: 4.0 - n / 100), RunDirectory.create(tmp_path, "r")
+    with pytest.raises(RuntimeError, match="crash"):
+        copied(tmp_path, script, Events(), Broken())
+    directory.events.write_text(json.dumps({"kind": "save", "step": 20, "time": 1.0}) + "\n")
+    for step in saved_in(tmp_path)[: None if not kept else -1]:
+        shutil.rmtree(tmp_path / "c" / str(step))
+    monkeypatch.setattr(recovery, "load", lambda *_: (_ for _ in ()).throw(DamagedError("its bytes have changed")))
+    checkpoints = Checkpoints(tmp_path / "c", script.config.checkpoint, {})
+    checkpoints.add_memory(MemoryCheckpointsConfig(folder=str(tmp_path / "memory")))
+    assert checkpoints.latest() == 20
+    begin = functools.partial(begin_anew, script.init, checkpoints, directory)
+    if kept:
+        assert restore_or_init(script, checkpoints, begin).step == 20
+        return
+    with pytest.raises(UserError, match="this run has saved step 20"):
+        restore_or_init(script, checkpoints, begin)
+    directory.events.unlink()
+    assert restore_or_init(script, checkpoints, begin).step == 0, "it was killed before its first save"
 
 
 def test_no_copy_is_made_of_an_unhealthy_state_and_a_failure_is_an_alarm(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def _refused(path: str, error: Exception, count: int) -> Removed:
     if isinstance(error, IsADirectoryError):
         return removed(path, "not_a_file")
     code = error.errno if isinstance(error, OSError) else None
-    if (is_transient(error) or isinstance(error, ConnectionError)) if "://" in path else code in PASSING:
+    if is_transient(error) if "://" in path else code in PASSING:
         raise UnavailableError(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.") from error
     return removed(path, "vanished" if code in (errno.ESTALE, errno.ENODEV) else "unreadable", first_line(error), records=count)
 
