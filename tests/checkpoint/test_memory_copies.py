@@ -216,9 +216,9 @@ def test_the_complete_copy_stays_until_the_next_one_is(work, monkeypatch):
     checkpoints, seen = opened(work), []
     add = host_copies.Draft.add
 
-    def counted(self, tile, array):
+    def counted(self, tile, array, **how):
         seen.append([entry for entry in entries(work) if not entry.startswith(".")])
-        add(self, tile, array)
+        add(self, tile, array, **how)
 
     monkeypatch.setattr(host_copies.Draft, "add", counted)
     for step in (7, 8, 9):
@@ -226,7 +226,7 @@ def test_the_complete_copy_stays_until_the_next_one_is(work, monkeypatch):
     checkpoints.memory.close(remove=False)
     assert {tuple(names) for names in seen} == {("6-0",), ("7-0",), ("8-0",)}
 
-    def full(self, tile, array):
+    def full(self, tile, array, **how):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(host_copies.Draft, "add", full)
@@ -250,7 +250,8 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         started = host_copies._started(supervisor.pid)
         (lost,) = (work / "memory").glob("*/*")
-        (lost / ".lease-1").write_text(json.dumps({"owner": supervisor.pid, "started": started}))
+        mark = {"owner": supervisor.pid, "started": started, "namespace": host_copies._namespace()}
+        (lost / ".lease-1").write_text(json.dumps(mark))
         shutil.rmtree(work / "checkpoints")
         third = opened(work)
         third.memory.save(1, state_of(1), {"next_step": 1})
