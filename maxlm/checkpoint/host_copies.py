@@ -139,17 +139,7 @@ class RunFolder:
                 folder.mkdir(mode=0o700)
             self._check_private(folder)
         if self._lease is None:
-            new = self.path / f"{_NEW}{self._token}"
-            self._lease = new.open("w")
-            fcntl.flock(self._lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mark = json.dumps({"owner": owner, "started": _started(owner), "namespace": _namespace()})
-            self._lease.write(mark)
-            self._lease.flush()
-            for old in self.path.glob(f"{_LEASE}*"):
-                with contextlib.suppress(FileNotFoundError):
-                    if not _is_locked(old) and old.read_text() == mark:  # an attempt before, of the same owner
-                        old.unlink()
-            new.rename(self._lease_of(self._token))  # locked and complete from the moment that others look for it
+            self._lease = self._mark(json.dumps({"owner": owner, "started": _started(owner), "namespace": _namespace()}))
         for other in self._all.iterdir():
             if other != self.path and other.is_dir() and not other.is_symlink() and not _in_use(other):
                 _remove(other)
@@ -186,6 +176,20 @@ class RunFolder:
             self._lease = None
         if remove and not _in_use(self.path, owners=False):
             _remove(self.path)
+
+    def _mark(self, text: str) -> IO[str]:
+        """Make the lease of this process, which is locked while the file is open."""
+        new = self.path / f"{_NEW}{self._token}"
+        lease = new.open("w")
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lease.write(text)
+        lease.flush()
+        new.rename(self._lease_of(self._token))  # locked and complete from the moment that others look for it
+        for before in self.path.glob(f"{_LEASE}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if not _is_locked(before) and before.read_text() == text:  # of an attempt that the same owner has started
+                    before.unlink()
+        return lease
 
     def _lease_of(self, token: str) -> Path:
         return self.path / f"{_LEASE}{token}"
