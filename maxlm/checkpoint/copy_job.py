@@ -1,8 +1,10 @@
 """The background part of a copy in memory: a thread that brings tiles from the devices to the host, and writes them."""
 
+import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,6 +15,8 @@ from maxlm.checkpoint import digest, manifest, tags
 from maxlm.checkpoint.host_copies import Draft, Layout, RunFolder
 from maxlm.checkpoint.snapshot import Group, Kept, Snapshots
 from maxlm.checkpoint.tags import Agreed, PartTag, Written
+
+_THREADS = 4  # that compute tags of what goes to the peer and comes from it, while the tiles are written
 
 
 class CopyJob:
@@ -27,6 +31,7 @@ class CopyJob:
         self.seconds = 0.0
         self._folder, self._before, self._agreed = folder, before, agreed
         self._sent, self._received = PartTag(secret), PartTag(secret)
+        self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "maxlm-memory-tags")
         self._on_device, self._changed = 0, threading.Condition()
         self._finish: Any = None
         self._thread = threading.Thread(target=self._work, name="maxlm-memory-copy", daemon=True)
@@ -96,24 +101,30 @@ class CopyJob:
             self.error = error
         if self.error is not None and draft is not None:
             draft.discard()
+        self._pool.shutdown()
         self.seconds = time.monotonic() - began
 
     def _write(self, draft: Draft, kept: list[Kept]) -> None:
         """Bring tiles to the host, and write them. Raises OSError."""
         for one in kept:
             one.array.copy_to_host_async()
+        tagged = []
         for tile, on_device, received, shared in kept:
             array = np.asarray(on_device)
-            draft.add(tile, array, received=received)
             if received or shared:
-                (self._received if received else self._sent).add(tile, array)
+                tagged.append(self._pool.submit((self._received if received else self._sent).add, tile, array))
+            draft.add(tile, array, received=received)
+        for done in tagged:
+            done.result()
 
     def _check(self, sent_here: np.ndarray) -> None:
         """Mark what was received with the copy before as proven, if its tag is the one that was sent. Raises OSError."""
         step = self._before.step
-        if step >= 0 and tags.proven(self._before, sent_here):
+        if step < 0 or not sent_here.any():  # nothing was received, or its sender has not written its copy and says why
+            return
+        if tags.proven(self._before, sent_here):
             self._folder.mark_proven(step, jax.process_index())
-        elif step >= 0 and sent_here.any():  # otherwise its sender has not written its copy, and says why
+        else:
             self.refused = f"what another process sent of the copy of step {step:,} has not arrived as it was sent: the one before is kept"
 
     def _remove_older(self, common: int) -> None:
