@@ -22,7 +22,7 @@ from maxlm.config.schema import CheckpointConfig
 address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 jax.distributed.initialize(address, num_processes=2, process_id=rank)
 logging.basicConfig(level=logging.WARNING)
-meshes = {fsdp: jax.make_mesh((fsdp, 8 // fsdp), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2) for fsdp in (8, 2)}
+meshes = {fsdp: jax.make_mesh((fsdp, 8 // fsdp), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2) for fsdp in (8, 2, 1)}
 mine = root / f"host{rank}"
 
 
@@ -62,7 +62,7 @@ def flip_first_bit_on_host0():
 
 
 def saved(name, steps, changed=(), secret=b"of this run", guarded=False):
-    # Host 1 gets other bytes of the changed steps than were sent. Returns steps of which this host has copies, and the failure.
+    # Host 1 gets other bytes of the changed steps than were sent. Returns steps of the copies here, of the proven ones, and the failure.
     checkpoints, tiles = opened(name, secret=secret), Group.tiles
 
     def arrived(self, *arrays):
@@ -75,7 +75,8 @@ def saved(name, steps, changed=(), secret=b"of this run", guarded=False):
         checkpoints.memory._job._thread.join()
     checkpoints.memory.close(remove=False)
     Group.tiles = tiles
-    return [sorted(int(folder.name.partition("-")[0]) for folder in copies(name, "*")), checkpoints.memory.take_failure()]
+    steps = {int(folder.name.partition("-")[0]): (folder / "proven").exists() for folder in copies(name, "*")}
+    return [sorted(steps), [step for step in sorted(steps) if steps[step]], checkpoints.memory.take_failure()]
 
 
 report = {}
@@ -131,6 +132,7 @@ report["nothing in common"] = restored("alone")
 opened("alone").close()
 report["saved, changed part"] = saved("changed", (1, 2), changed=(2,))
 report["changed part, its host is there"] = restored("changed")
+report["changed part, other mesh"] = restored("changed", 1)
 if rank == 0:
     shutil.rmtree(mine / "changed")
 report["changed part, its host is new"] = restored("changed")
@@ -190,6 +192,7 @@ def reports(tmp_path_factory) -> list[dict]:
         ("no other copy of a tile", 2, "memory of peers"),
         ("without a peer", 2, "memory"),
         ("changed part, its host is there", 2, "memory"),
+        ("changed part, other mesh", 2, "memory of peers"),
         ("changed part, its host is new", 1, "memory of peers"),
         ("an optional leaf less", 1, "memory of peers"),
     ],
@@ -213,11 +216,11 @@ def test_what_comes_from_another_memory_is_proven_by_the_secret(reports):
 
 def test_a_copy_is_complete_once_what_a_peer_sent_of_it_is_proven(reports):
     """Until then the one before it stays, in all processes. The tags depend on the secret."""
-    assert [report["saved after a changed part"][0] for report in reports] == [[1, 3]] * 2
+    assert [report["saved after a changed part"][:2] for report in reports] == [[[1, 3], [1]]] * 2
     said = "what another process sent of the copy of step {} has not arrived as it was sent: the one before is kept"
-    assert [report["saved after a changed part"][1] for report in reports] == ["", said.format(2)]
-    assert [report["saved under two secrets"][1] for report in reports] == [said.format(1)] * 2
-    assert [report["saved, changed part"] for report in reports] == [[[1, 2], ""]] * 2, "the tags have not met yet"
+    assert [report["saved after a changed part"][2] for report in reports] == ["", said.format(2)]
+    assert [report["saved under two secrets"][1:] for report in reports] == [[[], said.format(1)]] * 2
+    assert [report["saved, changed part"] for report in reports] == [[[1, 2], [1], ""]] * 2, "the tags of 2 have not met yet"
 
 
 def test_a_process_that_cannot_start_a_copy_does_not_leave_the_others_in_a_collective(reports):
