@@ -308,14 +308,13 @@ class Checkpoints:
         return None if copy is None or copy.step in unfit else copy
 
     def _from_memory(self, abstract_state: Any, copy: Found) -> Restored | None:
-        """The state of `copy`, the newest in the memory of the hosts; None if its bytes have changed."""
+        """The state of `copy`, the newest in the memory of the hosts; None if its bytes have changed: then the newest is one before it."""
         assert self.memory is not None, "it has a copy"
         wanted = {name: abstract_leaf(name, leaf) for name, leaf in named_leaves(abstract_state).items()}
         described = copy.layout.described.leaves
         absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in described}
         loaded = self.memory.restore({name: leaf for name, leaf in wanted.items() if name not in absent})
         if loaded is None:
-            self.memory.discard()
             return None
         arrays = loaded.arrays | {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in absent.items()}
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
@@ -333,11 +332,12 @@ class Checkpoints:
             raise CheckpointError(f"{'; '.join([f'{self.directory} has no checkpoint{asked}', *strays])}.")
         skipped: list[str] = [*(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())]
         skipped += strays if step is None else []
-        newer = [number for number in candidates if copy is None or number >= copy.step]
-        restored = self._newest_good(abstract_state, newer, candidates, identity, skipped)
-        if restored is None and copy is not None:
-            restored = self._from_memory(abstract_state, copy)
-        restored = restored or self._newest_good(abstract_state, candidates[len(newer) :], candidates, identity, skipped)
+        restored, left = None, candidates
+        while restored is None and copy is not None:
+            newer = [number for number in left if number >= copy.step]
+            restored = self._newest_good(abstract_state, newer, candidates, identity, skipped) or self._from_memory(abstract_state, copy)
+            left, copy = left[len(newer) :], self._copy(unfit)
+        restored = restored or self._newest_good(abstract_state, left, candidates, identity, skipped)
         if restored is not None:
             return dataclasses.replace(restored, skipped=(*skipped, *restored.skipped))
         if not candidates:

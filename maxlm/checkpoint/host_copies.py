@@ -1,8 +1,12 @@
 """Copies of this host's part of the state, in a folder of its memory or local disk: `FOLDER/maxlm-UID/RUN/STEP-PROCESS/`.
 
 Each holds `data`, the tiles one after another, and `manifest.json`, which describes the whole state as a checkpoint's manifest does,
-and the tiles in `data`, each with its checksum. A copy is written under another name and renamed when it is complete. Nobody else on the
-machine may read or write here. RUN is a random number that the run has stored beside its checkpoints: no other run's copies are read.
+and the tiles in `data`, each with its checksum and whether a peer has sent it; and `proven`, once tags have shown that these arrived as
+they were sent. A copy is written under another name and renamed when it is complete. Nobody else on the machine may read or write here.
+RUN is a random number that the run has stored beside its checkpoints: no other run's copies are read.
+
+Processes mark the folder as in use by locked files with random names: they may be in containers that share it, each with process numbers
+of its own.
 """
 
 import contextlib
@@ -12,8 +16,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
+import time
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -27,19 +33,21 @@ from maxlm.checkpoint.tiles import Tiling
 from maxlm.config.errors import ConfigError, UserError
 
 FIELD = "memory_checkpoints.folder"
-_DATA, _MANIFEST = "data", "manifest.json"
+_DATA, _MANIFEST, _PROVEN = "data", "manifest.json", "proven"
 _COPY = re.compile(r"([0-9]{1,10})-([0-9]{1,6})")
-_DRAFT, _LEASE = ".draft-", ".lease-"
+_DRAFT, _LEASE, _NEW = ".draft-", ".lease-", ".new-"
+_OWNER_UNSEEN_S = 86400.0  # after the last copy, that an owner whom this process cannot see counts as alive
 Tile = tuple[str, int]  # name of the leaf, number of the tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Place of a tile in `data`, in bytes, and its CRC-32."""
+    """Place of a tile in `data`, in bytes, its CRC-32, and whether a peer has sent it."""
 
     offset: int
     size: int
     checksum: int
+    received: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +57,11 @@ class HostCopy:
     folder: Path
     layout: str
     tiles: dict[Tile, Stored]
+    proven: bool
+
+    def is_proven(self, tile: Tile) -> bool:
+        """True if a tile is this process's own, or if its tag has shown that it is what the peer had."""
+        return self.proven or not self.tiles[tile].received
 
     def read(self, tile: Tile) -> np.ndarray:
         """Bytes of a tile as uint8. Raises OSError, DamagedError."""
@@ -96,6 +109,7 @@ class RunFolder:
         self._root = root
         self._all = Path(root) / f"maxlm-{os.geteuid()}"  # of all runs of this user
         self.path = self._all / run
+        self._token = secrets.token_hex(8)
         self._lease: IO[str] | None = None
 
     def copies(self) -> tuple[list[HostCopy], list[str]]:
@@ -125,16 +139,12 @@ class RunFolder:
                 folder.mkdir(mode=0o700)
             self._check_private(folder)
         if self._lease is None:
-            self._lease = (self.path / f"{_LEASE}{os.getpid()}").open("w")
-            fcntl.flock(self._lease, fcntl.LOCK_EX)
-            json.dump({"owner": owner, "started": _started(owner)}, self._lease)
-            self._lease.flush()
+            self._lease = self._mark(json.dumps({"owner": owner, "started": _started(owner), "namespace": _namespace()}))
         for other in self._all.iterdir():
             if other != self.path and other.is_dir() and not other.is_symlink() and not _in_use(other):
                 _remove(other)
         for draft in self.path.glob(f"{_DRAFT}*"):
-            pid = draft.name.removeprefix(_DRAFT)
-            if pid == str(os.getpid()) or not _started(int(pid) if pid.isdecimal() else 0):
+            if not _is_locked(self._lease_of(draft.name.removeprefix(_DRAFT))):
                 shutil.rmtree(draft, ignore_errors=True)
 
     def steps(self) -> list[tuple[int, int]]:
@@ -145,6 +155,10 @@ class RunFolder:
         """Remove a copy, if it is there."""
         _remove(self.path / f"{step}-{process}")
 
+    def mark_proven(self, step: int, process: int) -> None:
+        """Record that tags have shown the received tiles of a copy to be what was sent. Raises OSError."""
+        (self.path / f"{step}-{process}" / _PROVEN).touch()
+
     def free_bytes(self) -> int:
         """Bytes that copies of this run can take: those that are free, and those that its copies take now."""
         taken = sum(file.stat().st_size for folder in self._folders() for file in folder.iterdir())  # of other processes on this host too
@@ -152,16 +166,33 @@ class RunFolder:
 
     def draft(self) -> "Draft":
         """A new copy, which `Draft.commit` completes."""
-        return Draft(self.path / f"{_DRAFT}{os.getpid()}")
+        return Draft(self.path / f"{_DRAFT}{self._token}")
 
     def release(self, *, remove: bool) -> None:
         """Give up the mark of this process, if it has one; with `remove` the copies go with the last process on this host that has."""
         if self._lease is not None:
-            Path(self._lease.name).unlink(missing_ok=True)
+            self._lease_of(self._token).unlink(missing_ok=True)
             self._lease.close()
             self._lease = None
         if remove and not _in_use(self.path, owners=False):
             _remove(self.path)
+
+    def _mark(self, text: str) -> IO[str]:
+        """Make the lease of this process, which is locked while the file is open."""
+        new = self.path / f"{_NEW}{self._token}"
+        lease = new.open("w")
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lease.write(text)
+        lease.flush()
+        new.rename(self._lease_of(self._token))  # locked and complete from the moment that others look for it
+        for before in self.path.glob(f"{_LEASE}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if not _is_locked(before) and before.read_text() == text:  # of an attempt that the same owner has started
+                    before.unlink()
+        return lease
+
+    def _lease_of(self, token: str) -> Path:
+        return self.path / f"{_LEASE}{token}"
 
     def _check_private(self, folder: Path) -> None:
         """Raise ConfigError unless only this user can read and write in `folder`."""
@@ -187,13 +218,13 @@ class Draft:
         folder.mkdir(mode=0o700)
         self._folder = folder
         self._file = (folder / _DATA).open("wb")
-        self._tiles: dict[str, list[list[int]]] = {}
+        self._tiles: dict[str, list[tuple[int, int, int, int, bool]]] = {}
         self.size = 0  # bytes so far
 
-    def add(self, tile: Tile, array: np.ndarray) -> None:
-        """Append a tile. Raises OSError."""
+    def add(self, tile: Tile, array: np.ndarray, *, received: bool) -> None:
+        """Append a tile, which a peer has sent if `received`. Raises OSError."""
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self._tiles.setdefault(tile[0], []).append([tile[1], self.size, content.size, zlib.crc32(content.data)])
+        self._tiles.setdefault(tile[0], []).append((tile[1], self.size, content.size, zlib.crc32(content.data), received))
         self._file.write(content.data)
         self.size += content.size
 
@@ -225,7 +256,7 @@ def _open(folder: Path) -> HostCopy:
         if body.pop("sha256") != _checksum(body):
             raise DamagedError("its manifest does not match its checksum")
         tiles = {(name, tile): Stored(*place) for name, places in body["tiles"].items() for tile, *place in places}
-        copy = HostCopy(folder, body["layout"], tiles)
+        copy = HostCopy(folder, body["layout"], tiles, (folder / _PROVEN).exists())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError("its manifest is unreadable") from error
     end = max((place.offset + place.size for place in tiles.values()), default=0)
@@ -244,15 +275,35 @@ def _checksum(body: dict[str, Any]) -> str:
 def _in_use(folder: Path, *, owners: bool = True) -> bool:
     """True if a process has marked the run's folder, or, with `owners`, if the one that starts such a process again is alive."""
     for lease in folder.glob(f"{_LEASE}*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), lease.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            body = json.load(file)
-            if owners and body["started"] and _started(int(body["owner"])) == body["started"]:
+        if _is_locked(lease):
+            return True
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            body = json.loads(lease.read_text())
+            if not (owners and body["started"]):
+                continue
+            if body["namespace"] != _namespace():
+                if time.time() < folder.stat().st_mtime + _OWNER_UNSEEN_S:
+                    return True
+            elif _started(int(body["owner"])) == body["started"]:
                 return True
     return False
+
+
+def _is_locked(lease: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), lease.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _namespace() -> str:
+    """The system within which a process number means a process: the boot, and the namespace of process numbers."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def _started(pid: int) -> str:
@@ -266,7 +317,7 @@ def _started(pid: int) -> str:
 
 def _remove(folder: Path) -> None:
     """Remove a folder, which nobody takes for a copy meanwhile."""
-    gone = folder.with_name(f"{_DRAFT}{os.getpid()}-{folder.name}")
+    gone = folder.with_name(f"{_DRAFT}{secrets.token_hex(8)}")
     try:
         folder.rename(gone)
     except FileNotFoundError:

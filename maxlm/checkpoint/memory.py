@@ -17,13 +17,14 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, host_copies, multihost, recovery
+from maxlm.checkpoint import digest, host_copies, multihost, recovery, tags
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
 from maxlm.checkpoint.interval import steps_between
 from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
+from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
 from maxlm.config.reliability import MemoryCheckpointsConfig
@@ -60,7 +61,8 @@ class MemoryCopies:
         self._folder: RunFolder | None = None
         self._snapshots: Snapshots | None = None
         self._job: CopyJob | None = None
-        self._complete = -1  # step of the newest complete copy of this attempt
+        self._complete = -1  # step of the newest copy that all processes know to be complete
+        self._written = Written()  # the newest copy of this attempt that is complete here
         self._copies = 0
         self._next: int | None = None  # step of the next copy, unless the interval is given
         self._agreed = np.zeros(3, np.int32)  # as `_measured`, some copies ago: the largest of all processes
@@ -93,7 +95,9 @@ class MemoryCopies:
         return self._found
 
     def restore(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded | None:
-        """The arrays of `newest`, on the shardings of `wanted`; None if there is none, or if its bytes are not those that were written."""
+        """The arrays of `newest`, on the shardings of `wanted`. None if there is none, or if its bytes are not those that were written:
+        then `newest` is the one before it.
+        """
         found = self.newest()
         if found is None:
             return None
@@ -101,6 +105,8 @@ class MemoryCopies:
             return recovery.load(found, wanted, self._say)
         except DamagedError as error:
             self._say(f"the copy of step {found.step} in memory is not used: {error}")
+            assert self._left is not None, "it was found there"
+            self._found = recovery.find(self._left, self._identity, self._say, self._secret, before=found.step)
             return None
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
@@ -127,7 +133,8 @@ class MemoryCopies:
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Start a copy of `state`, which may be donated as soon as this returns. Waits for the copy before.
 
-        A failure is stored in `failure`: training goes on without the copy.
+        A failure is stored in `failure`: training goes on without the copy. With several processes, one that cannot start it raises, since
+        the others are in the collectives of the copy.
         """
         began = time.monotonic()
         self._settle()
@@ -136,14 +143,17 @@ class MemoryCopies:
         snapshots = self._snapshots_of(leaves)
         if self._copies == 0:
             self._remove_newer(step)
+            self._complete = self.newest_step if self.newest_step < step else -1  # the same in all processes
         self._time_step(step, began)
-        agreed = multihost.start_maximum(np.array([-self._complete, *self._measured], np.int32))
-        job = self._job = CopyJob(self._claimed(), step, agreed)
+        agreed = tags.start_agreement(self._complete, self._written, self._measured, snapshots.to)
+        job = self._job = CopyJob(self._claimed(), step, self._written, agreed, self._secret)
         try:
             self._start(job, snapshots, leaves)
             job.finish(digest.start(leaves), snapshots, self._identity, position)
-        except Exception as error:  # any, such as a lack of device memory: training goes on without the copy
+        except Exception as error:  # any, such as a lack of device memory
             job.abandon(error)
+            if jax.process_count() > 1:  # the others have started collectives, and would wait for this process
+                raise
         self._next = step + self._gap()
         self._copies, self._at, self._ended, self._found = self._copies + 1, step, time.monotonic(), None
         self._measured = (int(min(self._ended - began, 2e3) * 1e6), *self._measured[1:])
@@ -189,7 +199,7 @@ class MemoryCopies:
         if self._copies:
             self._settle()
             self._remove_newer(step + 1)
-            self._next, self._complete, self._at = None, -1, -1
+            self._next, self._complete, self._written, self._at = None, -1, Written(), -1
 
     def discard(self, reason: str = "") -> None:
         """Forget `newest`: it cannot be used."""
@@ -200,7 +210,7 @@ class MemoryCopies:
     @property
     def newest_step(self) -> int:
         """Step of the newest copy that this process knows to be complete; -1: none."""
-        return max(self._complete, -1 if self._found is None else self._found.step)
+        return max(self._complete, self._written.step, -1 if self._found is None else self._found.step)
 
     def close(self, *, remove: bool = True) -> None:
         """Wait for the copy that is being written. With `remove` the copies go too: the run has ended in order."""
@@ -270,14 +280,15 @@ class MemoryCopies:
         if job is None:
             return
         agreed = job.join()
-        if job.error is None:
-            self._complete, self._failing = job.step, False
-        elif not self._failing:
-            self._failing = True
-            self.failure = f"the copy of step {job.step:,} was not written in {self.config.folder}: {first_line(job.error)}"
+        self._complete, self._written, failure = agreed.complete, job.written, job.refused
+        if job.error is not None:
+            failure = f"the copy of step {job.step:,} was not written in {self.config.folder}: {first_line(job.error)}"
+        if failure and not self._failing:
+            self.failure = failure
             _log.warning("%s", self.failure)
+        self._failing = bool(failure)
         self._measured = (self._measured[0], int(min(job.seconds, 2e6) * 1e3), self._measured[2])
-        self._agreed = agreed[1:]
+        self._agreed = agreed.figures
 
     def _gap(self) -> int:
         """Steps until the next copy. The same in all processes, since it follows from figures on which they agree."""

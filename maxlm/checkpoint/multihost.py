@@ -73,16 +73,21 @@ def start_maximum(values: np.ndarray) -> Any:
     """
     if jax.process_count() == 1:
         return values
-    rows, everywhere = _one_device_a_process()
+    rows = start_row(values)
+    with jax.set_mesh(rows.sharding.mesh):  # training may have set its own
+        return _largest(NamedSharding(rows.sharding.mesh, PartitionSpec()))(rows)
+
+
+def start_row(values: np.ndarray) -> Any:
+    """An array with a row for each process on a device of its own, of which `values` is this one's."""
+    rows = _one_device_a_process()
+    assert isinstance(rows.mesh, Mesh), "of devices"
     mine = jax.device_put(values[None], rows.mesh.local_devices[0])
-    whole = jax.make_array_from_single_device_arrays((jax.process_count(), *values.shape), rows, [mine])
-    assert isinstance(everywhere.mesh, Mesh), "of devices"
-    with jax.set_mesh(everywhere.mesh):  # training may have set its own
-        return _largest(everywhere)(whole)
+    return jax.make_array_from_single_device_arrays((jax.process_count(), *values.shape), rows, [mine])
 
 
 def fetched(started: Any) -> np.ndarray:
-    """The result of `start_maximum`. In any thread: it only waits and copies."""
+    """The part of a result of such a program that is here. In any thread: it only waits and copies."""
     return started if isinstance(started, np.ndarray) else np.asarray(started.addressable_data(0))
 
 
@@ -92,10 +97,10 @@ def maximum(values: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _one_device_a_process() -> tuple[NamedSharding, NamedSharding]:
+def _one_device_a_process() -> NamedSharding:
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[number] for number in sorted(firsts)]), ("process",))
-    return NamedSharding(mesh, PartitionSpec("process")), NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec("process"))
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """Restore from the copies in the memory of hosts: each takes its own tiles, and those that it lacks come from the hosts that hold them.
 
-All processes call `find` and `load`, and all get the same outcome. What a process receives from another's memory has a tag: keyed BLAKE2b
-(RFC 7693) under the secret that the processes of a run share, so that nobody on the network can put other bytes in its place.
+All processes call `find` and `load`, and all get the same outcome. What a process receives from another's memory has a keyed tag (`tags`),
+so that nobody on the network can put other bytes in its place. What a peer sent while the run went on is used where its tag has shown it
+to be right; the tag of the newest copy comes with the next one, and until then only the digests of the state, which `load` compares, do.
 """
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +22,13 @@ from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, parse
 from maxlm.checkpoint.reader import check_leaves
 from maxlm.checkpoint.retention import HEALTHY
+from maxlm.checkpoint.tags import TAG_BYTES, tag_of
 from maxlm.checkpoint.tiles import Index, bounded, overlap
 
 _CANDIDATES = 4  # copies of a host, newest first, that are looked at
 _WORD = 4  # bytes of a content's digest that processes exchange
 _BLOCK = 16 << 20  # bytes that are sent at a time
 _THREADS = 16  # that read and verify
-_TAG_BYTES = 16
 Say = Callable[[str], None]
 
 
@@ -41,8 +41,8 @@ class Found:
     secret: bytes = b""  # of the run; without one, tags find accidents only
 
     def tag(self, tile: Tile, content: np.ndarray) -> np.ndarray:
-        """Tag of the bytes of a tile of this state, `_TAG_BYTES` of uint8."""
-        return _tag(self.secret, self.layout.content + f"{tile[0]} {tile[1]}".encode(), content.data)
+        """Tag of the bytes of a tile of this state, `TAG_BYTES` of uint8."""
+        return tag_of(self.secret, self.layout.content + f"{tile[0]} {tile[1]}".encode(), content.data)
 
     @property
     def step(self) -> int:
@@ -63,9 +63,9 @@ class Loaded:
     sent: int
 
 
-def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = b"") -> Found | None:
-    """The newest state of this run that the copies hold completely. `say` gets a line for every newer one: why it is not used. `secret`:
-    that all processes of the run share.
+def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = b"", before: int | None = None) -> Found | None:
+    """The newest state of this run, `before` a step, that the copies hold completely. `say` gets a line for every newer one: why it is not
+    used. `secret`: that all processes of the run share.
     """
     here = _usable(folder, identity, say)
     words = [np.frombuffer(content[: 2 * _WORD], np.int32) for content, _, _ in here]
@@ -74,7 +74,7 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = 
         heads[row] = (layout.described.step, *word)
     everywhere = heads[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(heads))
     candidates = sorted({tuple(map(int, head)) for head in everywhere.reshape(-1, 3) if head[0] >= 0}, reverse=True)
-    for candidate in candidates:
+    for candidate in candidates if before is None else [one for one in candidates if one[0] < before]:
         holders = [number for number, rows in enumerate(everywhere) if candidate in {tuple(map(int, row)) for row in rows}]
         mine = [item for item, row in zip(here, heads, strict=False) if tuple(map(int, row)) == candidate]
         found = _complete(mine, holders[0], say, secret)
@@ -141,18 +141,21 @@ def _usable(folder: RunFolder, identity: dict[str, str], say: Say) -> list[tuple
 def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say, secret: bytes) -> Found | None:
     """The state of these copies, if all tiles are undamaged in one process or another. `holder`: a process that has its layout."""
     content = np.frombuffer(mine[0][2][0].layout.encode() if mine else b"", np.uint8)
-    text, tag = _from_process(holder, content), _from_process(holder, _tag(secret, b"layout", content.data))
-    forged = not np.array_equal(tag, _tag(secret, b"layout", text.data))
+    text, tag = _from_process(holder, content), _from_process(holder, tag_of(secret, b"layout", content.data))
+    forged = not np.array_equal(tag, tag_of(secret, b"layout", text.data))
     if forged:
         say(f"the description of a copy that process {holder} sent has not arrived as it was sent")
     if multihost.max_over_processes(int(forged)):
         return None
     layout = parse(text.tobytes().decode())
-    found = Found(layout, {}, secret)
+    found, unproven = Found(layout, {}, secret), dict[Tile, HostCopy]()
     for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
-        found.here.setdefault(tile, copy)
-    held = np.array([tile in found.here for tile in found.tiles], np.uint8)
-    return found if bool(multihost.maximum(held).all()) else None
+        (found.here if copy.is_proven(tile) else unproven).setdefault(tile, copy)
+    held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
+    if not held.all():  # the host that sent them is lost
+        found.here.update({tile: unproven[tile] for tile, proven in zip(found.tiles, held, strict=True) if not proven and tile in unproven})
+        held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
+    return found if bool(held.all()) else None
 
 
 def _from_process(number: int, content: np.ndarray) -> np.ndarray:
@@ -160,13 +163,6 @@ def _from_process(number: int, content: np.ndarray) -> np.ndarray:
     content = content if jax.process_index() == number else np.zeros(0, np.uint8)
     size = int(multihost.maximum(np.array([content.size], np.int32))[0])
     return multihost.maximum(np.pad(content, (0, size - content.size)))
-
-
-def _tag(secret: bytes, what: bytes, content: memoryview) -> np.ndarray:
-    key = hashlib.sha256(b"maxlm copies in memory" + secret).digest()
-    state = hashlib.blake2b(len(what).to_bytes(4, "big") + what, digest_size=_TAG_BYTES, key=key)
-    state.update(content)
-    return np.frombuffer(state.digest(), np.uint8)
 
 
 def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
@@ -195,7 +191,8 @@ def _exchange(
     """
     if jax.process_count() == 1:
         return {}, 0, []
-    tiles, me, count = found.tiles, jax.process_index(), jax.process_count()
+    tiles = [tile for tile in found.tiles if tile[0] in wanted]  # this run may lack optional leaves that the copy has
+    me, count = jax.process_index(), jax.process_count()
     lacking = multihost.maximum(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
     holders = multihost.maximum(np.array([count - me if tile in found.here else 0 for tile in tiles], np.int32))
     sizes = {name: found.layout.tilings[name].elements * leaf.dtype.itemsize for name, leaf in wanted.items()}
@@ -212,7 +209,7 @@ def _exchange(
         for tile, _, inside, at in parts:
             if tile in received:
                 received[tile][inside] = block[at]
-    tags = np.zeros((len(sent), _TAG_BYTES), np.uint8)
+    tags = np.zeros((len(sent), TAG_BYTES), np.uint8)
     for row, (tile, holder, _) in enumerate(sent):
         if holder == me:
             tags[row] = found.tag(tile, read(tile))

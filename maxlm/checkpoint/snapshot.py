@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,15 @@ _UNLIMITED = 2**31 - 1  # MiB
 Placed = list[tuple[jax.Device, int]]  # a device of this process, and the number of the tile that lies there
 
 
+class Kept(NamedTuple):
+    """A tile that this process keeps, on one device: its own, or `received`; `shared`: its peer keeps it, too."""
+
+    tile: Tile
+    array: jax.Array
+    received: bool
+    shared: bool
+
+
 @dataclass(frozen=True)
 class Group:
     """Leaves that are copied together. `own` and `received`: the tiles of each that this process keeps; `bytes`: on one device."""
@@ -29,17 +38,19 @@ class Group:
     names: tuple[str, ...]
     own: tuple[Placed, ...]
     received: tuple[Placed | None, ...]  # None: not sent, since another failure domain holds all of it anyway
+    shared: tuple[frozenset[int], ...]  # of the own ones: those that the peer keeps
     bytes: int
     program: Callable[..., Any]
 
-    def tiles(self, copies: Sequence[jax.Array], sent: Sequence[jax.Array | None]) -> list[tuple[Tile, jax.Array]]:
-        """Each tile that this process keeps, as an array on one device."""
+    def tiles(self, copies: Sequence[jax.Array], sent: Sequence[jax.Array | None]) -> list[Kept]:
+        """Each tile that this process keeps."""
         found = []
-        for name, own, received, copy, arrived in zip(self.names, self.own, self.received, copies, sent, strict=True):
-            for placed, array in ((own, copy), (received, arrived)):
-                if placed and array is not None:
-                    shards = {shard.device: shard.data for shard in array.addressable_shards}
-                    found += [((name, tile), shards[device]) for device, tile in placed]
+        for name, own, received, shared, copy, arrived in zip(self.names, self.own, self.received, self.shared, copies, sent, strict=True):
+            shards = {shard.device: shard.data for shard in copy.addressable_shards}
+            found += [Kept((name, tile), shards[device], False, arrived is not None and tile in shared) for device, tile in own]
+            if received and arrived is not None:
+                shards = {shard.device: shard.data for shard in arrived.addressable_shards}
+                found += [Kept((name, tile), shards[device], True, False) for device, tile in received]
         return found
 
 
@@ -52,8 +63,8 @@ class Snapshots:
         self.kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in abstract.items()}
         self._abstract = abstract
         named = peers.domains_of(jax.devices(), hosts, domains)
-        to = peers.ring(named) if peer and len(hosts) > 1 else None
-        self._moves = {name: _moves(leaf, named, to) for name, leaf in abstract.items()}
+        self.to = peers.ring(named) if peer and len(hosts) > 1 else None  # the peer of each process
+        self._moves = {name: _moves(leaf, named, self.to) for name, leaf in abstract.items()}
         self._tiles = {name: self._tiles_of(name) for name in abstract}
 
     @property
@@ -88,18 +99,33 @@ class Snapshots:
     def _device_bytes(self, name: str) -> int:
         return self.tilings[name].elements * self._abstract[name].dtype.itemsize * (1 + (self._moves[name] is not None))
 
+    @property
+    def sender(self) -> int | None:
+        """The process whose peer this one is."""
+        return None if self.to is None else self.to.index(jax.process_index())
+
     def _tiles_of(self, name: str) -> tuple[Placed, Placed | None]:
         """The tiles of a leaf that this process keeps: its own, and those that are sent to it and that it lacks."""
         leaf, tiling, moves = self._abstract[name], self.tilings[name], self._moves[name]
-        own = _placed(leaf, tiling, None)
+        own = _placed(leaf, tiling, None, jax.process_index())
         held = {tile for _, tile in own}
-        return own, None if moves is None else [place for place in _placed(leaf, tiling, dict(moves)) if place[1] not in held]
+        return own, None if moves is None else [
+            place for place in _placed(leaf, tiling, dict(moves), jax.process_index()) if place[1] not in held
+        ]
+
+    def _shared(self, name: str) -> frozenset[int]:
+        """Own tiles of a leaf that the peer lacks, so that it keeps them."""
+        if self.to is None or self._moves[name] is None:
+            return frozenset()
+        held = _placed(self._abstract[name], self.tilings[name], None, self.to[jax.process_index()])
+        return frozenset(tile for _, tile in self._tiles[name][0]) - {tile for _, tile in held}
 
     def _group(self, names: list[str]) -> Group:
         own, received = zip(*(self._tiles[name] for name in names), strict=True)
         moves = tuple(_frozen(self._moves[name]) for name in names)
         program = _program(tuple(self._abstract[name].sharding for name in names), moves)
-        return Group(tuple(names), own, received, sum(map(self._device_bytes, names)), program)
+        shared = tuple(map(self._shared, names))
+        return Group(tuple(names), own, received, shared, sum(map(self._device_bytes, names)), program)
 
 
 def _agreed_budget() -> float:
@@ -126,12 +152,12 @@ def _moves(leaf: Any, domains: Sequence[str], to: Sequence[int] | None) -> list[
     return peers.device_moves(list(leaf.sharding.mesh.devices.flat), to)
 
 
-def _placed(leaf: Any, tiling: Tiling, moves: dict[int, int] | None) -> Placed:
-    """The distinct tiles on this process's devices, or after `moves` those that have arrived there."""
+def _placed(leaf: Any, tiling: Tiling, moves: dict[int, int] | None, process: int) -> Placed:
+    """The distinct tiles on the devices of a process, or after `moves` those that have arrived there."""
     indices = leaf.sharding.devices_indices_map(tuple(leaf.shape))
     devices = list(leaf.sharding.mesh.devices.flat) if moves is not None else []
     source = {devices[target]: devices[origin] for origin, target in moves.items()} if moves is not None else {}
-    here = [device for device in indices if device.process_index == jax.process_index()]
+    here = [device for device in indices if device.process_index == process]
     tiles: dict[int, jax.Device] = {}
     for device in here:
         tiles.setdefault(tiling.number(indices[source.get(device, device)]), device)

@@ -8,6 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -216,9 +218,9 @@ def test_the_complete_copy_stays_until_the_next_one_is(work, monkeypatch):
     checkpoints, seen = opened(work), []
     add = host_copies.Draft.add
 
-    def counted(self, tile, array):
+    def counted(self, tile, array, **how):
         seen.append([entry for entry in entries(work) if not entry.startswith(".")])
-        add(self, tile, array)
+        add(self, tile, array, **how)
 
     monkeypatch.setattr(host_copies.Draft, "add", counted)
     for step in (7, 8, 9):
@@ -226,7 +228,7 @@ def test_the_complete_copy_stays_until_the_next_one_is(work, monkeypatch):
     checkpoints.memory.close(remove=False)
     assert {tuple(names) for names in seen} == {("6-0",), ("7-0",), ("8-0",)}
 
-    def full(self, tile, array):
+    def full(self, tile, array, **how):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(host_copies.Draft, "add", full)
@@ -250,7 +252,8 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
         started = host_copies._started(supervisor.pid)
         (lost,) = (work / "memory").glob("*/*")
-        (lost / ".lease-1").write_text(json.dumps({"owner": supervisor.pid, "started": started}))
+        mark = {"owner": supervisor.pid, "started": started, "namespace": host_copies._namespace()}
+        (lost / ".lease-1").write_text(json.dumps(mark))
         shutil.rmtree(work / "checkpoints")
         third = opened(work)
         third.memory.save(1, state_of(1), {"next_step": 1})
@@ -261,6 +264,32 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
     assert not lost.exists(), "nobody starts it again"
     third.close(remove_copies=True)
     assert list((work / "memory").glob("*/*")) == []
+
+
+def test_containers_that_share_a_folder_do_not_know_each_others_processes(tmp_path, monkeypatch):
+    """Two processes of one number neither block nor disturb each other, and one whose owner cannot be seen is left its copies for a day."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    folders = [host_copies.RunFolder(str(tmp_path), "run") for _ in range(2)]
+    claims = [threading.Thread(target=folder.claim, args=(os.getppid(),), daemon=True) for folder in folders]
+    for claim, folder in zip(claims, folders, strict=True):
+        claim.start()
+        claim.join(10)
+        assert not claim.is_alive()
+        folder.draft().add(("w", 0), np.zeros(4), received=False)
+    host_copies.RunFolder(str(tmp_path), "run").claim(0)
+    assert len(list(folders[0].path.glob(".draft-*/data"))) == 2, "both are alive"
+
+    away = host_copies.RunFolder(str(tmp_path), "away")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(host_copies, "_namespace", lambda: "of another container")
+        away.claim(os.getppid())
+        assert away._lease is not None
+        away._lease.close()  # its trainer died, and is to be started again
+    folders[0].claim(0)
+    assert away.path.exists()
+    os.utime(away.path, (time.time() - 90_000,) * 2)
+    folders[0].claim(0)
+    assert not away.path.exists()
 
 
 def test_what_cannot_be_honoured_is_refused_before_training(tmp_path, monkeypatch):

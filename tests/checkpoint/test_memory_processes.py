@@ -1,4 +1,4 @@
-"""Copies in the memory of two hosts, each with four devices: one is lost, or damaged, and the other has its part."""
+"""Copies in the memory of two hosts, each with four devices: one is lost, damaged or changed on the way, and the other has its part."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError, Checkpoints, multihost
-from maxlm.checkpoint.snapshot import Snapshots
+from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
@@ -22,15 +22,16 @@ from maxlm.config.schema import CheckpointConfig
 address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 jax.distributed.initialize(address, num_processes=2, process_id=rank)
 logging.basicConfig(level=logging.WARNING)
-meshes = {fsdp: jax.make_mesh((fsdp, 8 // fsdp), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2) for fsdp in (8, 2)}
+meshes = {fsdp: jax.make_mesh((fsdp, 8 // fsdp), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2) for fsdp in (8, 2, 1)}
 mine = root / f"host{rank}"
 
 
-def numbers(step, fsdp=8):
+def numbers(step, fsdp=8, guarded=False):
     spread, whole = (NamedSharding(meshes[fsdp], PartitionSpec(*spec)) for spec in (("fsdp", "tensor"), ()))
     matrix = jax.device_put((jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32) * step).astype(jnp.bfloat16), spread)
     halves = jax.device_put(jnp.arange(64.0) + step, NamedSharding(meshes[fsdp], PartitionSpec("fsdp")))
-    return {"params": {"w": matrix, "v": halves}, "step": jax.device_put(jnp.int32(step), whole)}
+    guard = {"guard": {"last": halves + 1}} if guarded else {}
+    return {"params": {"w": matrix, "v": halves}, "step": jax.device_put(jnp.int32(step), whole)} | guard
 
 
 def opened(name, peer=True, secret=b"of this run"):
@@ -59,6 +60,24 @@ def flip_first_bit(host=0):
         content = bytearray((folder / "data").read_bytes())
         content[0] ^= 1
         (folder / "data").write_bytes(content)
+
+
+def saved(name, steps, changed=(), secret=b"of this run", guarded=False):
+    # Host 1 gets other bytes of the changed steps than were sent. Returns steps of the copies here, of the proven ones, and the failure.
+    checkpoints, tiles = opened(name, secret=secret), Group.tiles
+
+    def arrived(self, *arrays):
+        kept = tiles(self, *arrays)
+        return [one._replace(array=one.array + 1) if one.received and rank == 1 and step in changed else one for one in kept]
+
+    Group.tiles = arrived
+    for step in steps:
+        checkpoints.memory.save(step, numbers(step, guarded=guarded), {"next_step": step})
+        checkpoints.memory._job._thread.join()
+    checkpoints.memory.close(remove=False)
+    Group.tiles = tiles
+    steps = {int(folder.name.partition("-")[0]): (folder / "proven").exists() for folder in copies(name, "*")}
+    return [sorted(steps), [step for step in sorted(steps) if steps[step]], checkpoints.memory.take_failure()]
 
 
 report = {}
@@ -114,8 +133,31 @@ report["without a peer"] = restored("alone")
 for folder in copies("alone", 2) if rank == 0 else ():
     shutil.rmtree(folder)
 report["nothing in common"] = restored("alone")
-checkpoints = opened("alone")
-checkpoints.close()
+opened("alone").close()
+report["saved, changed part"] = saved("changed", (1, 2), changed=(2,))
+report["changed part, its host is there"] = restored("changed")
+report["changed part, other mesh"] = restored("changed", 1)
+if rank == 0:
+    shutil.rmtree(mine / "changed")
+report["changed part, its host is new"] = restored("changed")
+report["saved after a changed part"] = saved("refused", (1, 2, 3), changed=(2,))
+report["saved under two secrets"] = saved("secrets", (1, 2), secret=b"of host%d" % rank)
+report["saved with a guard"] = saved("guard", (1,), guarded=True)
+if rank == 0:
+    shutil.rmtree(mine / "guard")
+report["an optional leaf less"] = restored("guard")
+
+
+def full(*_):
+    raise MemoryError("no device memory")
+
+
+memory = opened("full").memory
+memory._start = full
+try:
+    memory.save(1, numbers(1), {})
+except MemoryError as error:
+    report["cannot start"] = str(error)
 print(json.dumps(report))
 """
 
@@ -153,6 +195,10 @@ def reports(tmp_path_factory) -> list[dict]:
         ("fresh host, other mesh", 3, "memory of peers"),
         ("no other copy of a tile", 2, "memory of peers"),
         ("without a peer", 2, "memory"),
+        ("changed part, its host is there", 2, "memory"),
+        ("changed part, other mesh", 2, "memory of peers"),
+        ("changed part, its host is new", 1, "memory of peers"),
+        ("an optional leaf less", 1, "memory of peers"),
     ],
 )
 def test_all_processes_restore_the_newest_step_that_the_hosts_hold_together(reports, case, step, source):
@@ -177,6 +223,19 @@ def test_what_comes_from_another_memory_is_proven_by_the_secret(reports):
     assert "the description of a copy that process 0 sent has not arrived as it was sent" in reports[1]["said"]
     assert all("no copy in memory can be used" in report["changed on the way"] for report in reports)
     assert "what another process sent of" in reports[1]["said"] and "has not arrived as it was sent" in reports[1]["said"]
+
+
+def test_a_copy_is_complete_once_what_a_peer_sent_of_it_is_proven(reports):
+    """Until then the one before it stays, in all processes. The tags depend on the secret."""
+    assert [report["saved after a changed part"][:2] for report in reports] == [[[1, 3], [1]]] * 2
+    said = "what another process sent of the copy of step {} has not arrived as it was sent: the one before is kept"
+    assert [report["saved after a changed part"][2] for report in reports] == ["", said.format(2)]
+    assert [report["saved under two secrets"][1:] for report in reports] == [[[], said.format(1)]] * 2
+    assert [report["saved, changed part"] for report in reports] == [[[1, 2], [1], ""]] * 2, "the tags of 2 have not met yet"
+
+
+def test_a_process_that_cannot_start_a_copy_does_not_leave_the_others_in_a_collective(reports):
+    assert [report["cannot start"] for report in reports] == ["no device memory"] * 2
 
 
 def test_each_leaf_that_is_sent_is_one_permute_of_the_compiled_program(reports):

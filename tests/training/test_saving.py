@@ -488,7 +488,7 @@ def test_no_copy_is_made_of_an_unhealthy_state_and_a_failure_is_an_alarm(tmp_pat
     assert sorted(entry.name for entry in run.iterdir()) == ["15-0", "5-0"], "that of step 10 was not healthy"
     assert not [event for event in events.of("alarm") if event.data["cause"] == "memory_save_failed"]
 
-    def full(self, tile, array):
+    def full(self, tile, array, **how):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Draft, "add", full)
