@@ -65,16 +65,19 @@ def _own_folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def _start(task: relay.Task) -> "subprocess.Popen[bytes]":
-    """Start the program that relays. Signals do not end it: its process may still save."""
+    """Start the program that relays. Signals do not end it: its process may still save. Raises RendezvousError."""
     files = [one.descriptor for one in task.connections] + ([] if task.service else [task.listener])
-    with signals_blocked():
-        program = subprocess.Popen(
-            [sys.executable, "-I", "-S", relay.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files
-        )
-    _programs.append(program)
-    assert program.stdin is not None
-    program.stdin.write(task.dump())
-    program.stdin.flush()
+    try:
+        with signals_blocked():
+            program = subprocess.Popen(
+                [sys.executable, "-I", "-S", relay.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files
+            )
+        _programs.append(program)
+        assert program.stdin is not None
+        program.stdin.write(task.dump())
+        program.stdin.flush()
+    except OSError as error:
+        raise RendezvousError(f"cannot start the program that connects jax's processes: {error}") from error
     return program
 
 

@@ -113,8 +113,10 @@ async def pump(framed: FramedSocket, local: socket.socket) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        framed.connection.close()
-        local.close()
+        for one in (framed.connection, local):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # also if another process still holds it, such as one that was forked meanwhile
+            one.close()
 
 
 async def _outwards(framed: FramedSocket, local: socket.socket) -> None:
