@@ -133,7 +133,7 @@ def test_a_program_that_does_not_relay_is_said(run, monkeypatch, tmp_path):
     joins = run(2)
     joins.all_connected = threading.Barrier(1)
     for one in [joins.start(0), joins.start(1)]:
-        with pytest.raises(RendezvousError, match="cannot start the program|jax's processes are not connected"):
+        with pytest.raises(RendezvousError, match=r"cannot start the program|jax's processes are not connected"):
             one.result(60)
 
 
