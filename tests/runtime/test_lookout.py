@@ -1,4 +1,4 @@
-"""Whatever answers at the address of another candidate, a process that asks there is done in time, and believes nobody without the secret."""
+"""Whatever answers at the address of another candidate, one that asks there is done in time, and believes nobody without the secret."""
 
 import contextlib
 import os
