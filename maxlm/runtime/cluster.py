@@ -1,14 +1,11 @@
 """Joining the processes of one run: rendezvous, then jax's distributed service; orderly end of all when one ends."""
 
 import contextlib
-import errno
 import functools
-import ipaddress
 import os
 import re
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -18,10 +15,9 @@ import jax
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
-from maxlm.runtime import cluster_env, progress_file, rendezvous
+from maxlm.runtime import cluster_env, coordination, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
-from maxlm.runtime.coordinator import listen
 from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.process_group import ProcessGroup
@@ -32,8 +28,6 @@ from maxlm.runtime.signals import beside_preemption_service
 # name none. The process group does its work. A clock of process 0's host that is set back ends them all the same, as jax 0.10 takes the
 # difference of unsigned numbers; `maxlm launch` says so.
 JAX_HEARTBEAT_SECONDS = 10 * 365 * 86400
-INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
-PORT_SECONDS = 20  # that the port of that service may still be taken by a run that ends
 SHOWN = 4  # processes named in a line
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
@@ -124,7 +118,7 @@ def joined(
         if group.configured != tuple(range(spec.count)):
             _tell_slices(spec, group.configured, os.environ)
         if now.count > 1:
-            _initialize(now, group.local_addresses() if now.process == 0 else set(), say)
+            _initialize(now, secret, say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
         progress_file.record(absent=tuple(absent), process=now.process)  # as hosts and lost are numbered
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
@@ -183,49 +177,16 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _initialize(spec: ProcessSpec, reached_at: Collection[str], say: Callable[[str], None]) -> None:
-    """Start jax's own service one port above; `reached_at`: addresses of this host at which the others reached process 0."""
-    host, _ = cluster_env.host_and_port(spec.address)
-    _, port = cluster_env.service_ports(spec.address)
-    address, bind = _join(host, port), None
-    local = [_join(one, port) for one in reached_at if "%" not in one]
-    if len(reached_at) == len(local) == 1:  # all others use this address, whatever the host's name resolves to here
-        address = bind = local[0]
-    for one in reached_at:
-        if ipaddress.ip_address(one).is_global:
-            say(
-                f"warning: jax's own service listens at {_join(one, port)}, a public address, and accepts any peer: "
-                "use a private network, or have a firewall close that port to all but the hosts of this run."
-            )
-    if spec.process == 0:
-        _wait_for_port(host, port)
-    with beside_preemption_service():
+def _initialize(spec: ProcessSpec, secret: bytes, say: Callable[[str], None]) -> None:
+    """Start jax's own service, which only the processes of this run reach."""
+    with coordination.service_address(spec, secret, say) as address, beside_preemption_service():
         jax.distributed.initialize(
             coordinator_address=address,
             num_processes=spec.count,
             process_id=spec.process,
             local_device_ids=spec.devices,
             cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-            initialization_timeout=INITIALIZE_SECONDS,
-            coordinator_bind_address=bind,
+            initialization_timeout=coordination.INITIALIZE_SECONDS,
+            coordinator_bind_address=address,
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
-
-
-def _wait_for_port(host: str, port: int) -> None:
-    """Return once jax's service can listen: it ends its process by a signal, without a word, if it cannot. Raises UserError."""
-    until = time.monotonic() + PORT_SECONDS
-    while True:
-        try:
-            for one in listen(host, port, 1):
-                one.close()
-            return
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
-                what = f"jax's own service cannot listen at port {port}, one above that of this run: {error.strerror}"
-                raise UserError(f"{what}; end what uses it, or choose another port.") from error
-        time.sleep(rendezvous.RETRY_SECONDS)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -26,6 +26,7 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model
 from pydantic_core import from_json
 
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.runtime import relay
 
 SECRET = "MAXLM_CLUSTER_SECRET"  # noqa: S105 -- the name of the environment variable
 MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32)"  # once, and the same on all hosts
@@ -81,6 +82,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     # lost: label of the process whose loss is the reason, or ""
     "abort": {"reason": str, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": str},
     "leave": {},
+    "frames": {},  # the last message to process 0 on a connection of `relay`
 }
 _SCHEMAS = {kind: create_model(kind, __config__=_EXACT, kind=str, **fields) for kind, fields in _FIELDS.items()}
 Message = dict[str, Any]
@@ -126,10 +128,6 @@ class MessageSocket:
         """True once the peer's nonce has arrived; nothing can be sent before."""
         return bool(self._key)
 
-    def local_address(self) -> str:
-        """Address of this end. Raises OSError."""
-        return ipv4_if_mapped(str(self.connection.getsockname()[0]))
-
     def fileno(self) -> int:
         return self.connection.fileno()
 
@@ -143,6 +141,11 @@ class MessageSocket:
 
     def close(self) -> None:
         self.connection.close()
+
+    def handed_over(self) -> relay.Connection:
+        """This connection for `relay`, once all messages are received: frames follow, under a key of their own."""
+        key = hmac.digest(self._key, b"relay", hashlib.sha256)
+        return relay.Connection(self.fileno(), key.hex(), self._server, self._buffer.hex())
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message. Raises OSError: the connection is broken, or its buffer is full for `SEND_SECONDS`."""

@@ -5,7 +5,6 @@ sends no heartbeats although its kernel answers; a process that ends in order, o
 Beside its heartbeats a process tells process 0 what its training loop does (`Watched`), from this thread: no step waits for it.
 """
 
-import contextlib
 import math
 import os
 import selectors
@@ -70,14 +69,6 @@ class ProcessGroup:
         self._left, self._all_closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, name="maxlm-process-group", daemon=True)
         self._thread.start()
-
-    def local_addresses(self) -> set[str]:
-        """Addresses of this host at which the connections end."""
-        addresses = set()
-        for one in list(self._sockets.values()):
-            with contextlib.suppress(OSError):
-                addresses.add(one.local_address())
-        return addresses
 
     def leave(self, reason: str | None = None, code: int = ExitCode.CRASHED) -> None:
         """Announce the end of this process: in order, or for `reason`, upon which all end with `code`.

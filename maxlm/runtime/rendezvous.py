@@ -38,6 +38,7 @@ from maxlm.runtime.quorum import Quorum, candidates
 from maxlm.runtime.returning import ReturningProcesses
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
+SOON_SECONDS = 0.02  # the same, where process 0 is about to listen
 OWN_FILES = 1024  # that process 0 may open beside its sockets
 ROUND_TRIP_SECONDS = 5.0  # for a connection, and for a handshake
 FOUND_SECONDS = 15.0  # for a coordinator that has just answered; it sends a ping every SIGN_SECONDS while it waits for others
@@ -98,20 +99,47 @@ def join(
             began = time.monotonic()
 
 
+def connect_again(spec: ProcessSpec, seconds: float, secret: bytes, say: Say) -> list[MessageSocket]:
+    """Return one more connection to process 0, which waits at `spec.address` for them as before, or from it to each other process. The
+    processes are those of a group, and the last message on each was received. Raises UserError.
+    """
+    until = time.monotonic() + seconds
+    if spec.process != 0:
+        _, met = _Seeker(spec, secret, "", say).search({0: spec.address}, seconds, forever=True, pause=SOON_SECONDS)
+        met.sockets[0].send("frames")
+        return [met.sockets[0]]
+    with contextlib.ExitStack() as open_sockets:
+        _, met = _meet(spec, Coordinator(spec, own_name(), secret, say), until, open_sockets)
+    for number, one in met.sockets.items():
+        try:
+            while one.receive(until)["kind"] != "frames":
+                pass
+        except ConnectionLostError as error:
+            raise RendezvousError(f"lost {process_label(met.hosts[number], number)} while it joined: {error}") from None
+    return list(met.sockets.values())
+
+
 def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quorum: Quorum | None) -> ProcessGroup:
     """`spec`: with the address of this process, not of process 0."""
     _raise_file_limit(spec)
-    until = time.monotonic() + seconds
     with contextlib.ExitStack() as open_sockets:
-        listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
-        met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
-        for one in met.sockets.values():
-            one.try_send("members", hosts=met.hosts, numbers=met.numbers)
+        listeners, met = _meet(spec, coordinator, time.monotonic() + seconds, open_sockets)
         group = ProcessGroup(*_renumbered(spec, met), configured=met.numbers)
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
             group.returning = ReturningProcesses(coordinator, listeners, met.numbers)
     return group
+
+
+def _meet(
+    spec: ProcessSpec, coordinator: Coordinator, until: float, open_sockets: contextlib.ExitStack
+) -> tuple[list[socket.socket], Meeting]:
+    """The listeners, which `open_sockets` closes, and the meeting, of which all members have been told."""
+    listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
+    met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
+    for one in met.sockets.values():
+        one.try_send("members", hosts=met.hosts, numbers=met.numbers)
+    return listeners, met
 
 
 def _renumbered(spec: ProcessSpec, met: Meeting) -> tuple[ProcessSpec, tuple[str, ...], dict[int, MessageSocket]]:
@@ -131,13 +159,17 @@ class _Seeker:
     say: Say
 
     def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool) -> ProcessGroup:
+        """Return the group of the first of `addresses` that coordinates; see `search`."""
+        address, met = self.search(addresses, seconds, forever=forever)
+        return ProcessGroup(*_renumbered(replace(self.spec, address=address), met), configured=met.numbers)
+
+    def search(self, addresses: Mapping[int, str], seconds: float, *, forever: bool, pause: float = RETRY_SECONDS) -> tuple[str, Meeting]:
         """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
         ending there: try again, and `forever` anew if it had made this process wait.
 
-        Raises UserError; ElsewhereError if not `forever`.
+        `pause`: seconds after the first attempt, which grow. Raises UserError; ElsewhereError if not `forever`.
         """
         until = time.monotonic() + seconds
-        pause = RETRY_SECONDS
         reason = untrusted = ""
         while (left := until - time.monotonic()) > 0:
             for number, address in addresses.items():
@@ -160,7 +192,7 @@ class _Seeker:
                 except ConnectionLostError as error:
                     reason = str(error)
                 else:
-                    return self._group(answer, number, address, connection)
+                    return address, self._meeting(answer, number, connection)
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
             pause = min(1.3 * pause, 10 * RETRY_SECONDS)
@@ -169,13 +201,12 @@ class _Seeker:
             "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
         )
 
-    def _group(self, answer: Message, number: int, address: str, connection: MessageSocket) -> ProcessGroup:
+    def _meeting(self, answer: Message, number: int, connection: MessageSocket) -> Meeting:
         if answer["kind"] == "finished":
             raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
         if answer["kind"] == "refused":
             raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-        met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
-        return ProcessGroup(*_renumbered(replace(self.spec, address=address), met), configured=met.numbers)
+        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
 
     def _answer(self, connection: MessageSocket, until: float) -> Message:
         """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""

@@ -10,7 +10,6 @@ import time
 from io import StringIO
 from pathlib import Path
 
-import jax
 import pytest
 from small_run import command, environment, finish, free_port, make_workspace, start
 
@@ -91,36 +90,6 @@ def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
     ):
         raise AssertionError("there is nothing to join")
     assert time.monotonic() - began < 5
-
-
-@pytest.mark.parametrize(
-    ("reached_at", "addresses", "warned"),
-    [
-        ({"10.0.0.5"}, ("10.0.0.5:8477", "10.0.0.5:8477"), 0),
-        ({"fd00::5"}, ("[fd00::5]:8477", "[fd00::5]:8477"), 0),
-        ({"8.8.8.8"}, ("8.8.8.8:8477", "8.8.8.8:8477"), 1),
-        ({"10.0.0.5", "192.168.0.5"}, ("node0:8477", None), 0),
-        ({"10.0.0.5", "8.8.8.8"}, ("node0:8477", None), 1),
-        ({"fe80::5%eth0"}, ("node0:8477", None), 0),
-        (set(), ("node0:8477", None), 0),
-    ],
-)
-def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, reached_at, addresses, warned):
-    """It listens at all addresses only if the others used several; a public one gives a warning."""
-    said, asked = [], {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **how: asked.update(how))
-    cluster._initialize(ProcessSpec(2, 0, "node0:8476", "a test"), reached_at, said.append)
-    assert (asked["coordinator_address"], asked["coordinator_bind_address"]) == addresses
-    assert len(said) == warned and all("8.8.8.8:8477, a public address" in line for line in said)
-
-
-def test_a_port_that_stays_taken_is_named(monkeypatch):
-    monkeypatch.setattr(cluster, "PORT_SECONDS", 0)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("jax's service would end this process"))
-    with socket.create_server(("127.0.0.1", free_port())) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"cannot listen at port {port}, one above .*: Address already in use.*; end what uses it"):
-            cluster._initialize(ProcessSpec(2, 0, f"localhost:{port - 1}", "a test"), set(), print)
 
 
 COMPILES = """
