@@ -18,7 +18,7 @@ import jax
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
-from maxlm.runtime import cluster_env, progress_file, rendezvous
+from maxlm.runtime import cluster_env, deadline, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
 from maxlm.runtime.coordinator import listen
@@ -210,6 +210,7 @@ def _initialize(spec: ProcessSpec, reached_at: Collection[str], say: Callable[[s
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
+    deadline.delay_aborts()
 
 
 def _wait_for_port(host: str, port: int) -> None:

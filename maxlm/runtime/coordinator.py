@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped
+from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped, sendable
 from maxlm.runtime.quorum import Quorum, candidates
 
 HELLO_SECONDS = 5.0  # until a connection must have sent its hello
@@ -33,6 +33,7 @@ MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
 POLL_SECONDS = 1.0
 SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
+_PACE_SECONDS = 0.02  # between two connections while a run goes on, so that a flood costs the trainer beside it little time
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -113,7 +114,7 @@ class Coordinator:
             task.cancel()
         if self._problem is not None:
             for member in self._members.values():
-                member.socket.try_send("refused", reason=str(self._problem), wrong=not isinstance(self._problem, RendezvousError))
+                member.socket.try_send("refused", reason=sendable(str(self._problem)), wrong=not isinstance(self._problem, RendezvousError))
             raise self._problem
         for number, member in self._members.items():
             if number not in numbers:
@@ -152,7 +153,7 @@ class Coordinator:
         """
         for member in self._members.values():
             if reason:
-                member.socket.try_send("refused", reason=f"the run that this process waited for has ended: {reason}", wrong=True)
+                member.socket.try_send("refused", reason=sendable(f"the run that this process waited for has ended: {reason}"), wrong=True)
             else:
                 member.socket.try_send("finished")
 
@@ -210,7 +211,8 @@ class Coordinator:
     async def _accept(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         while True:
-            await asyncio.sleep(0)  # so that the others are served too, however many connections wait
+            # Without a run, only so that the others are served too, however many connections wait.
+            await asyncio.sleep(_PACE_SECONDS if self._running else 0)
             try:
                 connection, address = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # closed by the peer before it was accepted, or:
@@ -304,7 +306,7 @@ class Coordinator:
     def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
         """Send `reason`, which is empty for strangers, to a connection that is closed then; print `line` here."""
         if connection.handshake_done:
-            connection.try_send("refused", reason=reason, wrong=True)
+            connection.try_send("refused", reason=sendable(reason), wrong=True)
         if len(self._refused) < MAX_REPORTED:
             self._refused.append(line)
             if self._problem is None:

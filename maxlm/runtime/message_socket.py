@@ -72,14 +72,16 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     "elsewhere": {},  # another process coordinates: look for it
     "running": {},  # a run goes on without the receiver, which is told when it may join
     "finished": {},  # the run that the receiver waited for is done
-    "regroup": {"reason": Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]},  # save, end in order and join anew
-    "refused": {"reason": str, "wrong": bool},  # wrong: because of an error in the input
+    "regroup": {"reason": _Line},  # save, end in order and join anew
+    "refused": {"reason": _Line, "wrong": bool},  # wrong: because of an error in the input
     # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
     "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},
     "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
     "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
-    # lost: label of the process whose loss is the reason, or ""
-    "abort": {"reason": str, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": str},
+    # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
+    "symptom": {"peer": Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]},
+    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass
+    "abort": {"reason": _Line, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": _Line, "passing": bool},
     "leave": {},
 }
 _SCHEMAS = {kind: create_model(kind, __config__=_EXACT, kind=str, **fields) for kind, fields in _FIELDS.items()}
@@ -129,6 +131,10 @@ class MessageSocket:
     def local_address(self) -> str:
         """Address of this end. Raises OSError."""
         return ipv4_if_mapped(str(self.connection.getsockname()[0]))
+
+    def peer_address(self) -> str:
+        """Address of the other end. Raises OSError."""
+        return ipv4_if_mapped(str(self.connection.getpeername()[0]))
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -230,6 +236,11 @@ class MessageSocket:
             except BlockingIOError:
                 if not _ready(self.connection, selectors.EVENT_WRITE, until - time.monotonic()):
                     raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
+
+
+def sendable(text: str) -> str:
+    """Return the start of `text` that fits in a message, with ? for what cannot be printed, such as half a surrogate pair."""
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_LINE])
 
 
 def ipv4_if_mapped(address: str) -> str:

@@ -34,6 +34,7 @@ class Progress:
     alerted: str = ""  # cause of the end that an alert was sent for
     absent: tuple[int, ...] = ()  # numbers of the processes without which it went on
     regroup: bool = False  # it was saved and has ended so that the processes join anew
+    passing: bool = False  # the cause of its end is outside of the run, and may pass
 
 
 _current = Progress()

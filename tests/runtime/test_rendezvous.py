@@ -399,8 +399,13 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
         '{"kind": "hang", "reason": "two\\nlines"}',
         '{"kind": "stack", "where": "%s", "waits": false}' % ("h" * 1001),
         '{"kind": "stack", "where": "x", "waits": 0}',
-        '{"kind": "abort", "reason": "x", "code": 0, "lost": ""}',
-        '{"kind": "abort", "reason": "x", "code": 300, "lost": ""}',
+        '{"kind": "abort", "reason": "x", "code": 0, "lost": "", "passing": false}',
+        '{"kind": "abort", "reason": "x", "code": 300, "lost": "", "passing": false}',
+        '{"kind": "abort", "reason": "%s", "code": 1, "lost": "", "passing": false}' % ("x" * 1001),
+        '{"kind": "abort", "reason": "\\ud800", "code": 1, "lost": "", "passing": false}',
+        '{"kind": "abort", "reason": "\\u001b", "code": 1, "lost": "", "passing": false}',
+        '{"kind": "symptom", "peer": "%s"}' % ("1" * 65),
+        '{"kind": "symptom", "peer": null}',
         '{"kind": ["abort"]}',
         '{"kind": "members", "hosts": [1], "numbers": [0]}',
         '{"kind": "members", "hosts": ["h"], "numbers": [-1]}',
@@ -428,13 +433,13 @@ def test_what_makes_no_sense_is_a_stranger(ends, monkeypatch, text):
 def test_lines_are_bounded(ends):
     """Before and after the other end is accepted, and however long it sends."""
     client, server = ends()
-    client.send("abort", reason="x" * message_socket.MAX_HELLO_BYTES, code=1, lost="")
+    client.send("members", hosts=["x" * 64] * 64, numbers=[])
     with pytest.raises(AuthenticationError):
         server.receive(soon())
     client, server = ends()
     server.limit = message_socket.MAX_BYTES
-    client.send("abort", reason="x" * message_socket.MAX_HELLO_BYTES, code=1, lost="")
-    assert server.receive(soon())["code"] == 1
+    client.send("members", hosts=["x" * 64] * 64, numbers=[])
+    assert server.receive(soon())["numbers"] == []
     with pytest.raises(ConnectionLostError, match="no message"):
         server.receive(time.monotonic() + 0.1)
 
