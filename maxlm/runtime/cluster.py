@@ -67,6 +67,11 @@ class Cluster:
         """Number of processes on this host, which share its memory."""
         return self.hosts.count(self.hosts[jax.process_index()])
 
+    def ends_before(self) -> dict[str, str]:
+        """How the attempt before ended at the processes that say so, by label, but for those that ended because of another one."""
+        codes = {} if self.group is None else {self.group.label(number): code for number, code in self.group.codes_before.items()}
+        return {label: progress_file.how_ended(code) for label, code in codes.items() if code not in (ExitCode.DONE, ExitCode.HOST_LOST)}
+
     def regrouping(self) -> str:
         """Why all processes are about to save and join anew; "" if they are not."""
         return "" if self.group is None else self.group.regrouping
@@ -126,7 +131,8 @@ def joined(
         if now.count > 1:
             _initialize(now, group.local_addresses() if now.process == 0 else set(), say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
-        progress_file.record(absent=tuple(absent), process=now.process)  # as hosts and lost are numbered
+        codes = {str(number): code for number, code in group.codes_before.items()}
+        progress_file.record(absent=tuple(absent), process=now.process, codes_before=codes)  # as hosts and lost are numbered
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)

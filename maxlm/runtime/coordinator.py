@@ -19,9 +19,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import message_socket
+from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped, sendable
+from maxlm.runtime.message_socket import (
+    MAX_CODES,
+    AuthenticationError,
+    ConnectionLostError,
+    Message,
+    MessageSocket,
+    ipv4_if_mapped,
+    sendable,
+)
 from maxlm.runtime.quorum import Quorum, candidates
 
 HELLO_SECONDS = 5.0  # until a connection must have sent its hello
@@ -50,11 +58,14 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; sockets by those numbers."""
+    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; sockets by those numbers; and by them
+    how the attempts before ended, where known: signals first, `MAX_CODES` at most.
+    """
 
     numbers: tuple[int, ...]
     hosts: tuple[str, ...]
     sockets: dict[int, MessageSocket]
+    codes: dict[int, int]
 
 
 @dataclass
@@ -63,6 +74,7 @@ class _Member:
 
     socket: MessageSocket
     host: str
+    code: int | None  # exit code of its attempt before
     task: "asyncio.Task[None]"  # reads its messages
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -122,7 +134,14 @@ class Coordinator:
         if not numbers:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
-        return Meeting(numbers, hosts, {number: self._members[number].socket for number in numbers if number != self._spec.process})
+        sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
+        return Meeting(numbers, hosts, sockets, self._codes(numbers))
+
+    def _codes(self, numbers: Collection[int]) -> dict[int, int]:
+        own = {self._spec.process: progress_file.last_code()}
+        codes = own | {number: member.code for number, member in self._members.items() if number in numbers}
+        known = sorted((code, number) for number, code in codes.items() if code is not None)
+        return {number: code for code, number in known[:MAX_CODES]}
 
     async def wait_for_returning(
         self, listeners: list[socket.socket], numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
@@ -251,7 +270,7 @@ class Coordinator:
             if reason := await self._objection(number, hello["host"], hello["count"]):
                 self._reject(connection, address, reason)
                 return
-            member = self._members[number] = _Member(connection, hello["host"], task)
+            member = self._members[number] = _Member(connection, hello["host"], hello["code"], task)
             del self._pending[task]
             self._note_change()
             connection.limit = message_socket.MAX_BYTES

@@ -34,6 +34,7 @@ SEND_SECONDS = 2.0  # that a message may wait for space in the send buffer
 MAX_HELLO_BYTES = 4096  # of a line, until the peer is accepted
 MAX_BYTES = 2**20  # of a line after that: the names of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
+MAX_CODES = 64  # exit codes that are sent to all
 MAX_NAME = 64  # characters of a host's name: Linux's limit
 MAX_LINE = 1000  # characters of a line in a message
 _SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded message
@@ -52,6 +53,8 @@ def _printable(text: str) -> str:
 _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
 _Digest = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]  # of code and config, "" where nobody compares it
+_Code = Annotated[int, Field(gt=-65, lt=256)]  # of an exit; negative: by that signal
+_Digits = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
 _EXACT = ConfigDict(strict=True, extra="forbid")
 _Amount = Annotated[int, Field(ge=0, lt=2**53)]  # of updates, seconds or milliseconds
 _Line = Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]
@@ -63,11 +66,15 @@ _Operation = create_model(
 _FIGURES: dict[str, Any] = dict.fromkeys(("steps", "wall_ms", "stepped_ms", "waited_ms", "stopped_ms", "sending_ms"), _Amount)
 _Times = create_model("times", __config__=_EXACT, **_FIGURES)
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
+    # code: exit code of the sender's attempt before, negative: by that signal; None if there was none
     # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
-    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool, "digest": _Digest},
+    "hello": {
+        "process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool, "digest": _Digest, "code": _Code | None,
+    },
     "ping": {},  # is the peer still alive?
     "pong": {},
-    "members": {"hosts": list[_Name], "numbers": list[_Number]},  # those that go on, in the order of the numbers they were started with
+    # Those that go on, in the order of the numbers they were started with; codes: of their hellos, by those numbers, of so many.
+    "members": {"hosts": list[_Name], "numbers": list[_Number], "codes": Annotated[dict[_Digits, _Code], Field(max_length=MAX_CODES)]},
     "meeting": {},  # the answer to one that asks: this process coordinates, too, and no run goes on
     "elsewhere": {},  # another process coordinates: look for it
     "running": {},  # a run goes on without the receiver, which is told when it may join

@@ -106,19 +106,21 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
         listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
         met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
         for one in met.sockets.values():
-            one.try_send("members", hosts=met.hosts, numbers=met.numbers)
-        group = ProcessGroup(*_renumbered(spec, met), configured=met.numbers)
+            one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes={str(number): code for number, code in met.codes.items()})
+        group = _group(spec, met)
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
             group.returning = ReturningProcesses(coordinator, listeners, met.numbers)
     return group
 
 
-def _renumbered(spec: ProcessSpec, met: Meeting) -> tuple[ProcessSpec, tuple[str, ...], dict[int, MessageSocket]]:
-    """Specification, hosts and sockets of a group by the numbers that its processes have in it: places among its configured numbers."""
+def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
+    """The group, by the numbers that its processes have in it: places among its configured numbers."""
     place = {number: index for index, number in enumerate(met.numbers)}
     own = replace(spec, count=len(place), process=place[spec.process])
-    return own, met.hosts, {place[number]: one for number, one in met.sockets.items()}
+    group = ProcessGroup(own, met.hosts, {place[number]: one for number, one in met.sockets.items()}, configured=met.numbers)
+    group.codes_before = {place[number]: code for number, code in met.codes.items() if number in place}
+    return group
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,9 @@ class _Seeker:
             raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
         if answer["kind"] == "refused":
             raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-        met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
-        return ProcessGroup(*_renumbered(replace(self.spec, address=address), met), configured=met.numbers)
+        codes = {int(digits): code for digits, code in answer["codes"].items()}
+        met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
+        return _group(replace(self.spec, address=address), met)
 
     def _answer(self, connection: MessageSocket, until: float) -> Message:
         """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
