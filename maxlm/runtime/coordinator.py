@@ -41,7 +41,11 @@ MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
 POLL_SECONDS = 1.0
 SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
-_PACE_SECONDS = 0.02  # between two connections while a run goes on, so that a flood costs the trainer beside it little time
+# While a run goes on, so that a flood costs the trainer beside it little time, and yet keeps no process away that comes back:
+PACE_SECONDS = 0.02  # between two connections that are served; others meanwhile are closed at once
+ADDRESS_PACE_SECONDS = 0.2  # between two of one address
+_BATCH = 32  # connections that are accepted at a time, with `PACE_SECONDS` between
+_MAX_KNOWN = 1024  # addresses
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -58,8 +62,8 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; sockets by those numbers; and by them
-    how the attempts before ended, where known: signals first, `MAX_CODES` at most.
+    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; by those numbers sockets, and exit
+    codes of the attempts before where known, signals first, `MAX_CODES` at most.
     """
 
     numbers: tuple[int, ...]
@@ -106,6 +110,8 @@ class Coordinator:
         self._changed = asyncio.Event()  # a process was admitted or lost, or there is a problem
         self._ended = False
         self._problem: UserError | None = None  # why no process can go on
+        self._accepted = 0  # connections
+        self._served: dict[str, float] = {}  # beside a run: when an address was served last, and under "" when any was
         self._refused: list[str] = []  # the first few refused connections, with reasons
 
     async def meet(self, listeners: list[socket.socket], seconds: float) -> Meeting:
@@ -230,8 +236,9 @@ class Coordinator:
     async def _accept(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         while True:
-            # Without a run, only so that the others are served too, however many connections wait.
-            await asyncio.sleep(_PACE_SECONDS if self._running else 0)
+            self._accepted += 1
+            rests = self._running and self._accepted % _BATCH == 0
+            await asyncio.sleep(PACE_SECONDS if rests else 0)  # at least, so that the others are served too, however many connections wait
             try:
                 connection, address = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # closed by the peer before it was accepted, or:
@@ -333,6 +340,8 @@ class Coordinator:
 
     def _make_space(self, address: str) -> bool:
         """Close the oldest connection of the address with the most if a bound is reached; False if that is too recent."""
+        if self._running and not self._is_due(address):
+            return False
         counts = Counter(other for other, _ in self._pending.values())
         if counts[address] >= MAX_PER_ADDRESS:
             full = address
@@ -341,6 +350,16 @@ class Coordinator:
         else:
             return True
         return self._evict(next(task for task, (other, _) in self._pending.items() if other == full))
+
+    def _is_due(self, address: str) -> bool:
+        """True if a connection of this address may be served now, beside a run."""
+        now = time.monotonic()
+        if now < max(self._served.get("", 0.0) + PACE_SECONDS, self._served.get(address, 0.0) + ADDRESS_PACE_SECONDS):
+            return False
+        if len(self._served) >= _MAX_KNOWN:
+            self._served.clear()
+        self._served[address] = self._served[""] = now
+        return True
 
     def _evict(self, task: "asyncio.Task[None]") -> bool:
         """Close a pending connection if it had time to authenticate."""

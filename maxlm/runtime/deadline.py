@@ -249,7 +249,7 @@ def delay_aborts() -> None:
     """Make C's `sleep` the handler of SIGABRT: an abort in C takes effect after ABORT_SECONDS, in which Python's other threads run.
 
     jax's service aborts its clients when it is gone, as it is soon after another process was lost. The thread of the process group, which
-    waits for the name of that process, then has the time to end this one with the right exit code. An abort that has no such cause remains one.
+    waits for the name of that process, then has the time to end this one with the right exit code. Other aborts only come later.
     """
     assert int(signal.SIGABRT) == ABORT_SECONDS, "C's handlers are called with the number of the signal"
     set_c_handler(signal.SIGABRT, ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value)

@@ -32,7 +32,9 @@ def open_socket(spec: ProcessSpec, address: str, secret: bytes, seconds: float, 
     messages = MessageSocket(connection, secret, server=False)
     messages.limit = message_socket.MAX_BYTES
     messages.finish_handshake(until)
-    messages.send("hello", process=spec.process, count=spec.count, host=own_name(), asks=asks, digest=digest, code=progress_file.last_code())
+    messages.send(
+        "hello", process=spec.process, count=spec.count, host=own_name(), asks=asks, digest=digest, code=progress_file.last_code()
+    )
     return messages
 
 

@@ -69,7 +69,12 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     # code: exit code of the sender's attempt before, negative: by that signal; None if there was none
     # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
     "hello": {
-        "process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool, "digest": _Digest, "code": _Code | None,
+        "process": _Number,
+        "count": Annotated[int, Field(le=MAX_PROCESSES)],
+        "host": _Name,
+        "asks": bool,
+        "digest": _Digest,
+        "code": _Code | None,
     },
     "ping": {},  # is the peer still alive?
     "pong": {},

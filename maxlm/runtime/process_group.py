@@ -31,7 +31,7 @@ HEARTBEAT_SECONDS = 5.0  # between heartbeats
 SUSPECT_SECONDS = 15.0  # without a heartbeat, after which a crash elsewhere is attributed to this process
 HEARTBEAT_TIMEOUT_SECONDS = 45.0  # without a heartbeat, after which a process is lost; the thread runs during tracing and compilation
 _TICK_SECONDS = 1.0
-# The peer in errors of gloo ("Connection closed by peer [10.0.0.3]:4711") and NCCL ("... by remote peer node3<4711>", a name or an address).
+# The peer in errors of gloo ("Connection closed by peer [10.0.0.3]:4711") and NCCL ("... by remote peer node3<4711>": name or address).
 _PEER = re.compile(rf"\[([0-9a-fA-F.:]{{2,{MAX_NAME}}})\]:\d+|([\w.:-]{{2,{MAX_NAME}}})<\d+>", re.ASCII)
 
 
@@ -229,7 +229,7 @@ class ProcessGroup:
         return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
 
     def _settled_in(self) -> float:
-        """Seconds until the culprit is named among the processes whose connections have closed; inf if there are none, or all are ending."""
+        """Seconds until one of the processes whose connections have closed is named; inf if there are none, or all are ending."""
         if not self._closed or self._left.is_set():
             return math.inf
         first = next(iter(self._closed.values()))
@@ -238,8 +238,8 @@ class ProcessGroup:
     def _culprit(self) -> int | None:
         """The process that was lost first, as far as is known; None if none is. A closed connection is certain, a late heartbeat is not.
 
-        A process that an error of its own has ended, and that said so, is a consequence if another is lost as well. Among the others the one
-        that the earliest error names, else the one whose connection closed first.
+        A process that an error of its own has ended, and that said so, is a consequence if another is lost as well. Among the others it is
+        the one that the earliest error names, else the one whose connection closed first.
         """
         if not self._closed:
             return min(self._suspects(), default=None)

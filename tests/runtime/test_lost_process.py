@@ -69,7 +69,8 @@ def heard(connection):
 
 
 def gloo(number):
-    return f"UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.{number}]:38054"
+    where = "[external/gloo/gloo/transport/tcp/pair.cc:547]"
+    return f"UNKNOWN: Gloo all-reduce failed: {where} Connection closed by peer [127.0.0.{number}]:38054"
 
 
 def test_one_that_falls_before_the_lost_one_is_noticed_is_not_named(group):

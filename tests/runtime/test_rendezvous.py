@@ -413,7 +413,7 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
         '{"kind": "members", "hosts": ["h"]}',
         '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {"x": 1}}',
         '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {"1": 1000}}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {%s}}' % ", ".join(f'"{number}": 1' for number in range(65)),
+        json.dumps({"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {str(number): 1 for number in range(65)}}),
         '{"kind": "regroup", "reason": "two\\nlines"}',
         '{"kind": "regroup", "reason": "%s"}' % ("x" * 1001),
         "[" * 4000,
