@@ -106,9 +106,7 @@ def test_the_culprit_is_who_most_hosts_name(fault, words, shape, culprit):
 
 
 def test_accusations_are_counted_and_recorded():
-    said = (
-        "maxlm: lost host1 (process 1): x\nthe run ended with 6; lost: host1 (process 1)\nlost: host2 (process 2)\nhung: host2 (process 2)"
-    )
+    said = "maxlm: lost host1 (process 1): x\nthe run ended with 6; lost: host1 (process 1)\nlost: host2 (process 2)\nhung: host2 (process "
     trial = Trial("cut_network", "0", 4, 2, culprit="wrong", accused=accused_in(said))
     assert trial.accused == {"host1": 1, "host2": 2}
     assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
