@@ -68,9 +68,12 @@ class Cluster:
         return self.hosts.count(self.hosts[jax.process_index()])
 
     def ends_before(self) -> dict[str, str]:
-        """How the attempt before ended at the processes that say so, by label, but for those that ended because of another one."""
+        """How the attempt before ended at the processes that say so, by label, but for those that were done or stopped, or ended because of
+        another one.
+        """
         codes = {} if self.group is None else {self.group.label(number): code for number, code in self.group.codes_before.items()}
-        return {label: progress_file.how_ended(code) for label, code in codes.items() if code not in (ExitCode.DONE, ExitCode.HOST_LOST)}
+        of_others = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.HOST_LOST)
+        return {label: progress_file.how_ended(code) for label, code in codes.items() if code not in of_others}
 
     def regrouping(self) -> str:
         """Why all processes are about to save and join anew; "" if they are not."""

@@ -50,10 +50,10 @@ def read(path: Path) -> Progress:
     installed while the supervisor ran, are left out.
     """
     try:
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: recorded[name] for name in Progress.__dataclass_fields__ if name in recorded}
+    except (OSError, ValueError, TypeError):
         return Progress()
-    known = {name: value for name, value in recorded.items() if name in Progress.__dataclass_fields__}
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     return Progress(**fields)
 

@@ -1,6 +1,7 @@
 """Processes that join, and that refuse to begin where one of them is not like the others."""
 
 import contextlib
+import json
 import re
 import shutil
 import socket
@@ -54,9 +55,12 @@ def refused(processes):
 
 
 def test_the_command_line_joins_and_says_so(workspace):
-    processes = both(workspace)
+    """And process 0 records how the attempt before ended elsewhere."""
+    processes = both(workspace, MAXLM_LAST_CODE="-9")
     said = [finish(process) for process in processes]
-    assert "process 0 of 2 at localhost:" in (workspace / "runs" / "small" / "events.jsonl").read_text()
+    began, *_ = map(json.loads, (workspace / "runs" / "small" / "events.jsonl").read_text().splitlines())
+    assert began["cluster"].startswith("process 0 of 2 at localhost:")
+    assert began["ended_before"] == {f"{socket.gethostname()} (process 1)": "was killed by SIGKILL"}
     for number, text in enumerate(said):
         assert any(
             re.fullmatch(rf"joining as process {number} of 2 at localhost:\d+, from the command line", line) for line in text.splitlines()
@@ -107,10 +111,12 @@ def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
 )
 def test_jaxs_service_listens_where_the_others_reached_this_host(monkeypatch, reached_at, addresses, warned):
     """It listens at all addresses only if the others used several; a public one gives a warning."""
-    said, asked = [], {}
+    said, asked, delayed = [], {}, []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **how: asked.update(how))
+    monkeypatch.setattr(cluster.deadline, "delay_aborts", lambda: delayed.append(bool(asked)))
     cluster._initialize(ProcessSpec(2, 0, "node0:8476", "a test"), reached_at, said.append)
     assert (asked["coordinator_address"], asked["coordinator_bind_address"]) == addresses
+    assert delayed == [True], "once the service is there, which aborts this process when process 0 is gone"
     assert len(said) == warned and all("8.8.8.8:8477, a public address" in line for line in said)
 
 
@@ -190,7 +196,7 @@ def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
     left, ended = [], []
 
     class Group:
-        spec, configured, hosts = ProcessSpec(1, 0, "localhost:1", "a test"), (0,), ("h",)
+        spec, configured, hosts, codes_before = ProcessSpec(1, 0, "localhost:1", "a test"), (0,), ("h",), {}
 
         def own_label(self):
             return "h (process 0)"
