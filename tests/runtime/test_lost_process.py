@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from small_run import environment
 
-from maxlm.runtime import message_socket
+from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.message_socket import MessageSocket
 from maxlm.runtime.process_group import peer_named
 
@@ -45,9 +45,9 @@ def group():
     """(process 0, messages sockets of the others by number), of a group of four, given the error that ends process 0, if any."""
     with ExitStack() as stack:
 
-        def make(error=None):
+        def make(error=None, **variables):
             command = [sys.executable, "-c", HUB, *([json.dumps(error)] if error else [])]
-            hub = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            hub = subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             stack.callback(hub.kill)
             port, others = int(hub.stdout.readline()), {}
             for number in (1, 2, 3):
@@ -63,7 +63,7 @@ def group():
 
 def heard(connection):
     """Message by which process 0 ends a process."""
-    while (message := connection.receive(time.monotonic() + 10))["kind"] != "abort":
+    while (message := connection.receive(time.monotonic() + 30))["kind"] != "abort":
         pass
     return message
 
@@ -82,7 +82,7 @@ def test_one_that_falls_before_the_lost_one_is_noticed_is_not_named(group):
     others[3].close()
     reason = "lost host3 (process 3): connection closed"
     assert heard(others[1]) == {"kind": "abort", "reason": reason, "code": 6, "lost": "host3 (process 3)", "passing": False}
-    assert hub.communicate(timeout=10)[1] == f"maxlm: {reason}\n"
+    assert hub.communicate(timeout=30)[1] == f"maxlm: {reason}\n"
     assert hub.returncode == 6
 
 
@@ -105,7 +105,7 @@ def test_the_culprit_is_whom_the_earliest_error_names_else_the_first_to_close(gr
     for number in closes:
         others[number].close()
         time.sleep(0.02)
-    assert f"lost host{named} (process {named}): connection closed" in hub.communicate(timeout=10)[1]
+    assert f"lost host{named} (process {named}): connection closed" in hub.communicate(timeout=30)[1]
     assert hub.returncode == 6
 
 
@@ -116,7 +116,7 @@ def test_a_crash_of_process_0_that_comes_of_a_lost_host_is_not_blamed(group):
     others[2].close()
     time.sleep(0.02)
     others[3].close()
-    assert "maxlm: lost host3 (process 3): connection closed\n" in hub.communicate(timeout=10)[1]
+    assert "maxlm: lost host3 (process 3): connection closed\n" in hub.communicate(timeout=30)[1]
     assert hub.returncode == 6
 
 
@@ -127,7 +127,17 @@ def test_a_closed_connection_is_a_better_reason_than_a_late_heartbeat(group):
     others[3].close()
     time.sleep(0.1)
     others[2].send("abort", reason="RuntimeError: " + gloo(3), code=1, lost="", passing=False)
-    assert "lost host3 (process 3): connection closed" in hub.communicate(timeout=10)[1]
+    assert "lost host3 (process 3): connection closed" in hub.communicate(timeout=30)[1]
+
+
+def test_an_end_that_may_pass_is_on_record_everywhere(group, tmp_path):
+    """For the supervisors: storage keeps a save waiting."""
+    hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
+    message = {"kind": "abort", "reason": "hung: all 4 processes are in a save", "code": 5, "lost": "", "passing": True}
+    others[2].send(**message)
+    assert heard(others[1]) == message
+    assert hub.wait(30) == 5
+    assert progress_file.read(tmp_path / "progress.json").passing
 
 
 @pytest.mark.parametrize(
@@ -153,7 +163,7 @@ def test_a_reason_of_any_length_and_content_reaches_the_others(group):
     assert len(message["reason"]) == message_socket.MAX_LINE
     assert message["code"] == 1
     assert json.loads(json.dumps(message)) == message
-    hub.wait(10)
+    hub.wait(30)
 
 
 ABORTS = """
@@ -166,9 +176,9 @@ os._exit(6)
 """
 
 
-@pytest.mark.parametrize(("told_after", "code"), [(1.0, 6), (60.0, -6)])
+@pytest.mark.parametrize(("told_after", "code"), [(1.0, 6), (100.0, -6)])
 def test_an_abort_leaves_time_to_hear_whom_it_comes_from(told_after, code):
     """An abort in C ends the process all the same."""
     began = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", ABORTS, str(told_after)], env=environment(), timeout=40, check=False).returncode == code
-    assert time.monotonic() - began < 30
+    assert subprocess.run([sys.executable, "-c", ABORTS, str(told_after)], env=environment(), timeout=60, check=False).returncode == code
+    assert time.monotonic() - began < 50
