@@ -115,9 +115,8 @@ class Supervisor:
         while True:
             end = self._attempt()
             code = self._code_of(end)
-            self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
             joined = joined or bool(end.progress.hosts)
-            self._last_code = self._last_code if end.incomplete else end.code
+            self._note(end)
             if end.progress.step is not None and end.progress.step > reached:
                 ends, pause, reached = [], self._backoff, end.progress.step
             if end.regroups and self._signal is None:
@@ -146,6 +145,13 @@ class Supervisor:
                 return ExitCode.STOPPED
             pause = min(2 * pause, MAX_BACKOFF_SECONDS)
 
+    def _note(self, end: End) -> None:
+        """Keep what the next attempt is told of this one."""
+        if end.not_started:
+            return
+        self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
+        self._last_code = self._last_code if end.incomplete else end.code
+
     def _record(self, end: End, line: str) -> None:
         """Record the end for the ledger, and for whoever gets alerts; `line`: as printed."""
         hung = end.code == ExitCode.HUNG or bool(end.killed_for)
@@ -157,7 +163,7 @@ class Supervisor:
         """Return the exit code if this attempt is the last. A run that died of a forwarded signal had nothing to save yet: `STOPPED`."""
         if end.killed_for:
             return ExitCode.HUNG
-        if self._signal is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST):  # not one that crashed in its save
+        if self._signal is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST or end.not_started):  # none crashed in its save
             return ExitCode.STOPPED
         return end.code if end.code >= 0 else 1
 
@@ -172,7 +178,7 @@ class Supervisor:
             where = "before its first step" if end.progress.step is None else f"after step {end.progress.step:,}"
             error = end.progress.error or "none on record, see its output"
             return f"it has ended {where} {CRASH_LOOP} times in a row, so it is no accident; its last error: {error}"
-        return None if len(ends) <= self._restarts else f"all {self._restarts} restarts are used up, without progress since the first"
+        return None if len(ends) <= self._restarts else f"all {self._restarts} restarts since its last progress are used up"
 
     def _attempt(self) -> End:
         began, started = time.time(), time.monotonic()

@@ -108,7 +108,7 @@ def test_restarts_are_counted_while_there_is_no_progress(supervise):
     """An end at another step is no loop, but only a later step than any before is progress."""
     code, said, tries = supervise("came(9 if number < 2 else 7 + number % 2)\nsys.exit(9)", restarts=4)
     assert (code, tries) == (9, 5)
-    assert said[-1].endswith("all 4 restarts are used up, without progress since the first")
+    assert said[-1].endswith("all 4 restarts since its last progress are used up")
 
 
 def test_losses_with_progress_between_them_are_no_reason_to_give_up(supervise):
@@ -361,7 +361,32 @@ def test_a_run_that_can_never_be_started_ends(supervise, monkeypatch):
     monkeypatch.setattr(launch.subprocess, "Popen", fails)
     said = []
     assert Supervisor(["python"], restarts=2, backoff=0.01, say=said.append).run() == 7
-    assert said[-1].startswith(f"maxlm launch: the run could not be started: {error}; not started again: all 2 restarts are used up")
+    assert said[-1].startswith(f"maxlm launch: the run could not be started: {error}; not started again: all 2 restarts since")
+
+
+def test_a_signal_ends_the_supervisor_of_a_run_that_could_not_be_started(monkeypatch):
+    def fails(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", fails)
+    said = []
+    assert Supervisor(["python"], restarts=2, backoff=60, say=said.append).run() == 3
+    assert said[0].endswith("not started again: SIGTERM was received")
+
+
+def test_what_is_known_of_the_attempt_before_outlives_one_that_could_not_be_started(supervise, monkeypatch):
+    real, made = launch.subprocess.Popen, []
+
+    def fails_once(*arguments, **settings):
+        made.append(settings["env"].get("MAXLM_LAST_CODE", "") + " " + settings["env"].get("MAXLM_ABSENT", ""))
+        if len(made) == 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", fails_once)
+    assert supervise("progress_file.record(absent=[2])\ncame(7)\nsys.exit(1 if number == 0 else 0)")[::2] == (0, 2)
+    assert made == [" ", "1 2", "1 2"]
 
 
 def test_a_terminal_that_is_gone_ends_no_run(tmp_path, monkeypatch):
