@@ -276,8 +276,9 @@ class ProcessGroup:
         progress_file.record_error(reason, lost)
         if passing:
             progress_file.record(passing=True)
-        sys.stderr.write(f"maxlm: {reason}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # whoever read the output may be gone, or its disk full
+            sys.stderr.write(f"maxlm: {reason}\n")
+            sys.stderr.flush()
         self._end_returning(reason, code)
         self._drain_peers()
         os._exit(code)  # the main thread may wait for the lost process for ever

@@ -130,6 +130,14 @@ def test_a_closed_connection_is_a_better_reason_than_a_late_heartbeat(group):
     assert "lost host3 (process 3): connection closed" in hub.communicate(timeout=30)[1]
 
 
+def test_a_process_ends_also_if_nobody_reads_its_output(group):
+    """Else its main thread would wait for the lost one for ever."""
+    hub, others = group()
+    hub.stderr.close()
+    others[3].close()
+    assert hub.wait(30) == 6
+
+
 def test_an_end_that_may_pass_is_on_record_everywhere(group, tmp_path):
     """For the supervisors: storage keeps a save waiting."""
     hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
