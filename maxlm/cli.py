@@ -478,7 +478,7 @@ def report(
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, such as: -- train runs/quickstart.")],
-    restarts: Annotated[int, typer.Option(min=0, help="Restarts at most.")] = 10,
+    restarts: Annotated[int, typer.Option(min=0, help="Restarts at most, without progress between them.")] = 10,
     backoff: Annotated[float, typer.Option(min=0, help="Seconds before a restart; doubled each time without progress.")] = 1.0,
 ) -> None:
     """Run a command of maxlm, and restart it after a crash or a lost host."""

@@ -86,7 +86,7 @@ class Strangers:
         greet(connection, dice)
         value = dice.choice(["Infinity", "NaN", "true", "-1", "1e9", "9" * 3000, '"1"', "null"])
         connection.sendall(
-            b'%s {"kind": "hello", "process": %s, "count": 3, "host": "stranger", "asks": false, "digest": ""}\n'
+            b'%s {"kind": "hello", "process": %s, "count": 3, "host": "stranger", "asks": false, "digest": "", "code": null}\n'
             % (b"0" * 64, value.encode())
         )
         connection.recv(1000)
@@ -121,7 +121,7 @@ class Strangers:
     def _hello(self, connection: socket.socket, secret: bytes, *, process: int, count: int) -> None:
         line = MessageSocket(connection, secret, server=False)
         line.finish_handshake(time.monotonic() + 5)
-        line.send("hello", process=process, count=count, host="stranger", asks=False, digest="")
+        line.send("hello", process=process, count=count, host="stranger", asks=False, digest="", code=None)
         while (answer := line.receive(time.monotonic() + 5))["kind"] == "ping":
             line.send("pong")
         if answer["kind"] == "members":
@@ -142,7 +142,7 @@ def recorded_hello(secret: bytes) -> bytes:
         line = MessageSocket(ours, secret, server=False)
         theirs.sendall(f"maxlm-rendezvous/1 {secrets.token_hex(32)}\n".encode())
         line.finish_handshake(time.monotonic() + 5)
-        line.send("hello", process=1, count=COUNT, host="stranger", asks=False, digest="")
+        line.send("hello", process=1, count=COUNT, host="stranger", asks=False, digest="", code=None)
         time.sleep(0.1)
         return theirs.recv(10_000)
 

@@ -126,7 +126,7 @@ def main(
     clean: Annotated[int, typer.Option(help="Instead: count false alarms in three runs of so many steps.")] = 0,
     limit: Annotated[float, typer.Option(min=60, help="Seconds for a run to come to its fault, and then to its end.")] = LIMIT_SECONDS,
     folder: Annotated[Path | None, typer.Option(help="Working folder, which may exist; a temporary one if not given.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of all trials, not only of those that failed.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of all trials, also where all was right.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Print the faults and run nothing.")] = False,
 ) -> None:
     """Run the trials, print a table, and exit with 1 if one did not recover."""

@@ -37,6 +37,7 @@ class Trial:
     lost_steps: int = 0
     recovery_s: float | None = None  # until the first new step
     culprit: str = "-"
+    accused: dict[str, int] = field(default_factory=dict)  # how often each was named as lost or hung
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -53,16 +54,16 @@ class Trial:
 
 
 class Chaos:
-    """Trials below `folder`, where stores, undisturbed runs, and the trials that failed stay."""
+    """Trials below `folder`, where stores, undisturbed runs, and the trials that failed or named no or a wrong culprit stay."""
 
     def __init__(self, folder: Path, *, keep: bool = False, limit_s: float = LIMIT_SECONDS) -> None:
-        """`keep`: the trials that did not fail as well; `limit_s`: for each wait of a trial."""
+        """`keep`: the other trials as well; `limit_s`: for each wait of a trial."""
         self.folder, self._keep, self._limit_s = folder.absolute(), keep, limit_s
         self.folder.mkdir(parents=True, exist_ok=True)
         self._library = build(self.folder)
 
     def trial(self, fault: Fault, shape: Shape, seed: str) -> Trial:
-        """Start a run, inject `fault`, and judge the end. Its folder stays if it failed."""
+        """Start a run, inject `fault`, and judge the end. Its folder stays if it failed, or named the wrong culprit or none."""
         folder, began = self.folder / f"{fault.name}-{shape}-{seed}", time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
         found = Trial(fault.name, seed, shape.hosts, shape.devices)
@@ -83,13 +84,13 @@ class Chaos:
                 seconds = world.progress.seconds_to_new_step(injected)
                 found.recovery_s = None if seconds is None else round(seconds, 2)
                 found.restarts = len(world.progress.restores)
-                found.culprit = culprit_of(fault, world)
+                found.culprit, found.accused = culprit_of(fault, world), accused_in(world.said())
             else:
                 found.problems.append(f"step {at} and a checkpoint never came")
             found.codes = {name: process.poll() for name, process in world.run.processes.items()}
         found.problems += self._problems(found, fault, shape, folder / ("runs-kept" if "runs" in fault.disks else "runs") / "small")
         found.seconds = round(time.monotonic() - began, 1)
-        if found.recovered and not self._keep:
+        if found.recovered and found.culprit in ("right", "-") and not self._keep:
             shutil.rmtree(folder)
         return found
 
@@ -169,12 +170,17 @@ def culprit_of(fault: Fault, world: World) -> str:
     if not fault.named or (fault.named == LOST and world.shape.hosts == 1):
         return "-"
     said = world.said()
-    accused = Counter(re.findall(r"(?:lost|hung): (host\d+) \(process", said))
+    accused = accused_in(said)
     most = {name for name, count in accused.items() if count == max(accused.values())}
     accepted = {world.victim} | (set(world.hosts.names) if fault.either_end and world.shape.hosts == 2 else set())
     if most and not most & accepted:
         return "wrong"
     return "right" if any(re.search(fault.named.format(victim=name), said) for name in accepted) else "nobody"
+
+
+def accused_in(said: str) -> dict[str, int]:
+    """How often each host was named as lost or hung."""
+    return dict(Counter(re.findall(r"(?:lost|hung): (host\d+) \(process", said)))
 
 
 def _saved(world: World) -> bool:

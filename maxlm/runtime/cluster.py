@@ -15,7 +15,7 @@ import jax
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
-from maxlm.runtime import cluster_env, coordination, progress_file, rendezvous
+from maxlm.runtime import cluster_env, coordination, deadline, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
 from maxlm.runtime.deadline import Stopped
@@ -60,6 +60,14 @@ class Cluster:
     def local_processes(self) -> int:
         """Number of processes on this host, which share its memory."""
         return self.hosts.count(self.hosts[jax.process_index()])
+
+    def ends_before(self) -> dict[str, str]:
+        """How the attempt before ended at the processes that say so, by label, but for those that were done or stopped, or ended because of
+        another one.
+        """
+        codes = {} if self.group is None else {self.group.label(number): code for number, code in self.group.codes_before.items()}
+        of_others = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.HOST_LOST)
+        return {label: progress_file.how_ended(code) for label, code in codes.items() if code not in of_others}
 
     def regrouping(self) -> str:
         """Why all processes are about to save and join anew; "" if they are not."""
@@ -120,7 +128,8 @@ def joined(
         if now.count > 1:
             _initialize(now, secret, say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
-        progress_file.record(absent=tuple(absent), process=now.process)  # as hosts and lost are numbered
+        codes = {str(number): code for number, code in group.codes_before.items()}
+        progress_file.record(absent=tuple(absent), process=now.process, codes_before=codes)  # as hosts and lost are numbered
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)
@@ -190,3 +199,4 @@ def _initialize(spec: ProcessSpec, secret: bytes, say: Callable[[str], None]) ->
             coordinator_bind_address=address,
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
+    deadline.delay_aborts()

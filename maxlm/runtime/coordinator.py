@@ -19,9 +19,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import message_socket
+from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, Message, MessageSocket, ipv4_if_mapped
+from maxlm.runtime.message_socket import (
+    MAX_CODES,
+    AuthenticationError,
+    ConnectionLostError,
+    Message,
+    MessageSocket,
+    ipv4_if_mapped,
+    sendable,
+)
 from maxlm.runtime.quorum import Quorum, candidates
 
 HELLO_SECONDS = 5.0  # until a connection must have sent its hello
@@ -33,6 +41,11 @@ MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
 POLL_SECONDS = 1.0
 SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
+# While a run goes on, so that a flood costs the trainer beside it little time, and yet keeps no process away that comes back:
+PACE_SECONDS = 0.02  # between two connections that are served; others meanwhile are closed at once
+ADDRESS_PACE_SECONDS = 0.2  # between two of one address
+_BATCH = 32  # connections that are accepted at a time, with `PACE_SECONDS` between
+_MAX_KNOWN = 1024  # addresses
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -49,11 +62,14 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; sockets by those numbers."""
+    """The processes that go on: the numbers they were started with, this one's first, by units; hosts; by those numbers sockets, and exit
+    codes of the attempts before where known, signals first, `MAX_CODES` at most.
+    """
 
     numbers: tuple[int, ...]
     hosts: tuple[str, ...]
     sockets: dict[int, MessageSocket]
+    codes: dict[int, int]
 
 
 @dataclass
@@ -62,6 +78,7 @@ class _Member:
 
     socket: MessageSocket
     host: str
+    code: int | None  # exit code of its attempt before
     task: "asyncio.Task[None]"  # reads its messages
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -93,6 +110,8 @@ class Coordinator:
         self._changed = asyncio.Event()  # a process was admitted or lost, or there is a problem
         self._ended = False
         self._problem: UserError | None = None  # why no process can go on
+        self._accepted = 0  # connections
+        self._served: dict[str, float] = {}  # beside a run: when an address was served last, and under "" when any was
         self._refused: list[str] = []  # the first few refused connections, with reasons
 
     async def meet(self, listeners: list[socket.socket], seconds: float) -> Meeting:
@@ -113,7 +132,7 @@ class Coordinator:
             task.cancel()
         if self._problem is not None:
             for member in self._members.values():
-                member.socket.try_send("refused", reason=str(self._problem), wrong=not isinstance(self._problem, RendezvousError))
+                member.socket.try_send("refused", reason=sendable(str(self._problem)), wrong=not isinstance(self._problem, RendezvousError))
             raise self._problem
         for number, member in self._members.items():
             if number not in numbers:
@@ -121,7 +140,14 @@ class Coordinator:
         if not numbers:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
-        return Meeting(numbers, hosts, {number: self._members[number].socket for number in numbers if number != self._spec.process})
+        sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
+        return Meeting(numbers, hosts, sockets, self._codes(numbers))
+
+    def _codes(self, numbers: Collection[int]) -> dict[int, int]:
+        own = {self._spec.process: progress_file.last_code()}
+        codes = own | {number: member.code for number, member in self._members.items() if number in numbers}
+        known = sorted((code, number) for number, code in codes.items() if code is not None)
+        return {number: code for code, number in known[:MAX_CODES]}
 
     async def wait_for_returning(
         self, listeners: list[socket.socket], numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
@@ -152,7 +178,7 @@ class Coordinator:
         """
         for member in self._members.values():
             if reason:
-                member.socket.try_send("refused", reason=f"the run that this process waited for has ended: {reason}", wrong=True)
+                member.socket.try_send("refused", reason=sendable(f"the run that this process waited for has ended: {reason}"), wrong=True)
             else:
                 member.socket.try_send("finished")
 
@@ -210,7 +236,9 @@ class Coordinator:
     async def _accept(self, listener: socket.socket) -> None:
         listener.setblocking(False)
         while True:
-            await asyncio.sleep(0)  # so that the others are served too, however many connections wait
+            self._accepted += 1
+            rests = self._running and self._accepted % _BATCH == 0
+            await asyncio.sleep(PACE_SECONDS if rests else 0)  # at least, so that the others are served too, however many connections wait
             try:
                 connection, address = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # closed by the peer before it was accepted, or:
@@ -249,7 +277,7 @@ class Coordinator:
             if reason := await self._objection(number, hello["host"], hello["count"]):
                 self._reject(connection, address, reason)
                 return
-            member = self._members[number] = _Member(connection, hello["host"], task)
+            member = self._members[number] = _Member(connection, hello["host"], hello["code"], task)
             del self._pending[task]
             self._note_change()
             connection.limit = message_socket.MAX_BYTES
@@ -304,7 +332,7 @@ class Coordinator:
     def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
         """Send `reason`, which is empty for strangers, to a connection that is closed then; print `line` here."""
         if connection.handshake_done:
-            connection.try_send("refused", reason=reason, wrong=True)
+            connection.try_send("refused", reason=sendable(reason), wrong=True)
         if len(self._refused) < MAX_REPORTED:
             self._refused.append(line)
             if self._problem is None:
@@ -312,6 +340,8 @@ class Coordinator:
 
     def _make_space(self, address: str) -> bool:
         """Close the oldest connection of the address with the most if a bound is reached; False if that is too recent."""
+        if self._running and not self._is_due(address):
+            return False
         counts = Counter(other for other, _ in self._pending.values())
         if counts[address] >= MAX_PER_ADDRESS:
             full = address
@@ -320,6 +350,16 @@ class Coordinator:
         else:
             return True
         return self._evict(next(task for task, (other, _) in self._pending.items() if other == full))
+
+    def _is_due(self, address: str) -> bool:
+        """True if a connection of this address may be served now, beside a run."""
+        now = time.monotonic()
+        if now < max(self._served.get("", 0.0) + PACE_SECONDS, self._served.get(address, 0.0) + ADDRESS_PACE_SECONDS):
+            return False
+        if len(self._served) >= _MAX_KNOWN:
+            self._served.clear()
+        self._served[address] = self._served[""] = now
+        return True
 
     def _evict(self, task: "asyncio.Task[None]") -> bool:
         """Close a pending connection if it had time to authenticate."""

@@ -36,6 +36,7 @@ PROMPT_SECONDS = 2.0  # for a command that has nothing to save
 LEFT_SECONDS = 5.0  # for threads that are left when a command is done
 PARENT_VARIABLE = "MAXLM_PARENT"  # descriptor of a pipe that is closed when the launcher exits
 STACKS_SIGNAL = signal.SIGUSR1
+ABORT_SECONDS = 6  # the number of SIGABRT
 _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one signal, delivered twice
 _AGAIN, _AGAIN_SECONDS = signal.SIGALRM, 0.02  # asks again after a signal that was held back
 _IMPORTER = "<frozen importlib._bootstrap>"
@@ -242,6 +243,16 @@ def _install_exit_signals() -> None:
     assert (int(signal.SIGQUIT), int(signal.SIGTRAP)) == (ExitCode.STOPPED, ExitCode.HUNG)
     for number in (ExitCode.STOPPED, ExitCode.HUNG):
         set_c_handler(number, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
+
+
+def delay_aborts() -> None:
+    """Make C's `sleep` the handler of SIGABRT: an abort in C takes effect after ABORT_SECONDS, in which Python's other threads run.
+
+    jax's service aborts its clients when it is gone, as it is soon after another process was lost. The thread of the process group, which
+    waits for the name of that process, then has the time to end this one with the right exit code. Other aborts only come later.
+    """
+    assert int(signal.SIGABRT) == ABORT_SECONDS, "C's handlers are called with the number of the signal"
+    set_c_handler(signal.SIGABRT, ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value)
 
 
 def set_c_handler(number: int, handler: int | None) -> int | None:

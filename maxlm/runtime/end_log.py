@@ -91,7 +91,11 @@ class EndLog:
                 return
             path = RunDirectory(Path(self._known.folder), primary=True).alerts if self._known.folder else None
             self._delivery = Delivery(config, Limit(config.per_hour, path), lambda line: self._say(f"maxlm launch: {line}"))
-            self._sender = Background("alerts", lambda: None)
+            try:
+                self._sender = Background("alerts", lambda: None)
+            except RuntimeError as error:  # no thread can be started now
+                self._say(f"maxlm launch: alerts: {error}")
+                return
         self._sender.put(self._deliver, alert)
 
     def _deliver(self, alert: dict[str, Any]) -> None:

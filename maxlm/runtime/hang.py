@@ -10,6 +10,7 @@ from maxlm.config.reliability import WatchdogConfig
 DEBUGGER = "debugger"  # operation of a process whose main thread a debugger has stopped
 COMPILE = "compile"  # operation of a process whose main thread compiles a program, in whatever part
 BACKGROUND_SAVE = "background_save"  # a save that goes on beside the steps
+WAITS_FOR_STORAGE = ("data_wait", "restore", "save", BACKGROUND_SAVE)  # operations that a service keeps waiting, which may come back
 STEP_TIMES_KEPT = 1000
 MAX_WHERE = 200  # characters of a stack frame
 LEAST_UNSENT = 100  # bytes: the parts of the smallest collective are larger

@@ -1,6 +1,7 @@
 """`maxlm launch`: run a command of maxlm, and restart it after a crash or a lost host unless the same end is certain."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from types import FrameType
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
 from maxlm.runtime import deadline, progress_file
+from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.lifetime import Process
@@ -24,6 +26,7 @@ NO_RESTART: dict[int, str] = {  # exit code -> why a restart is no help
     ExitCode.UNHEALTHY: "training is unhealthy and would be again",
 }
 EXTERNAL_SIGNALS = (signal.SIGKILL, *deadline.SIGNALS)  # sent from outside, unlike those of a crash
+EXTERNAL_CODES = (ExitCode.STOPPED, ExitCode.UNAVAILABLE)
 CRASH_LOOP = 3  # consecutive ends at one step, with the same lost host if any, after which the step or the host is at fault
 MAX_BACKOFF_SECONDS = 60.0  # less than a host waits for the others, so that hosts that pause and one that returns find each other
 MARGIN_SECONDS = 10.0  # beyond its grace time, after which a run that received a signal is killed
@@ -40,6 +43,7 @@ class End:
     code: int
     progress: Progress
     killed_for: str = ""  # why the supervisor killed it, if it did
+    not_started: str = ""  # why it could not be started, if so
     began: float = 0.0  # seconds since 1970
     seconds: float = 0.0  # that it ran
     clock_s: float = 0.0  # by which the wall clock of this machine was set meanwhile; positive: forward
@@ -47,7 +51,8 @@ class End:
     @property
     def external(self) -> bool:
         """True if the cause is outside the run: it was killed or stopped, or a service failed that may come back."""
-        return self.incomplete or -self.code in EXTERNAL_SIGNALS or self.code in (ExitCode.STOPPED, ExitCode.UNAVAILABLE)
+        waited = self.code == ExitCode.HUNG and self.progress.passing
+        return self.incomplete or waited or -self.code in EXTERNAL_SIGNALS or self.code in EXTERNAL_CODES
 
     @property
     def incomplete(self) -> bool:
@@ -62,7 +67,9 @@ class End:
     def __str__(self) -> str:
         if self.incomplete:
             return "waited for hosts that did not come"
-        how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with {self.code}"
+        if self.not_started:
+            return f"could not be started: {self.not_started}"
+        how = progress_file.how_ended(self.code)
         if self.killed_for:
             how = f"{self.killed_for} and was killed"
         where = "" if self.progress.step is None else f" after step {self.progress.step:,}"
@@ -77,13 +84,16 @@ class Supervisor:
     """Run `command` until it is done, or a restart is no help."""
 
     def __init__(self, command: Sequence[str], *, restarts: int, backoff: float, say: Callable[[str], None]) -> None:
-        """`backoff`: seconds before the first restart, doubled before each next one without progress; `say`: prints a line."""
-        self._command, self._restarts, self._backoff, self._say = list(command), restarts, backoff, say
+        """`restarts`: at most, without progress between them; `backoff`: seconds before the first one, doubled before each next one without
+        progress; `say`: prints a line.
+        """
+        self._command, self._restarts, self._backoff, self._say = list(command), restarts, backoff, _unless_unwritable(say)
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None  # the one that this process received
         self._signal_at = 0.0
-        self._log = EndLog(say)
+        self._log = EndLog(self._say)
         self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
+        self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
     def run(self) -> int:
         """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
@@ -98,14 +108,17 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        ends: list[End] = []  # since the start or the last regroup, without those of waiting for a host, which may take hours
+        ends: list[End] = []  # since the last progress or regroup, without those of waiting for a host, which may take hours
+        reached = -1  # step, by any attempt
         joined = False  # all hosts that are needed, in some attempt: they come back
         pause = self._backoff
         while True:
             end = self._attempt()
             code = self._code_of(end)
-            self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
             joined = joined or bool(end.progress.hosts)
+            self._note(end)
+            if end.progress.step is not None and end.progress.step > reached:
+                ends, pause, reached = [], self._backoff, end.progress.step
             if end.regroups and self._signal is None:
                 line = "maxlm launch: the run was saved, and its processes join anew"
                 self._say(line)
@@ -123,7 +136,7 @@ class Supervisor:
                     self._say(line)
                 self._record(end, line)
                 return code
-            if end.incomplete or (len(ends) > 1 and (end.progress.step or 0) > (ends[-2].progress.step or 0)):
+            if end.incomplete:
                 pause = self._backoff
             line = f"maxlm launch: the run {end}; {which} in {pause:g} s"
             self._say(line)
@@ -131,6 +144,13 @@ class Supervisor:
             if self._stopped_within(pause):
                 return ExitCode.STOPPED
             pause = min(2 * pause, MAX_BACKOFF_SECONDS)
+
+    def _note(self, end: End) -> None:
+        """Keep what the next attempt is told of this one."""
+        if end.not_started:
+            return
+        self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
+        self._last_code = self._last_code if end.incomplete else end.code
 
     def _record(self, end: End, line: str) -> None:
         """Record the end for the ledger, and for whoever gets alerts; `line`: as printed."""
@@ -143,7 +163,7 @@ class Supervisor:
         """Return the exit code if this attempt is the last. A run that died of a forwarded signal had nothing to save yet: `STOPPED`."""
         if end.killed_for:
             return ExitCode.HUNG
-        if self._signal is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST):  # not one that crashed in its save
+        if self._signal is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST or end.not_started):  # none crashed in its save
             return ExitCode.STOPPED
         return end.code if end.code >= 0 else 1
 
@@ -151,35 +171,46 @@ class Supervisor:
         """Return why there is no restart ("": nothing to report); None: restart."""
         end = ends[-1]
         if self._signal is not None:
-            return "" if end.code in (0, ExitCode.STOPPED) else f"{_signal_name(self._signal)} was received"
+            return "" if end.code in (0, ExitCode.STOPPED) else f"{signal.Signals(self._signal).name} was received"
         if end.code in NO_RESTART:
             return NO_RESTART[end.code]
-        same = [one for one in ends[-CRASH_LOOP:] if not one.external and _failure_site(one) == _failure_site(end)]
-        if len(same) == CRASH_LOOP:
+        if _is_crash_loop(ends[-CRASH_LOOP:]):
             where = "before its first step" if end.progress.step is None else f"after step {end.progress.step:,}"
             error = end.progress.error or "none on record, see its output"
             return f"it has ended {where} {CRASH_LOOP} times in a row, so it is no accident; its last error: {error}"
-        return None if len(ends) <= self._restarts else f"all {self._restarts} restarts are used up"
+        return None if len(ends) <= self._restarts else f"all {self._restarts} restarts since its last progress are used up"
 
     def _attempt(self) -> End:
         began, started = time.time(), time.monotonic()
-        parent_end, write_end = os.pipe()  # `write_end` is closed when this process is gone, and the run then ends too
-        with tempfile.TemporaryDirectory(prefix="maxlm-") as folder:
-            path = Path(folder) / "progress.json"
-            environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
-            if self._absent is not None:
-                environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
+        with contextlib.ExitStack() as stack:
             try:
-                with signals_blocked():  # until it has handlers, see `deadline.start`; its own group, so that it receives Ctrl-C once
-                    self._process = subprocess.Popen(self._command, env=environment, process_group=0, pass_fds=(parent_end,))
-                os.close(parent_end)
-                if self._signal is not None:  # it came between two attempts
-                    self._process.send_signal(self._signal)
-                killed_for = self._wait(self._process)
-                seconds = time.monotonic() - started
-                return End(self._process.returncode, progress_file.read(path), killed_for, began, seconds, time.time() - began - seconds)
-            finally:
-                os.close(write_end)
+                path, process = self._start(stack)
+            except OSError as error:  # no space for a file, no memory, no process: these pass, and this process must outlive them
+                return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), began=began)
+            if self._signal is not None:  # it came between two attempts
+                process.send_signal(self._signal)
+            killed_for = self._wait(process)
+            seconds = time.monotonic() - started
+            clock_s = time.time() - began - seconds
+            return End(process.returncode, progress_file.read(path), killed_for, began=began, seconds=seconds, clock_s=clock_s)
+
+    def _start(self, stack: contextlib.ExitStack) -> tuple[Path, "subprocess.Popen[bytes]"]:
+        """Start an attempt; return the path of its progress file, which is removed with `stack`, and its process. Raises OSError."""
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="maxlm-", ignore_cleanup_errors=True))
+        path = Path(folder) / "progress.json"
+        parent_end, write_end = os.pipe()  # `write_end` is closed when this process is gone, and the run then ends too
+        stack.callback(os.close, write_end)
+        environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
+        if self._absent is not None:
+            environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
+        if self._last_code is not None:
+            environment[progress_file.LAST_CODE_VARIABLE] = str(self._last_code)
+        try:
+            with signals_blocked():  # until it has handlers, see `deadline.start`; its own group, so that it receives Ctrl-C once
+                self._process = subprocess.Popen(self._command, env=environment, process_group=0, pass_fds=(parent_end,))
+        finally:
+            os.close(parent_end)
+        return path, self._process
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> str:
         """Wait for the end of the run; return why it was killed if it did not end in time."""
@@ -192,7 +223,7 @@ class Supervisor:
             frozen_since = (frozen_since or now) if _is_frozen(process.pid) else None
             reason = ""
             if self._signal is not None and now - self._signal_at >= self._patience:
-                reason = f"did not end within {self._patience:g} s of {_signal_name(self._signal)}"
+                reason = f"did not end within {self._patience:g} s of {signal.Signals(self._signal).name}"
             elif frozen_since is not None and now - frozen_since >= FROZEN_SECONDS:
                 reason = f"was stopped (SIGSTOP) for {FROZEN_SECONDS:g} s"
             if reason:
@@ -228,13 +259,37 @@ def _is_frozen(pid: int) -> bool:
         return False
 
 
+def _unless_unwritable(say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say`, but a terminal that is gone or a full disk behind it costs the line, not this process."""
+
+    def say_if_possible(line: str) -> None:
+        with contextlib.suppress(OSError):
+            say(line)
+
+    return say_if_possible
+
+
+def _is_crash_loop(ends: Sequence[End]) -> bool:
+    """True if these ends repeat one failure, for a reason within the run.
+
+    A lost process may have crashed or been killed, which its own supervisor knows, and the next attempt tells; the last end goes by those
+    before. So the supervisors of the other processes give up with that of a process that crashes, and wait for one that is killed.
+    """
+    if len(ends) < CRASH_LOOP or any(end.external or _failure_site(end) != _failure_site(ends[-1]) for end in ends):
+        return False
+    if ends[-1].code != ExitCode.HOST_LOST or not ends[-1].progress.lost:
+        return True
+    return all(_lost_by_crash(end.progress, after.progress) for end, after in itertools.pairwise(ends))
+
+
+def _lost_by_crash(lost: Progress, after: Progress) -> bool:
+    """True if the attempt after knows that a process whose loss ended the one before had crashed."""
+    labels = {process_label(host, number): str(number) for number, host in enumerate(after.hosts)}
+    codes = [after.codes_before.get(labels.get(label, "")) for label in lost.lost]
+    external = (*EXTERNAL_CODES, ExitCode.HOST_LOST, *(-number for number in EXTERNAL_SIGNALS))
+    return any(code is not None and code not in external for code in codes)
+
+
 def _failure_site(end: End) -> tuple[int | None, tuple[str, ...]]:
     """Step and lost hosts: ends that agree in both are repetitions of one failure."""
     return end.progress.step, end.progress.lost
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

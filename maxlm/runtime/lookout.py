@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from maxlm.runtime import message_socket
+from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port
 from maxlm.runtime.message_socket import ConnectionLostError, MessageSocket
 
@@ -32,7 +32,9 @@ def open_socket(spec: ProcessSpec, address: str, secret: bytes, seconds: float, 
     messages = MessageSocket(connection, secret, server=False)
     messages.limit = message_socket.MAX_BYTES
     messages.finish_handshake(until)
-    messages.send("hello", process=spec.process, count=spec.count, host=own_name(), asks=asks, digest=digest)
+    messages.send(
+        "hello", process=spec.process, count=spec.count, host=own_name(), asks=asks, digest=digest, code=progress_file.last_code()
+    )
     return messages
 
 

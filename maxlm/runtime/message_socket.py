@@ -35,6 +35,7 @@ SEND_SECONDS = 2.0  # that a message may wait for space in the send buffer
 MAX_HELLO_BYTES = 4096  # of a line, until the peer is accepted
 MAX_BYTES = 2**20  # of a line after that: the names of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
+MAX_CODES = 64  # exit codes that are sent to all
 MAX_NAME = 64  # characters of a host's name: Linux's limit
 MAX_LINE = 1000  # characters of a line in a message
 _SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded message
@@ -53,6 +54,8 @@ def _printable(text: str) -> str:
 _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
 _Digest = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]  # of code and config, "" where nobody compares it
+_Code = Annotated[int, Field(gt=-65, lt=256)]  # of an exit; negative: by that signal
+_Digits = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
 _EXACT = ConfigDict(strict=True, extra="forbid")
 _Amount = Annotated[int, Field(ge=0, lt=2**53)]  # of updates, seconds or milliseconds
 _Line = Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]
@@ -64,23 +67,34 @@ _Operation = create_model(
 _FIGURES: dict[str, Any] = dict.fromkeys(("steps", "wall_ms", "stepped_ms", "waited_ms", "stopped_ms", "sending_ms"), _Amount)
 _Times = create_model("times", __config__=_EXACT, **_FIGURES)
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
+    # code: exit code of the sender's attempt before, negative: by that signal; None if there was none
     # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
-    "hello": {"process": _Number, "count": Annotated[int, Field(le=MAX_PROCESSES)], "host": _Name, "asks": bool, "digest": _Digest},
+    "hello": {
+        "process": _Number,
+        "count": Annotated[int, Field(le=MAX_PROCESSES)],
+        "host": _Name,
+        "asks": bool,
+        "digest": _Digest,
+        "code": _Code | None,
+    },
     "ping": {},  # is the peer still alive?
     "pong": {},
-    "members": {"hosts": list[_Name], "numbers": list[_Number]},  # those that go on, in the order of the numbers they were started with
+    # Those that go on, in the order of the numbers they were started with; codes: of their hellos, by those numbers, of so many.
+    "members": {"hosts": list[_Name], "numbers": list[_Number], "codes": Annotated[dict[_Digits, _Code], Field(max_length=MAX_CODES)]},
     "meeting": {},  # the answer to one that asks: this process coordinates, too, and no run goes on
     "elsewhere": {},  # another process coordinates: look for it
     "running": {},  # a run goes on without the receiver, which is told when it may join
     "finished": {},  # the run that the receiver waited for is done
-    "regroup": {"reason": Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]},  # save, end in order and join anew
-    "refused": {"reason": str, "wrong": bool},  # wrong: because of an error in the input
+    "regroup": {"reason": _Line},  # save, end in order and join anew
+    "refused": {"reason": _Line, "wrong": bool},  # wrong: because of an error in the input
     # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
     "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},
     "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
     "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
-    # lost: label of the process whose loss is the reason, or ""
-    "abort": {"reason": str, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": str},
+    # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
+    "symptom": {"peer": Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]},
+    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass
+    "abort": {"reason": _Line, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": _Line, "passing": bool},
     "leave": {},
     "frames": {},  # the last message to process 0 on a connection of `relay`
 }
@@ -127,6 +141,10 @@ class MessageSocket:
     def handshake_done(self) -> bool:
         """True once the peer's nonce has arrived; nothing can be sent before."""
         return bool(self._key)
+
+    def peer_address(self) -> str:
+        """Address of the other end. Raises OSError."""
+        return ipv4_if_mapped(str(self.connection.getpeername()[0]))
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -233,6 +251,11 @@ class MessageSocket:
             except BlockingIOError:
                 if not _ready(self.connection, selectors.EVENT_WRITE, until - time.monotonic()):
                     raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
+
+
+def sendable(text: str) -> str:
+    """Return the start of `text` that fits in a message, with ? for what cannot be printed, such as half a surrogate pair."""
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_LINE])
 
 
 def ipv4_if_mapped(address: str) -> str:

@@ -2,11 +2,14 @@
 
 A process that dies closes its connection; a host that the network loses no longer answers the kernel's keep-alive probes; a stopped process
 sends no heartbeats although its kernel answers; a process that ends in order, or crashes, sends a message before. All print the same line.
+The loss of one makes collectives of others fail at once, whose processes may fall before the first is noticed. So process 0 waits a moment
+before it names one, and each process whose own error ends it says so first, with the peer that the error names.
 Beside its heartbeats a process tells process 0 what its training loop does (`Watched`), from this thread: no step waits for it.
 """
 
 import math
 import os
+import re
 import selectors
 import sys
 import threading
@@ -17,15 +20,18 @@ from typing import Any, NamedTuple, Protocol
 from maxlm.config.errors import ExitCode
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
-from maxlm.runtime.message_socket import MAX_LINE, ConnectionLostError, MessageSocket
+from maxlm.runtime.message_socket import MAX_NAME, ConnectionLostError, MessageSocket, ipv4_if_mapped, sendable
 from maxlm.runtime.returning import ReturningProcesses
 
 SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
+CLOSE_SETTLE_SECONDS = 0.5  # after a connection has closed, in which those of other lost processes close, and reports of errors arrive
 DRAIN_SECONDS = 5.0  # that process 0 outlives the others at most: its exit ends jax's service, which would abort them
 HEARTBEAT_SECONDS = 5.0  # between heartbeats
 SUSPECT_SECONDS = 15.0  # without a heartbeat, after which a crash elsewhere is attributed to this process
 HEARTBEAT_TIMEOUT_SECONDS = 45.0  # without a heartbeat, after which a process is lost; the thread runs during tracing and compilation
 _TICK_SECONDS = 1.0
+# The peer in errors of gloo ("Connection closed by peer [10.0.0.3]:4711") and NCCL ("... by remote peer node3<4711>": name or address).
+_PEER = re.compile(rf"\[([0-9a-fA-F.:]{{2,{MAX_NAME}}})\]:\d+|([\w.:-]{{2,{MAX_NAME}}})<\d+>", re.ASCII)
 
 
 class Watched(Protocol):
@@ -45,6 +51,13 @@ class Report(NamedTuple):
     fields: Mapping[str, Any]
 
 
+class Closed(NamedTuple):
+    """Connection of a process that closed without a message before: when, by time.monotonic, and how."""
+
+    time: float
+    reason: str
+
+
 class ProcessGroup:
     """Connected processes that watch each other, in a thread, until they leave."""
 
@@ -57,9 +70,13 @@ class ProcessGroup:
         self.hosts, self.spec = tuple(hosts), spec
         self.configured = tuple(range(spec.count)) if configured is None else tuple(configured)
         self.returning: ReturningProcesses | None = None  # at process 0, while others are absent
+        self.codes_before: Mapping[int, int] = {}  # by process: how the attempt before ended there, where that was sent
         self.regrouping = ""  # why all are to save and join anew
         self._spec, self._sockets = spec, dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end
+        self._addresses = {number: _peer_address(one) for number, one in sockets.items()}
+        self._symptoms: dict[int, str] = {}  # processes that an error of their own ends, earliest first, and the peer that it names
+        self._closed: dict[int, Closed] = {}  # at process 0, earliest first
         self._last_message = dict.fromkeys(sockets, time.monotonic())
         self._suspected: frozenset[int] = frozenset()  # as process 0 has reported
         self._last_heartbeat = self._last_tick = time.monotonic()
@@ -76,21 +93,25 @@ class ProcessGroup:
         Does not return if it turns out that another process was lost or crashed before, and that ends this process too.
         """
         if reason is not None and code not in (ExitCode.WRONG_INPUT, ExitCode.STOPPED):
+            peer = peer_named(reason)
+            self._symptoms[self._spec.process] = peer
+            if self._spec.process != 0:
+                self._broadcast("symptom", peer=peer)
             time.sleep(SETTLE_SECONDS)  # most likely the end of another process is the cause, and its message on the way
-            if suspects := self._suspects():
-                self._end_for_lost(min(suspects))
+            if (culprit := self._culprit()) is not None:
+                self._end_for_lost(culprit)
         self._left.set()
         if reason is None:
             self._broadcast("leave")
         else:
-            self._broadcast("abort", reason=reason, code=int(code), lost="")
+            self._broadcast("abort", reason=sendable(reason), code=int(code), lost="", passing=False)
             self._end_returning(reason, code)
             self._drain_peers()
 
     def regroup(self, reason: str) -> None:
         """Tell all processes, from process 0, that they are about to save and join anew."""
         self.regrouping = reason
-        self._broadcast("regroup", reason=reason)
+        self._broadcast("regroup", reason=sendable(reason))
 
     def own_label(self) -> str:
         return self.label(self._spec.process)
@@ -106,16 +127,18 @@ class ProcessGroup:
 
     def ask_stacks(self, reason: str) -> None:
         """Have all others show their stacks; their answers arrive in `stacks`. Only process 0 asks."""
-        self._broadcast("hang", reason=reason[:MAX_LINE])
+        self._broadcast("hang", reason=sendable(reason))
 
     def round_trips(self) -> dict[int, float]:
         """Seconds of a round trip to each connected process, as the kernel estimates them."""
         measured = {number: one.round_trip() for number, one in list(self._sockets.items())}
         return {number: seconds for number, seconds in measured.items() if seconds is not None}
 
-    def end_all(self, reason: str, code: int, culprit: int | None) -> None:
-        """End all processes with `code` for `reason`; `culprit`: the one to blame, if any. Returns only if they are ending already."""
-        self._end(reason, code, "" if culprit is None else self.label(culprit))
+    def end_all(self, reason: str, code: int, culprit: int | None, *, passing: bool = False) -> None:
+        """End all processes with `code` for `reason`; `culprit`: the one to blame, if any; `passing`: the cause is outside of the run, and
+        may pass. Returns only if they are ending already.
+        """
+        self._end(reason, code, "" if culprit is None else self.label(culprit), passing=passing)
 
     def _listen(self, until: float = math.inf) -> None:
         with selectors.DefaultSelector() as selector:
@@ -125,9 +148,10 @@ class ProcessGroup:
             while time.monotonic() < until:
                 for closed in [key.fileobj for key in selector.get_map().values() if key.data not in self._sockets]:
                     selector.unregister(closed)
-                if not selector.get_map():
+                settled_in = self._settled_in()
+                if not selector.get_map() and settled_in == math.inf:
                     break
-                for key, _ in selector.select(_TICK_SECONDS):
+                for key, _ in selector.select(min(_TICK_SECONDS, settled_in)):
                     assert isinstance(key.fileobj, MessageSocket)
                     self._read(key.data, key.fileobj)
                 self._tick()
@@ -140,8 +164,11 @@ class ProcessGroup:
                 self._handle(number, message)
         except ConnectionLostError as error:
             self._sockets.pop(number, None)
-            if number not in self._leaving:
-                self._end_for_lost(number, str(error))
+            if number in self._leaving:
+                return
+            self._closed[number] = Closed(time.monotonic(), str(error))
+            if self._spec.process != 0:  # which has no other connection
+                self._end_for_lost(number)
 
     def _handle(self, number: int, message: Mapping[str, Any]) -> None:
         if message["kind"] == "leave":
@@ -155,11 +182,13 @@ class ProcessGroup:
             self._sockets[number].try_send("stack", **self._watched.show_stacks(message["reason"]))
         elif message["kind"] == "stack":
             self.stacks[number] = message
+        elif message["kind"] == "symptom":
+            self._symptoms[number] = message["peer"]
         elif message["kind"] == "abort":
             self._leaving.add(number)
-            if message["code"] == ExitCode.CRASHED and (suspects := self._suspects()):
-                self._end_for_lost(min(suspects))
-            self._end(message["reason"], message["code"], message["lost"])
+            if message["code"] == ExitCode.CRASHED and (culprit := self._culprit()) is not None:
+                self._end_for_lost(culprit)
+            self._end(message["reason"], message["code"], message["lost"], passing=message["passing"])
 
     def _tick(self) -> None:
         """Send a heartbeat if it is due, and end the run if one is missing for long."""
@@ -170,6 +199,8 @@ class ProcessGroup:
             self._last_message = {number: received + delay for number, received in self._last_message.items()}
         if self._left.is_set():
             return
+        if self._settled_in() <= 0.0 and (culprit := self._culprit()) is not None:
+            self._end_for_lost(culprit)
         if now >= self._last_heartbeat + HEARTBEAT_SECONDS:
             self._last_heartbeat = now
             watched = {"operation": None, "times": None}
@@ -188,30 +219,57 @@ class ProcessGroup:
         """Processes without a recent heartbeat, at this process or at process 0."""
         return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
 
-    def _end_for_lost(self, number: int, reason: str = "") -> None:
-        """End all processes because this one is lost; without `reason`, for want of heartbeats over its open connection."""
-        if not reason:
+    def _settled_in(self) -> float:
+        """Seconds until one of the processes whose connections have closed is named; inf if there are none, or all are ending."""
+        if not self._closed or self._left.is_set():
+            return math.inf
+        first = next(iter(self._closed.values()))
+        return max(0.0, first.time + CLOSE_SETTLE_SECONDS - time.monotonic())
+
+    def _culprit(self) -> int | None:
+        """The process that was lost first, as far as is known; None if none is. A closed connection is certain, a late heartbeat is not.
+
+        A process that an error of its own has ended, and that said so, is a consequence if another is lost as well. Among the others it is
+        the one that the earliest error names, else the one whose connection closed first.
+        """
+        if not self._closed:
+            return min(self._suspects(), default=None)
+        silent = [number for number in self._closed if number not in self._symptoms] or list(self._closed)
+        for peer in list(self._symptoms.values()):
+            names = {peer, peer.partition(".")[0]} - {""}  # an address or a name, perhaps with its domain
+            if named := [number for number in silent if names & {self._addresses[number], self.hosts[number]}]:
+                return named[0]
+        return silent[0]
+
+    def _end_for_lost(self, number: int) -> None:
+        """End all processes because this one is lost: its connection has closed, or it has sent no heartbeat over it."""
+        if number in self._closed:
+            reason = self._closed[number].reason
+        else:
             seconds = time.monotonic() - self._last_message[number] if number in self._last_message else SUSPECT_SECONDS
             reason = f"no heartbeat for {seconds:.0f} s, while its host answers: the process is stopped, or hangs"
         label = self.label(number)
         self._end(f"lost {label}: {reason}", ExitCode.HOST_LOST, label, number)
 
-    def _end(self, reason: str, code: int, lost: str, number: int | None = None) -> None:
+    def _end(self, reason: str, code: int, lost: str, number: int | None = None, *, passing: bool = False) -> None:
         """End all processes because of another one; returns only if this process is ending by itself.
 
-        `lost`: label of the lost process, or ""; `number`: its number, if its connection must not be waited for.
+        `lost`: label of the lost process, or ""; `number`: its number, if its connection must not be waited for; `passing`: see `end_all`.
         """
         if self._left.is_set():
             return
-        self._broadcast("abort", reason=reason, code=int(code), lost=lost)
+        self._broadcast("abort", reason=sendable(reason), code=int(code), lost=lost, passing=passing)
         if number is not None:
             self._sockets.pop(number, None)
         if code == ExitCode.WRONG_INPUT and self._left.wait(SETTLE_SECONDS):  # the same input is wrong here: the main thread prints it
             return
         self._left.set()
         progress_file.record_error(reason, lost)
-        sys.stderr.write(f"maxlm: {reason}\n")
-        sys.stderr.flush()
+        if passing:
+            progress_file.record(passing=True)
+        with contextlib.suppress(OSError, ValueError):  # whoever read the output may be gone, or its disk full
+            sys.stderr.write(f"maxlm: {reason}\n")
+            sys.stderr.flush()
         self._end_returning(reason, code)
         self._drain_peers()
         os._exit(code)  # the main thread may wait for the lost process for ever
@@ -237,3 +295,16 @@ class ProcessGroup:
     def label(self, number: int) -> str:
         """Host and number of a process."""
         return process_label(self.hosts[number], number)
+
+
+def peer_named(error: str) -> str:
+    """Name or address of the peer whose connection broke, as the error of a collective has it; "" if it has none."""
+    match = _PEER.search(error)
+    return "" if match is None else ipv4_if_mapped(match[1] or match[2])
+
+
+def _peer_address(connection: MessageSocket) -> str:
+    try:
+        return connection.peer_address()
+    except OSError:  # closed already
+        return ""

@@ -6,9 +6,11 @@ A run that was killed, or crashed outside Python, leaves its last step and no ou
 import contextlib
 import json
 import os
+import re
+import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from maxlm.config.errors import UserError
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
+LAST_CODE_VARIABLE = "MAXLM_LAST_CODE"  # exit code of the attempt before (negative: by that signal); likewise
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Progress:
     alerted: str = ""  # cause of the end that an alert was sent for
     absent: tuple[int, ...] = ()  # numbers of the processes without which it went on
     regroup: bool = False  # it was saved and has ended so that the processes join anew
+    codes_before: Mapping[str, int] = field(default_factory=dict)  # by process number: how the attempt before ended there, where known
+    passing: bool = False  # the cause of its end is outside of the run, and may pass
 
 
 _current = Progress()
@@ -41,13 +46,32 @@ _lock = threading.Lock()  # the thread that watches the other processes may end 
 
 
 def read(path: Path) -> Progress:
-    """Read what a run has recorded so far; the empty `Progress` if it recorded nothing."""
+    """Read what a run has recorded so far; the empty `Progress` if it recorded nothing. Fields of another version of maxlm, which was
+    installed while the supervisor ran, are left out.
+    """
     try:
-        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: recorded[name] for name in Progress.__dataclass_fields__ if name in recorded}
+    except (OSError, ValueError, TypeError):
         return Progress()
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in recorded.items()}
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     return Progress(**fields)
+
+
+def last_code() -> int | None:
+    """Exit code of the attempt before this one, on this host; None without a supervisor that knows one."""
+    text = os.environ.get(LAST_CODE_VARIABLE, "")
+    return int(text) if re.fullmatch(r"-?[0-9]{1,3}", text) and -65 < int(text) < 256 else None
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words, as of `subprocess`."""
+    if code >= 0:
+        return f"ended with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 def record_error(error: str | BaseException, lost: str = "") -> None:

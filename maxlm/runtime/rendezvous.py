@@ -124,7 +124,7 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
     _raise_file_limit(spec)
     with contextlib.ExitStack() as open_sockets:
         listeners, met = _meet(spec, coordinator, time.monotonic() + seconds, open_sockets)
-        group = ProcessGroup(*_renumbered(spec, met), configured=met.numbers)
+        group = _group(spec, met)
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
             group.returning = ReturningProcesses(coordinator, listeners, met.numbers)
@@ -138,15 +138,17 @@ def _meet(
     listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
     met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
     for one in met.sockets.values():
-        one.try_send("members", hosts=met.hosts, numbers=met.numbers)
+        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes={str(number): code for number, code in met.codes.items()})
     return listeners, met
 
 
-def _renumbered(spec: ProcessSpec, met: Meeting) -> tuple[ProcessSpec, tuple[str, ...], dict[int, MessageSocket]]:
-    """Specification, hosts and sockets of a group by the numbers that its processes have in it: places among its configured numbers."""
+def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
+    """The group, by the numbers that its processes have in it: places among its configured numbers."""
     place = {number: index for index, number in enumerate(met.numbers)}
     own = replace(spec, count=len(place), process=place[spec.process])
-    return own, met.hosts, {place[number]: one for number, one in met.sockets.items()}
+    group = ProcessGroup(own, met.hosts, {place[number]: one for number, one in met.sockets.items()}, configured=met.numbers)
+    group.codes_before = {place[number]: code for number, code in met.codes.items() if number in place}
+    return group
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class _Seeker:
     def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool) -> ProcessGroup:
         """Return the group of the first of `addresses` that coordinates; see `search`."""
         address, met = self.search(addresses, seconds, forever=forever)
-        return ProcessGroup(*_renumbered(replace(self.spec, address=address), met), configured=met.numbers)
+        return _group(replace(self.spec, address=address), met)
 
     def search(self, addresses: Mapping[int, str], seconds: float, *, forever: bool, pause: float = RETRY_SECONDS) -> tuple[str, Meeting]:
         """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
@@ -206,7 +208,8 @@ class _Seeker:
             raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
         if answer["kind"] == "refused":
             raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection})
+        codes = {int(digits): code for digits, code in answer["codes"].items()}
+        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
 
     def _answer(self, connection: MessageSocket, until: float) -> Message:
         """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""

@@ -245,6 +245,7 @@ def _facts(run: OpenRun, here: Cluster) -> dict[str, Any]:
         "cluster": here.description,
         "restarts": sum(item.get("kind") == "start" for item in read_objects(events)) if run.directory.primary else 0,
         "metrics": charts_of(run.program.metrics),
+        **({"ended_before": ends} if (ends := here.ends_before()) else {}),
         **elastic.facts(config, here),
     }
 

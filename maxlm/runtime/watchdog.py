@@ -22,7 +22,7 @@ from maxlm.config.errors import ExitCode
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
 from maxlm.runtime.cluster_env import service_ports
-from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, Frame, Limits, Operation, hung, verdict
+from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, WAITS_FOR_STORAGE, Frame, Limits, Operation, hung, verdict
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
 from maxlm.runtime.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.runtime.slow_hosts import SlowHosts, Times
@@ -181,6 +181,8 @@ class Watchdog:
                 number: Frame(one["where"], one["waits"], one["unsent"], one["sends"]) for number, one in list(self._group.stacks.items())
             }
         result = verdict(operations, behind, frames, self._label)
+        passing = all(operations[number].part in WAITS_FOR_STORAGE for number in result.behind)
+        progress_file.record(passing=passing)  # now: the monitor may end this process before its loop does
         culprit = result.behind[0] if len(result.behind) == 1 < len(operations) else None
         self._report(result.line, culprit, operations[behind[0]].seconds, final=not saves)
         if saves:
@@ -192,7 +194,7 @@ class Watchdog:
         summary.start()
         summary.join(CLOSE_SECONDS)
         if self._group is not None:
-            self._group.end_all(result.line, ExitCode.HUNG, culprit)
+            self._group.end_all(result.line, ExitCode.HUNG, culprit, passing=passing)
         else:
             progress_file.record_error(result.line)
             sys.stderr.write(f"maxlm: {result.line}\n")

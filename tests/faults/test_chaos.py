@@ -2,18 +2,20 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import chaos
 import chaos_faults
+import chaos_trial
 import pytest
 import typer
 from chaos_libc import compiler
-from chaos_trial import Chaos, Trial, culprit_of
+from chaos_trial import Chaos, Trial, accused_in, culprit_of
 from chaos_world import Progress, Shape
 from hosts import can_make_hosts
 
@@ -101,6 +103,42 @@ class Said:
 )
 def test_the_culprit_is_who_most_hosts_name(fault, words, shape, culprit):
     assert culprit_of(FAULTS[fault], Said(words, shape=shape)) == culprit
+
+
+def test_accusations_are_counted_and_recorded():
+    said = "maxlm: lost host1 (process 1): x\nthe run ended with 6; lost: host1 (process 1)\nlost: host2 (process 2)\nhung: host2 (process "
+    trial = Trial("cut_network", "0", 4, 2, culprit="wrong", accused=accused_in(said))
+    assert trial.accused == {"host1": 1, "host2": 2}
+    assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+
+
+@pytest.mark.parametrize(("culprit", "stays"), [("right", False), ("-", False), ("wrong", True), ("nobody", True)])
+def test_the_folder_of_a_trial_that_named_no_or_a_wrong_culprit_stays(tmp_path, monkeypatch, culprit, stays):
+    class Still(Said):
+        """A world that ended at once."""
+
+        def __init__(self, folder, shape, seed, setup):
+            super().__init__("")
+            folder.mkdir(parents=True)
+            self.setup, self.dice, self.progress = setup, random.Random(0), Progress(13)
+            self.run = type("Run", (), {"processes": {}})
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error): ...
+
+        def until(self, condition):
+            return True
+
+    monkeypatch.setattr(chaos_trial, "World", Still)
+    monkeypatch.setattr(chaos_trial, "build", lambda folder: folder / "library.so")
+    monkeypatch.setattr(chaos_trial, "culprit_of", lambda fault, world: culprit)
+    monkeypatch.setattr(Chaos, "_setup", lambda *_: None)
+    monkeypatch.setattr(Chaos, "_problems", lambda *_: [])
+    fault = replace(FAULTS["kill_trainer"], inject=lambda world: None)
+    assert Chaos(tmp_path).trial(fault, Shape(4, 2), "0").culprit == culprit
+    assert any(one.name.startswith("kill_trainer-") for one in tmp_path.iterdir()) == stays
 
 
 def test_the_plan_is_a_function_of_the_seed():

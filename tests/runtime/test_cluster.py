@@ -1,6 +1,7 @@
 """Processes that join, and that refuse to begin where one of them is not like the others."""
 
 import contextlib
+import json
 import re
 import shutil
 import socket
@@ -53,9 +54,12 @@ def refused(processes):
 
 
 def test_the_command_line_joins_and_says_so(workspace):
-    processes = both(workspace)
+    """And process 0 records how the attempt before ended elsewhere."""
+    processes = both(workspace, MAXLM_LAST_CODE="-9")
     said = [finish(process) for process in processes]
-    assert "process 0 of 2 at localhost:" in (workspace / "runs" / "small" / "events.jsonl").read_text()
+    began, *_ = map(json.loads, (workspace / "runs" / "small" / "events.jsonl").read_text().splitlines())
+    assert began["cluster"].startswith("process 0 of 2 at localhost:")
+    assert began["ended_before"] == {f"{socket.gethostname()} (process 1)": "was killed by SIGKILL"}
     for number, text in enumerate(said):
         assert any(
             re.fullmatch(rf"joining as process {number} of 2 at localhost:\d+, from the command line", line) for line in text.splitlines()
@@ -159,7 +163,7 @@ def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
     left, ended = [], []
 
     class Group:
-        spec, configured, hosts = ProcessSpec(1, 0, "localhost:1", "a test"), (0,), ("h",)
+        spec, configured, hosts, codes_before = ProcessSpec(1, 0, "localhost:1", "a test"), (0,), ("h",), {}
 
         def own_label(self):
             return "h (process 0)"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ from small_run import free_port
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.runtime import coordinator, process_group, rendezvous
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.coordinator import Coordinator, SupersededError
+from maxlm.runtime.cluster_env import ProcessSpec, host_and_port
+from maxlm.runtime.coordinator import Coordinator, SupersededError, listen
 from maxlm.runtime.launch import NO_RESTART
-from maxlm.runtime.lookout import open_socket
+from maxlm.runtime.lookout import ASK_SECONDS, open_socket
+from maxlm.runtime.message_socket import ConnectionLostError, MessageSocket
 from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.quorum import Quorum, candidates
 from maxlm.runtime.returning import ReturningProcesses
@@ -59,7 +61,7 @@ def meet(own, present, *, count, together, seconds=5.0):
             assert one.gave_way
             return (), {other.result() for other in others}
         for connection in met.sockets.values():
-            connection.send("members", hosts=met.hosts, numbers=met.numbers)
+            connection.send("members", hosts=met.hosts, numbers=met.numbers, codes={})
         return met.numbers, {other.result() for other in others}
 
 
@@ -131,3 +133,45 @@ def test_after_an_end_without_a_restart_nobody_waits_on(monkeypatch, end):
         finally:
             group.returning.close()
     assert ended.value.exit_code == code
+
+
+def test_a_flood_beside_a_run_costs_little_of_the_processor_and_keeps_nobody_away(monkeypatch):
+    """Two neighbours connect as fast as they can for 2 s; meanwhile a process that comes back is admitted."""
+    spec = specification(3)
+    one = Coordinator(spec, "h", SECRET, lambda text: None, Quorum(3, 1, 1, bool, 1.0, 600.0))
+    used, run = [], ReturningProcesses._run
+
+    def measured(self):
+        began = time.thread_time()
+        run(self)
+        used.append(time.thread_time() - began)
+
+    monkeypatch.setattr(ReturningProcesses, "_run", measured)
+    served = []
+    monkeypatch.setattr(coordinator, "MessageSocket", lambda *how, **more: served.append(how) or MessageSocket(*how, **more))
+    returning = ReturningProcesses(one, listen(*host_and_port(spec.address), 515), (0, 1))
+    until, connections = time.monotonic() + 2.0, [0, 0]
+
+    def flood(number):
+        while time.monotonic() < until:
+            stranger = socket.create_connection(host_and_port(spec.address), 5, source_address=("127.0.0.7", 0))
+            connections[number] += 1
+            with contextlib.closing(stranger), contextlib.suppress(OSError):
+                stranger.sendall(b"x\n")
+
+    neighbours = [threading.Thread(target=flood, args=(number,)) for number in (0, 1)]
+    for thread in neighbours:
+        thread.start()
+    time.sleep(0.5)
+    answer = ""
+    while not answer and time.monotonic() < until:  # it tries again, if a stranger was served a moment ago
+        with contextlib.suppress(OSError, ConnectionLostError):
+            member = open_socket(replace(spec, process=2), spec.address, SECRET, ASK_SECONDS, "")
+            answer = member.receive(time.monotonic() + ASK_SECONDS)["kind"]
+    for thread in neighbours:
+        thread.join()
+    returning.close()
+    assert answer == "running"
+    assert sum(connections) > 400
+    assert len(served) < 30, "the others are closed at once"
+    assert used[0] < 0.2

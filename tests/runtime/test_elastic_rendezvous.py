@@ -130,7 +130,7 @@ def test_strangers_at_the_port_of_a_smaller_run_change_nothing(cluster):
             elif number % 4 == 2:
                 impostor = MessageSocket(stranger, b"another secret, as long", server=False)
                 impostor.finish_handshake(time.monotonic() + 5)
-                impostor.send("hello", process=2, count=3, host="h", asks=bool(number % 8 == 2), digest="")
+                impostor.send("hello", process=2, count=3, host="h", asks=bool(number % 8 == 2), digest="", code=None)
     time.sleep(8)
     assert [len(three.joined(number)) for number in (0, 1)] == [1, 1]
     three.start(2)

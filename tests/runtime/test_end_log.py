@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from maxlm.config.reliability import AlertsConfig
+from maxlm.runtime import end_log
 from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.launch import Supervisor
 from maxlm.runtime.progress_file import Progress
@@ -66,7 +67,7 @@ def test_every_end_is_a_line_also_before_the_run_directory_is_known(world):
     assert all(before.ended <= after.began for before, after in itertools.pairwise(lines))
     assert lines[0].reason == "the run waited for hosts that did not come; restart 1 of 5 in 0.01 s"
     assert [(alert["cause"], alert["step"]) for alert in sent] == [("crash", 1), ("hang", 2)]  # the trainer has told of its finish
-    assert sent[0]["text"].startswith("the run was killed by SIGKILL after step 1; restart 2 of 5")
+    assert sent[0]["text"].startswith("the run was killed by SIGKILL after step 1; restart 1 of 5")
     assert (sent[0]["run"], sent[0]["folder"], sent[0]["host"]) == ("r", str(run.path.absolute()), "a")
 
 
@@ -126,3 +127,16 @@ def test_settings_of_alerts_that_a_torn_file_holds_are_no_alerts(tmp_path):
     log = EndLog(lambda line: None)
     log.ended(process(), Progress(alerts={"command": 3}, name="r"))
     log.close()
+
+
+def test_a_machine_without_threads_costs_the_alert(world, monkeypatch):
+    def none_left(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(end_log, "Background", none_left)
+    said = []
+    log = EndLog(said.append)
+    for _ in range(2):
+        log.ended(Process("", 1.0, 2.0, 1.0, 1, False, False, "the run ended with 1"), Progress(name="r", alerts=world.alerts))
+    log.close()
+    assert said == ["maxlm launch: alerts: can't start new thread"] * 2

@@ -24,7 +24,7 @@ from maxlm.config.errors import UserError
 from maxlm.runtime import message_socket, process_group as established, rendezvous
 from maxlm.runtime.cluster_env import ProcessSpec
 port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]
-established.SETTLE_SECONDS = 0.5
+established.SETTLE_SECONDS, established.CLOSE_SETTLE_SECONDS = 0.5, 0.1
 if "HEARTBEAT_TIMEOUT_SECONDS" in os.environ:
     established.HEARTBEAT_SECONDS, established.SUSPECT_SECONDS = 0.5, 1.5
     established.HEARTBEAT_TIMEOUT_SECONDS = float(os.environ["HEARTBEAT_TIMEOUT_SECONDS"])
@@ -176,7 +176,7 @@ def test_more_processes_than_files_are_allowed(hard, code):
         if other is None:
             break
         with contextlib.suppress(OSError):  # it has just ended
-            other.send("hello", process=number, count=count, host="h", asks=False, digest="")
+            other.send("hello", process=number, count=count, host="h", asks=False, digest="", code=None)
         others.append(other)
     for other in others if code == 0 else ():
         assert other.receive(time.monotonic() + 30)["kind"] == "ping"
@@ -315,7 +315,7 @@ def ends():
         one.close()
 
 
-HELLO = {"process": 1, "count": 2, "host": "h", "asks": False, "digest": ""}
+HELLO = {"process": 1, "count": 2, "host": "h", "asks": False, "digest": "", "code": None}
 
 
 def soon():
@@ -325,7 +325,7 @@ def soon():
 def test_messages_arrive_in_order_and_only_with_the_secret(ends):
     client, server = ends()
     for process in range(3):
-        client.send("hello", process=process, count=9, host="h", asks=False, digest="")
+        client.send("hello", process=process, count=9, host="h", asks=False, digest="", code=None)
     assert [server.receive(soon())["process"] for _ in range(3)] == [0, 1, 2]
     server.send("ping")
     assert client.receive(soon()) == {"kind": "ping"}
@@ -377,17 +377,17 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": NaN, "count": 2, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": true, "count": 2, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": -1, "count": 2, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": 2, "count": 2, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": 1, "count": 15001, "host": "h", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h", "asks": false, "digest": ""}' % ("0" * 3000),
-        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines", "asks": false, "digest": ""}',
-        '{"kind": "hello", "process": 1, "count": 2, "host": "%s", "asks": false, "digest": ""}' % ("h" * 65),
-        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "asks": false, "digest": "", "more": 1}',
+        '{"kind": "hello", "process": Infinity, "count": 2, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": NaN, "count": 2, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": true, "count": 2, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": 1.0, "count": 2, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": -1, "count": 2, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": 2, "count": 2, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": 1, "count": 15001, "host": "h", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": 1, "count": 1%s, "host": "h", "asks": false, "digest": "", "code": null}' % ("0" * 3000),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "two\\nlines", "asks": false, "digest": "", "code": null}',
+        '{"kind": "hello", "process": 1, "count": 2, "host": "%s", "asks": false, "digest": "", "code": null}' % ("h" * 65),
+        '{"kind": "hello", "process": 1, "count": 2, "host": "h", "asks": false, "digest": "", "code": null, "more": 1}',
         '{"kind": "hello", "process": 1, "count": 2}',
         '{"kind": "heartbeat", "suspects": [true], "operation": null, "times": null}',
         '{"kind": "heartbeat", "suspects": []}',
@@ -399,13 +399,21 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
         '{"kind": "hang", "reason": "two\\nlines"}',
         '{"kind": "stack", "where": "%s", "waits": false}' % ("h" * 1001),
         '{"kind": "stack", "where": "x", "waits": 0}',
-        '{"kind": "abort", "reason": "x", "code": 0, "lost": ""}',
-        '{"kind": "abort", "reason": "x", "code": 300, "lost": ""}',
+        '{"kind": "abort", "reason": "x", "code": 0, "lost": "", "passing": false}',
+        '{"kind": "abort", "reason": "x", "code": 300, "lost": "", "passing": false}',
+        '{"kind": "abort", "reason": "%s", "code": 1, "lost": "", "passing": false}' % ("x" * 1001),
+        '{"kind": "abort", "reason": "\\ud800", "code": 1, "lost": "", "passing": false}',
+        '{"kind": "abort", "reason": "\\u001b", "code": 1, "lost": "", "passing": false}',
+        '{"kind": "symptom", "peer": "%s"}' % ("1" * 65),
+        '{"kind": "symptom", "peer": null}',
         '{"kind": ["abort"]}',
-        '{"kind": "members", "hosts": [1], "numbers": [0]}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [-1]}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [0.5]}',
+        '{"kind": "members", "hosts": [1], "numbers": [0], "codes": {}}',
+        '{"kind": "members", "hosts": ["h"], "numbers": [-1], "codes": {}}',
+        '{"kind": "members", "hosts": ["h"], "numbers": [0.5], "codes": {}}',
         '{"kind": "members", "hosts": ["h"]}',
+        '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {"x": 1}}',
+        '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {"1": 1000}}',
+        json.dumps({"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {str(number): 1 for number in range(65)}}),
         '{"kind": "regroup", "reason": "two\\nlines"}',
         '{"kind": "regroup", "reason": "%s"}' % ("x" * 1001),
         "[" * 4000,
@@ -428,13 +436,13 @@ def test_what_makes_no_sense_is_a_stranger(ends, monkeypatch, text):
 def test_lines_are_bounded(ends):
     """Before and after the other end is accepted, and however long it sends."""
     client, server = ends()
-    client.send("abort", reason="x" * message_socket.MAX_HELLO_BYTES, code=1, lost="")
+    client.send("members", hosts=["x" * 64] * 64, numbers=[], codes={})
     with pytest.raises(AuthenticationError):
         server.receive(soon())
     client, server = ends()
     server.limit = message_socket.MAX_BYTES
-    client.send("abort", reason="x" * message_socket.MAX_HELLO_BYTES, code=1, lost="")
-    assert server.receive(soon())["code"] == 1
+    client.send("members", hosts=["x" * 64] * 64, numbers=[], codes={})
+    assert server.receive(soon())["numbers"] == []
     with pytest.raises(ConnectionLostError, match="no message"):
         server.receive(time.monotonic() + 0.1)
 

@@ -57,7 +57,7 @@ def test_a_hang_of_another_process_ends_both_and_names_it(groups, monkeypatch, t
     monkeypatch.setattr(stacks, "show_all", shown.append)
     monkeypatch.setattr(stacks, "debugger_attached", lambda: False)
     ends = []
-    monkeypatch.setattr(groups[0], "end_all", lambda *how: ends.append(how))
+    monkeypatch.setattr(groups[0], "end_all", lambda *how, **more: ends.append((*how, more)))
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: (ends.append(code), ended.set(), time.sleep(3600)))
     seen = Seen()
     with Watchdog(LIMITS, groups[0]) as first, Watchdog(LIMITS, groups[1]) as second, contextlib.ExitStack() as parts:
@@ -71,8 +71,9 @@ def test_a_hang_of_another_process_ends_both_and_names_it(groups, monkeypatch, t
             dog.follow(goodput)
         assert ended.wait(30)
     assert shown == [watchdog.END_SECONDS] * 2, "by both, once"
-    (reason, code, culprit), last = ends
+    (reason, code, culprit, more), last = ends
     assert (code, culprit, last) == (ExitCode.HUNG, 1, ExitCode.HUNG)
+    assert more == {"passing": True}, "storage may come back"
     assert reason.startswith("hung: host1 (process 1) is in the wait for data at step 7 for ")
     assert "; 1 other is in a step at step 8 for " in reason
     alarm, stop = seen.events
