@@ -44,8 +44,7 @@ class Journal:
         Raises UserError in all processes: UnavailableError if the file cannot be read now.
         """
         self._path, self._primary, self._leave_out = path, primary, tuple(leave_out)
-        text = multihost.only_process_0(lambda: "" if path is None else retried(lambda: _text(path), f"reading {path}"), f"reading {path}")
-        self.records = _parse(multihost.text_from_process_0(text or ""), path)
+        self.records = [] if path is None else _read(path)
         self._count = max((record.number for record in self.records), default=0)
 
     def add(self, from_step: int, before: int, batches: Sequence[int], cause: str, reason: str) -> str:
@@ -112,6 +111,11 @@ class Journal:
         return ""
 
 
+def _read(path: Path) -> list[Record]:
+    text = multihost.only_process_0(lambda: retried(lambda: _text(path), f"reading {path}"), f"reading {path}")
+    return _parse(multihost.text_from_process_0(text or ""), path)
+
+
 def _text(path: Path) -> str:
     """The text of a file, "" if there is none; bytes that are not UTF-8 are escapes, which JSON refuses."""
     try:
@@ -120,7 +124,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _parse(text: str, path: Path | None) -> list[Record]:
+def _parse(text: str, path: Path) -> list[Record]:
     if not text:
         return []
     try:

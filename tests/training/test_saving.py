@@ -638,7 +638,10 @@ def test_the_save_after_too_many_that_failed_decides(tmp_path, read_only, monkey
 def test_the_time_of_failing_is_that_of_any_process(tmp_path, monkeypatch):
     """Or some processes would end while others go on."""
     monkeypatch.setattr(saving, "FAILED_SAVES", 3)
-    # Another process cannot save, and its clock says that it is time to end; the clock of this one does not.
-    monkeypatch.setattr(saving.multihost, "max_over_processes", lambda code: max(code, 1))
+
+    def trains(step):
+        """From now on another process cannot save, and its clock says that it is time to end; the clock of this one does not."""
+        monkeypatch.setattr(saving.multihost, "max_over_processes", lambda code: max(code, 1))
+
     with pytest.raises(UserError, match=r"3 saves in a row have failed; the last one: .* another process"):
-        train_with(tmp_path, Script(), Events())
+        train_with(tmp_path, Script(), Events(), trains)
