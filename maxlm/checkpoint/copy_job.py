@@ -17,6 +17,7 @@ from maxlm.checkpoint.snapshot import Group, Kept, Snapshots
 from maxlm.checkpoint.tags import Agreed, PartTag, Written
 
 _THREADS = 4  # that compute tags of what goes to the peer and comes from it, while the tiles are written
+_SMALL = 1 << 18  # bytes of a tile, below which it is not worth handing it to one of them
 
 
 class CopyJob:
@@ -112,7 +113,11 @@ class CopyJob:
         for tile, on_device, received, shared in kept:
             array = np.asarray(on_device)
             if received or shared:
-                tagged.append(self._pool.submit((self._received if received else self._sent).add, tile, array))
+                add = (self._received if received else self._sent).add
+                if array.nbytes < _SMALL:
+                    add(tile, array)
+                else:
+                    tagged.append(self._pool.submit(add, tile, array))
             draft.add(tile, array, received=received)
         for done in tagged:
             done.result()
