@@ -7,6 +7,7 @@ before it names one, and each process whose own error ends it says so first, wit
 Beside its heartbeats a process tells process 0 what its training loop does (`Watched`), from this thread: no step waits for it.
 """
 
+import contextlib
 import math
 import os
 import re
