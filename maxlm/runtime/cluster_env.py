@@ -103,7 +103,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def service_ports(address: str) -> tuple[int, int]:
-    """Ports of process 0 at `address`: that of our process group, and that of jax's own service, one above."""
+    """Ports of process 0 at `address`: that of our process group, and that of the way to jax's own service, one above."""
     _, port = host_and_port(address)
     return port, port + 1
 

@@ -50,3 +50,42 @@ def test_what_is_asked_before_the_first_step_of_a_resumed_run_is_not_lost(before
     answers = ast.literal_eval(done.stdout.splitlines()[-1])
     assert answers[:before] == [None] * before
     assert "the return of host1" in answers[before:]
+
+
+TOGETHER = """
+import sys, time
+import jax
+from maxlm.runtime import cluster, signals
+named = {"coordinator": f"localhost:{sys.argv[1]}", "process_count": "2", "process_id": sys.argv[2]}
+with cluster.joined(named, lambda text: None):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.devices()
+    stop = signals.StopSignal(lambda: "")
+    if sys.argv[2] == "1":
+        stop.request("a test")
+    began, asked = time.monotonic(), 0
+    while (reason := stop(asked)) is None and time.monotonic() < began + 60:
+        asked += 1
+        time.sleep(0.001)  # Python's lock is free for a moment only, as in a loop that traces
+    print("stopped", asked, reason)
+"""
+
+
+def test_processes_agree_where_to_stop_while_jax_holds_pythons_lock():
+    """It does while they agree, over the coordination service: what relays that connection must not need the lock (`relay`)."""
+    port = free_port()
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER, str(port), str(number)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    (_, first, _), (_, second, reason) = [out.splitlines()[-1].split(" ", 2) for out, _ in said]
+    assert first == second
+    assert reason == "a test"
