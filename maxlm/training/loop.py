@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -49,15 +49,14 @@ def restore_or_init(
     `init` may give a Start, where the run does not begin at step 0. `journal`: of the roll backs of the run. Raises UserError for a foreign
     checkpoint.
     """
-    journal = journal or Journal()
+    journal, total = journal or Journal(), program.config.total_steps
+    # Before manifests, and copies in memory, are read; unless nothing seems to be left.
+    compiled = _compile(program) if all(step < total for step in checkpoints.steps()) else None
     unfit = journal.unfit(checkpoints, healthy_only=program.config.health is not None)
     latest = checkpoints.latest(unfit)
-    if latest is not None and latest >= program.config.total_steps:
+    if latest is not None and latest >= total:
         return _restore(program, checkpoints, journal, unfit, goodput)
-    pool = ThreadPoolExecutor(1)
-    compiled = pool.submit(lambda: program.step)
-    pool.shutdown(wait=False)  # an error below is raised at once
-    start = None
+    compiled, start = compiled or _compile(program), None
     if latest is not None:
         with contextlib.suppress(CopyLostError):  # a copy in memory was all there was
             start = _restore(program, checkpoints, journal, unfit, goodput)
@@ -70,6 +69,14 @@ def restore_or_init(
             checkpoints.resume_at(start.step)
     compiled.result()
     return start
+
+
+def _compile(program: Program) -> Future[Any]:
+    """Compile the step in a thread, for which nothing waits after an error."""
+    pool = ThreadPoolExecutor(1)
+    compiled = pool.submit(lambda: program.step)
+    pool.shutdown(wait=False)
+    return compiled
 
 
 def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit: Mapping[int, str], goodput: Goodput | None) -> Start:
