@@ -110,6 +110,10 @@ class Checkpoints:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
         return self._listed()[0]
 
+    def saved_steps(self) -> list[int]:
+        """`steps` of process 0, in all processes. Raises UnavailableError in all."""
+        return self._listed_by_process_0()[0]
+
     def latest(self, unfit: Container[int] = ()) -> int | None:
         """Step of the newest committed checkpoint that process 0 sees, or of a newer copy in memory, but for the `unfit`, or None; if there
         are only strays, the log says so. Raises UnavailableError in all processes.

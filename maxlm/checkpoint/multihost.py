@@ -38,7 +38,7 @@ def text_from_process_0(text: str) -> str:
 
 def texts(text: str) -> list[str]:
     """The text of each process, in all of them."""
-    content = np.frombuffer(text.encode(), np.uint8)
+    content = np.frombuffer(text.encode(errors="replace"), np.uint8)  # a path may hold any bytes
     sizes = np.zeros(jax.process_count(), np.int32)
     sizes[jax.process_index()] = content.size
     sizes = maximum(sizes)

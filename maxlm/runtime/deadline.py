@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
 
@@ -61,7 +61,8 @@ class Stopped(KeyboardInterrupt):
 _monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
 _stacks: int | None = None  # the descriptor of the pipe for stacks
 _raised: Stopped | None = None
-_held_back: int | None = None  # a signal that came during an import
+_held_back: int | None = None  # the first signal, which may have come during an import
+_timer: Any = None  # handler of `_AGAIN` before that
 _code: int | None = None  # exit code of a finished command
 
 
@@ -97,16 +98,17 @@ def start() -> None:
 
 def stop(number: int, frame: FrameType | None) -> None:
     """Handler of signals: raise `Stopped`, the first time; not while a module is imported, but soon after."""
-    global _raised, _held_back
-    number = _held_back if number == _AGAIN and _held_back is not None else number
+    global _raised, _held_back, _timer
     if _raised is not None:
         return
+    if _held_back is None:
+        _held_back, _timer = number, signal.getsignal(_AGAIN)
     if _imports(frame):
-        _held_back = number
         signal.signal(_AGAIN, stop)
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
         return
-    _raised = Stopped(number)
+    signal.signal(_AGAIN, signal.SIG_DFL if _timer is None else _timer)  # None: one that C installed
+    _raised = Stopped(_held_back)
     raise _raised
 
 
@@ -121,7 +123,8 @@ def finish(code: int) -> Stopped | None:
     """End the command: later signals raise nothing, and the process exits with `code`. Returns what a signal has raised before."""
     global _raised, _code
     _code = code
-    raised, _raised = _raised, _raised or Stopped(signal.SIGTERM)
+    raised = _raised if _raised is not None or _held_back is None else Stopped(_held_back)
+    _raised = raised or Stopped(signal.SIGTERM)
     _send_command(_FINISHED)
     threading.Thread(target=_exit_without_threads, name="exit", daemon=True).start()
     return raised

@@ -51,7 +51,7 @@ def restore_or_init(
     """
     journal, total = journal or Journal(), program.config.total_steps
     # Before manifests, and copies in memory, are read; unless nothing seems to be left.
-    compiled = _compile(program) if all(step < total for step in checkpoints.steps()) else None
+    compiled = _compile(program) if all(step < total for step in checkpoints.saved_steps()) else None
     unfit = journal.unfit(checkpoints, healthy_only=program.config.health is not None)
     latest = checkpoints.latest(unfit)
     if latest is not None and latest >= total:
