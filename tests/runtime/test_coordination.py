@@ -156,8 +156,8 @@ def test_a_program_that_cannot_be_started_is_no_absent_host(monkeypatch):
 
 
 def test_a_process_of_another_group_is_not_let_in(run, monkeypatch):
-    """It knows the secret, and has the number of one that is awaited, or another count: it is of an earlier attempt, or of another run, whose
-    port is the next one. Neither it nor those of the group take it for one of theirs that was started wrongly.
+    """It knows the secret, and has the number of one that is awaited, or another count: it is of an earlier attempt, or of another run,
+    whose port is the next one. Neither it nor those of the group take it for one of theirs that was started wrongly.
     """
     monkeypatch.setattr(coordination, "INITIALIZE_SECONDS", 10)
     joins = run(2)
@@ -165,7 +165,7 @@ def test_a_process_of_another_group_is_not_let_in(run, monkeypatch):
     joins.connect(joins.port + 1).close()
     stranger = ProcessSpec(2, 1, f"127.0.0.1:{joins.port + 1}", "a test")
     for other in (stranger, replace(stranger, count=4, process=3)):
-        with pytest.raises(RendezvousError, match="did not answer for 0 s .*or belongs to another run") as raised:
+        with pytest.raises(RendezvousError, match=r"did not answer for 0 s .*or belongs to another run") as raised:
             rendezvous.connect_again(other, OTHER_GROUP, 0.4, SECRET, print)
         assert raised.value.exit_code == ExitCode.HOST_LOST
     assert [joins.start(1).result(30), first.result(30)] == [1, 0]
@@ -211,8 +211,8 @@ def test_a_folder_without_unix_sockets_is_not_used(monkeypatch):
         monkeypatch.setattr(coordination, "_try_socket", lambda folder: refuse() if folder.startswith(bucket) else bind(folder))
         monkeypatch.setattr(tempfile, "tempdir", bucket)
         with coordination._own_folder() as folder:
-            assert os.path.dirname(folder) == "/tmp" and not os.listdir(folder)
-        assert not os.listdir(bucket)
+            assert str(Path(folder).parent) == "/tmp" and not list(Path(folder).iterdir())
+        assert not list(Path(bucket).iterdir())
 
 
 @pytest.mark.parametrize(
