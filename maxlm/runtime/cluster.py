@@ -126,7 +126,7 @@ def joined(
         if group.configured != tuple(range(spec.count)):
             _tell_slices(spec, group.configured, os.environ)
         if now.count > 1:
-            _initialize(now, secret, say)
+            _initialize(now, group.name, secret, say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
         codes = {str(number): code for number, code in group.codes_before.items()}
         progress_file.record(absent=tuple(absent), process=now.process, codes_before=codes)  # as hosts and lost are numbered
@@ -186,9 +186,9 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _initialize(spec: ProcessSpec, secret: bytes, say: Callable[[str], None]) -> None:
-    """Start jax's own service, which only the processes of this run reach."""
-    with coordination.service_address(spec, secret, say) as address, beside_preemption_service():
+def _initialize(spec: ProcessSpec, name: str, secret: bytes, say: Callable[[str], None]) -> None:
+    """Start jax's own service, which only the processes of the group `name` reach."""
+    with coordination.service_address(spec, name, secret, say) as address, beside_preemption_service():
         jax.distributed.initialize(
             coordinator_address=address,
             num_processes=spec.count,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import secrets
 import socket
 import threading
 import time
@@ -63,13 +64,14 @@ class SupersededError(Exception):
 @dataclass(frozen=True)
 class Meeting:
     """The processes that go on: the numbers they were started with, this one's first, by units; hosts; by those numbers sockets, and exit
-    codes of the attempts before where known, signals first, `MAX_CODES` at most.
+    codes of the attempts before where known, signals first, `MAX_CODES` at most; and a random name of the group, in hex digits.
     """
 
     numbers: tuple[int, ...]
     hosts: tuple[str, ...]
     sockets: dict[int, MessageSocket]
     codes: dict[int, int]
+    group: str
 
 
 @dataclass
@@ -141,7 +143,7 @@ class Coordinator:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
         sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
-        return Meeting(numbers, hosts, sockets, self._codes(numbers))
+        return Meeting(numbers, hosts, sockets, self._codes(numbers), secrets.token_hex(message_socket.GROUP_BYTES))
 
     def _codes(self, numbers: Collection[int]) -> dict[int, int]:
         own = {self._spec.process: progress_file.last_code()}

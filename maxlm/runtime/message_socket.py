@@ -37,6 +37,7 @@ MAX_BYTES = 2**20  # of a line after that: the names of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
 MAX_CODES = 64  # exit codes that are sent to all
 MAX_NAME = 64  # characters of a host's name: Linux's limit
+GROUP_BYTES = 16  # of the random name of a group
 MAX_LINE = 1000  # characters of a line in a message
 _SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded message
 _PROTOCOL = "maxlm-rendezvous/1"
@@ -55,6 +56,7 @@ _Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
 _Digest = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]  # of code and config, "" where nobody compares it
 _Code = Annotated[int, Field(gt=-65, lt=256)]  # of an exit; negative: by that signal
+_Group = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * GROUP_BYTES}}}$")]
 _Digits = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
 _EXACT = ConfigDict(strict=True, extra="forbid")
 _Amount = Annotated[int, Field(ge=0, lt=2**53)]  # of updates, seconds or milliseconds
@@ -79,8 +81,14 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     },
     "ping": {},  # is the peer still alive?
     "pong": {},
-    # Those that go on, in the order of the numbers they were started with; codes: of their hellos, by those numbers, of so many.
-    "members": {"hosts": list[_Name], "numbers": list[_Number], "codes": Annotated[dict[_Digits, _Code], Field(max_length=MAX_CODES)]},
+    # Those that go on, in the order of the numbers they were started with; codes: of their hellos, by those numbers, of so many; group:
+    # random, by which they alone are admitted when they connect again.
+    "members": {
+        "hosts": list[_Name],
+        "numbers": list[_Number],
+        "codes": Annotated[dict[_Digits, _Code], Field(max_length=MAX_CODES)],
+        "group": _Group,
+    },
     "meeting": {},  # the answer to one that asks: this process coordinates, too, and no run goes on
     "elsewhere": {},  # another process coordinates: look for it
     "running": {},  # a run goes on without the receiver, which is told when it may join
@@ -234,7 +242,9 @@ class MessageSocket:
         mac, _, text = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(not self._server, self._received, text)):
             raise AuthenticationError(
-                f"it does not share this process's {SECRET}" if self._secret else f"it has a {SECRET}, and this process has none"
+                f"it does not share this process's {SECRET}, or belongs to another run"
+                if self._secret
+                else f"it has a {SECRET}, and this process has none"
             )
         self._received += 1
         return _parse(text)

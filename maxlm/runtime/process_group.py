@@ -72,6 +72,7 @@ class ProcessGroup:
         self.configured = tuple(range(spec.count)) if configured is None else tuple(configured)
         self.returning: ReturningProcesses | None = None  # at process 0, while others are absent
         self.codes_before: Mapping[int, int] = {}  # by process: how the attempt before ended there, where that was sent
+        self.name = ""  # random, in hex digits: the same in all processes, and in no other group
         self.regrouping = ""  # why all are to save and join anew
         self._spec, self._sockets = spec, dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end

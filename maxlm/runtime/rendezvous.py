@@ -12,13 +12,14 @@ on: it no longer listens, and joins as those do that are no candidates.
 import asyncio
 import contextlib
 import errno
+import hmac
 import resource
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
 from maxlm.runtime import message_socket
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label
 from maxlm.runtime.coordinator import (
@@ -99,17 +100,21 @@ def join(
             began = time.monotonic()
 
 
-def connect_again(spec: ProcessSpec, seconds: float, secret: bytes, say: Say) -> list[MessageSocket]:
+def connect_again(spec: ProcessSpec, name: str, seconds: float, secret: bytes, say: Say) -> list[MessageSocket]:
     """Return one more connection to process 0, which waits at `spec.address` for them as before, or from it to each other process. The
-    processes are those of a group, and the last message on each was received. Raises UserError.
+    processes are those of the group `name`, and the last message on each was received. Raises UserError; UnavailableError if the port is
+    taken.
     """
     until = time.monotonic() + seconds
+    key = hmac.digest(secret, b"jax" + bytes.fromhex(name), "sha256")  # another run, or an earlier attempt, may meet at this port
     if spec.process != 0:
-        _, met = _Seeker(spec, secret, "", say).search({0: spec.address}, seconds, forever=True, pause=SOON_SECONDS)
+        _, met = _Seeker(spec, key, "", say).search({0: spec.address}, seconds, forever=True, pause=SOON_SECONDS)
         met.sockets[0].send("frames")
         return [met.sockets[0]]
     with contextlib.ExitStack() as open_sockets:
-        _, met = _meet(spec, Coordinator(spec, own_name(), secret, say), until, open_sockets)
+        # Given up sooner than the others give up process 0, so that all end for its reason.
+        listeners = _open_listeners(spec, until - seconds / 2, again=True)
+        met = _meet([open_sockets.enter_context(one) for one in listeners], Coordinator(spec, own_name(), key, say), until)
     for number, one in met.sockets.items():
         try:
             while one.receive(until)["kind"] != "frames":
@@ -123,7 +128,9 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
     """`spec`: with the address of this process, not of process 0."""
     _raise_file_limit(spec)
     with contextlib.ExitStack() as open_sockets:
-        listeners, met = _meet(spec, coordinator, time.monotonic() + seconds, open_sockets)
+        until = time.monotonic() + seconds
+        listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
+        met = _meet(listeners, coordinator, until)
         group = _group(spec, met)
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
@@ -131,15 +138,13 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
     return group
 
 
-def _meet(
-    spec: ProcessSpec, coordinator: Coordinator, until: float, open_sockets: contextlib.ExitStack
-) -> tuple[list[socket.socket], Meeting]:
-    """The listeners, which `open_sockets` closes, and the meeting, of which all members have been told."""
-    listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
+def _meet(listeners: list[socket.socket], coordinator: Coordinator, until: float) -> Meeting:
+    """The meeting, of which all members have been told."""
     met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
     for one in met.sockets.values():
-        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes={str(number): code for number, code in met.codes.items()})
-    return listeners, met
+        codes = {str(number): code for number, code in met.codes.items()}
+        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes, group=met.group)
+    return met
 
 
 def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
@@ -147,6 +152,7 @@ def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
     place = {number: index for index, number in enumerate(met.numbers)}
     own = replace(spec, count=len(place), process=place[spec.process])
     group = ProcessGroup(own, met.hosts, {place[number]: one for number, one in met.sockets.items()}, configured=met.numbers)
+    group.name = met.group
     group.codes_before = {place[number]: code for number, code in met.codes.items() if number in place}
     return group
 
@@ -209,7 +215,7 @@ class _Seeker:
         if answer["kind"] == "refused":
             raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
         codes = {int(digits): code for digits, code in answer["codes"].items()}
-        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
+        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes, answer["group"])
 
     def _answer(self, connection: MessageSocket, until: float) -> Message:
         """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
@@ -241,7 +247,11 @@ def _is_valid(members: Message, spec: ProcessSpec) -> bool:
     return unique and spec.process in numbers[1:] and max(numbers) < spec.count
 
 
-def _open_listeners(spec: ProcessSpec, until: float) -> list[socket.socket]:
+def _open_listeners(spec: ProcessSpec, until: float, *, again: bool = False) -> list[socket.socket]:
+    """Listen at the address of `spec`, once it is free. `again`: the group has met, and can meet anew.
+
+    Raises UserError; UnavailableError if that may help.
+    """
     host, port = host_and_port(spec.address)
     while True:
         try:
@@ -251,7 +261,9 @@ def _open_listeners(spec: ProcessSpec, until: float) -> list[socket.socket]:
                 time.sleep(RETRY_SECONDS)
                 continue
             hint = "is another run on this host?" if error.errno == errno.EADDRINUSE else "choose another port."
-            raise UserError(f"this is {spec}, and cannot wait for the others at port {port}: {error.strerror}; {hint}") from error
+            where = f"port {port}, one above that of this run" if again else f"port {port}"
+            kind = UnavailableError if again and error.errno not in WRONG_PATH else UserError
+            raise kind(f"this is {spec}, and cannot wait for the others at {where}: {error.strerror}; {hint}") from error
 
 
 def _raise_file_limit(spec: ProcessSpec) -> None:

@@ -61,7 +61,7 @@ def meet(own, present, *, count, together, seconds=5.0):
             assert one.gave_way
             return (), {other.result() for other in others}
         for connection in met.sockets.values():
-            connection.send("members", hosts=met.hosts, numbers=met.numbers, codes={})
+            connection.send("members", hosts=met.hosts, numbers=met.numbers, codes={}, group=met.group)
         return met.numbers, {other.result() for other in others}
 
 

@@ -364,6 +364,11 @@ def _heartbeat(times=TIMES, **operation):
     return json.dumps({"kind": "heartbeat", "suspects": [], "operation": OPERATION | operation, "times": times})
 
 
+def members(**fields):
+    """The message, with these fields in place of right ones."""
+    return json.dumps({"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {}, "group": "0" * 32} | fields)
+
+
 def test_a_heartbeat_is_small_and_arrives_whole(ends):
     """Ten thousand hosts send one every five seconds, with numbers as large as in a long run."""
     client, server = ends()
@@ -407,13 +412,14 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
         '{"kind": "symptom", "peer": "%s"}' % ("1" * 65),
         '{"kind": "symptom", "peer": null}',
         '{"kind": ["abort"]}',
-        '{"kind": "members", "hosts": [1], "numbers": [0], "codes": {}}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [-1], "codes": {}}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [0.5], "codes": {}}',
+        members(hosts=[1]),
+        members(numbers=[-1]),
+        members(numbers=[0.5]),
         '{"kind": "members", "hosts": ["h"]}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {"x": 1}}',
-        '{"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {"1": 1000}}',
-        json.dumps({"kind": "members", "hosts": ["h"], "numbers": [0], "codes": {str(number): 1 for number in range(65)}}),
+        members(codes={"x": 1}),
+        members(codes={"1": 1000}),
+        members(codes={str(number): 1 for number in range(65)}),
+        members(group="x"),
         '{"kind": "regroup", "reason": "two\\nlines"}',
         '{"kind": "regroup", "reason": "%s"}' % ("x" * 1001),
         "[" * 4000,
@@ -436,12 +442,12 @@ def test_what_makes_no_sense_is_a_stranger(ends, monkeypatch, text):
 def test_lines_are_bounded(ends):
     """Before and after the other end is accepted, and however long it sends."""
     client, server = ends()
-    client.send("members", hosts=["x" * 64] * 64, numbers=[], codes={})
+    client.send("members", hosts=["x" * 64] * 64, numbers=[], codes={}, group="0" * 32)
     with pytest.raises(AuthenticationError):
         server.receive(soon())
     client, server = ends()
     server.limit = message_socket.MAX_BYTES
-    client.send("members", hosts=["x" * 64] * 64, numbers=[], codes={})
+    client.send("members", hosts=["x" * 64] * 64, numbers=[], codes={}, group="0" * 32)
     assert server.receive(soon())["numbers"] == []
     with pytest.raises(ConnectionLostError, match="no message"):
         server.receive(time.monotonic() + 0.1)
