@@ -118,9 +118,9 @@ def joined(
         return
     progress_file.record(process=spec.process)
     secret = shared_secret(os.environ)
-    say(f"joining as {spec}")
-    quorum = quorum_of(ClusterPlace(spec, _count_devices(spec, accelerators, n_gpus)))
     gave_up = os.environ.get(progress_file.GAVE_UP_VARIABLE)
+    say(f"joining as {spec}" + ("" if gave_up is None else ", only to tell the others that the launcher gives up"))
+    quorum = quorum_of(ClusterPlace(spec, _count_devices(spec, accelerators, n_gpus)))
     if gave_up is not None and quorum is not None:
         raise UserError("the launcher of this process has given up; the others go on without it.")
     group = rendezvous.join(spec, seconds, secret, say, quorum)

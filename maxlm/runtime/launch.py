@@ -167,7 +167,6 @@ class Supervisor:
     def _tell_others(self, reason: str) -> None:
         """Join the other hosts once more, only to tell them that this one gives up: they may have counted other ends, and would wait."""
         if self._has_peers:
-            self._say("maxlm launch: telling the other hosts")
             self._gave_up = "".join(char for char in reason.encode("ascii", "replace").decode() if char.isprintable())
             self._attempt()
 
