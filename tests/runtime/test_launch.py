@@ -184,7 +184,8 @@ def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
         [f"coordinator=localhost:{free_port()}", "process_count=2"],
         "import os, sys, time\nfrom maxlm.runtime import progress_file\n",
     )
-    program = "import sys; from maxlm.runtime.launch import Supervisor; sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
+    program = "import sys\nfrom maxlm.runtime.launch import Supervisor\n"
+    program += "sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", program, sys.executable, "-c", imports + script, *place, f"process_id={process}"],
@@ -208,11 +209,11 @@ def test_a_hang_that_may_pass_is_told_as_such(supervise):
 
 @pytest.mark.parametrize(("there", "tries"), [("-9", 5), ("-11", 3)])
 def test_a_lost_process_is_known_by_the_number_it_was_started_with(supervise, there, tries):
-    """Two processes on one host, and the places of all change while another is absent: the code of its neighbour is not taken for its own."""
+    """Two processes on one host, and the places of all change while another is absent: no neighbour's code is taken for its own."""
     script = (
         "two = number % 2\n"
         "progress_file.record(hosts=('a', 'b', 'b')[not two:], numbers=(0, 1, 2)[not two:], step=7, lost=(f'b (process {1 + two})',))\n"
-        f"if number: progress_file.record(codes_before={{str(place): code for place, code in zip(range(two, 2 + two), (OTHER, {there}))}})\n"
+        f"if number: progress_file.record(codes_before={{str(place): code for place, code in ((two, OTHER), (two + 1, {there}))}})\n"
         "sys.exit(6)"
     )
     other = {"-9": "-11", "-11": "-9"}[there]

@@ -138,6 +138,15 @@ def test_a_process_ends_also_if_nobody_reads_its_output(group):
     assert hub.wait(30) == 6
 
 
+def test_that_a_launcher_has_given_up_is_on_record_everywhere(group, tmp_path):
+    hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
+    message = {"kind": "abort", "reason": "it gave up", "code": 6, "lost": "", "passing": False, "final": True}
+    others[2].send(**message)
+    assert heard(others[1]) == message
+    assert hub.wait(30) == 6
+    assert progress_file.read(tmp_path / "progress.json").final
+
+
 def test_an_end_that_may_pass_is_on_record_everywhere(group, tmp_path):
     """For the supervisors: storage keeps a save waiting."""
     hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
