@@ -118,9 +118,14 @@ def joined(
         return
     progress_file.record(process=spec.process)
     secret = shared_secret(os.environ)
-    say(f"joining as {spec}")
+    gave_up = os.environ.get(progress_file.GAVE_UP_VARIABLE)
+    say(f"joining as {spec}" + ("" if gave_up is None else ", only to tell the others that the launcher gives up"))
     quorum = quorum_of(ClusterPlace(spec, _count_devices(spec, accelerators, n_gpus)))
+    if gave_up is not None and quorum is not None:
+        raise UserError("the launcher of this process has given up; the others go on without it.")
     group = rendezvous.join(spec, seconds, secret, say, quorum)
+    if gave_up is not None:
+        group.end_all(f"the launcher of {group.own_label()} has given up: {gave_up}", ExitCode.HOST_LOST, None, final=True)
     try:
         now, absent = group.spec, sorted(set(range(spec.count)) - set(group.configured))
         if group.configured != tuple(range(spec.count)):
@@ -129,7 +134,7 @@ def joined(
             _initialize(now, group.name, secret, say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
         codes = {str(number): code for number, code in group.codes_before.items()}
-        progress_file.record(absent=tuple(absent), process=now.process, codes_before=codes)  # as hosts and lost are numbered
+        progress_file.record(absent=tuple(absent), process=now.process, codes_before=codes, numbers=group.configured)
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)

@@ -37,16 +37,17 @@ LEFT_SECONDS = 5.0  # for threads that are left when a command is done
 PARENT_VARIABLE = "MAXLM_PARENT"  # descriptor of a pipe that is closed when the launcher exits
 STACKS_SIGNAL = signal.SIGUSR1
 ABORT_SECONDS = 6  # the number of SIGABRT
+_ABORT_SIGNAL = signal.SIGVTALRM  # from the monitor, once aborts are delayed: abort
 _SECOND_SECONDS = 0.1  # two SIGINTs closer than that are one signal, delivered twice
 _AGAIN, _AGAIN_SECONDS = signal.SIGALRM, 0.02  # asks again after a signal that was held back
 _IMPORTER = "<frozen importlib._bootstrap>"
 _MAX_WRITE = 500  # bytes that a pipe takes at once, POSIX's PIPE_BUF
 
 # Commands to the monitor: modes (no grace time; grace time to keep results; grace time to save), end of the command, stacks file, limit of
-# silence, sign of life, and hang with the seconds left. Signals are sent as their numbers, which are below 65.
-PROMPT, KEEP, SAVE, _FINISHED, _STACKS_FILE, _SILENCE, _ALIVE, _HUNG = b"A", b"K", b"S", b"E", b"F", b"T", b"L", b"H"
+# silence, sign of life, hang with the seconds left, and delay of aborts. Signals are sent as their numbers, which are below 65.
+PROMPT, KEEP, SAVE, _FINISHED, _STACKS_FILE, _SILENCE, _ALIVE, _HUNG, _LATE_ABORTS = b"A", b"K", b"S", b"E", b"F", b"T", b"L", b"H", b"D"
 _WITH_TEXT = (_STACKS_FILE, _SILENCE, _HUNG)  # up to a zero byte
-_LOOK_SECONDS = 2.0  # between two looks at whether the process runs, while its silence is limited
+_LOOK_SECONDS = 2.0  # between two looks at the process, while its silence is limited or its aborts are delayed
 
 
 class Stopped(KeyboardInterrupt):
@@ -253,9 +254,14 @@ def delay_aborts() -> None:
 
     jax's service aborts its clients when it is gone, as it is soon after another process was lost. The thread of the process group, which
     waits for the name of that process, then has the time to end this one with the right exit code. Other aborts only come later.
+
+    After that `sleep` the process would go on if SIGABRT came from outside, and no thread calls `abort`. So the monitor, when it sees the
+    main thread in that handler, has `abort` called there.
     """
     assert int(signal.SIGABRT) == ABORT_SECONDS, "C's handlers are called with the number of the signal"
+    set_c_handler(_ABORT_SIGNAL, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
     set_c_handler(signal.SIGABRT, ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value)
+    _send_command(_LATE_ABORTS)
 
 
 def set_c_handler(number: int, handler: int | None) -> int | None:
@@ -284,6 +290,7 @@ class _Monitor:
     silence: float = math.inf  # seconds without a sign of life that are too many
     silent: float = 0.0  # seconds without one, of those in which the process ran
     shown: bool = False  # the stacks
+    late_aborts: bool = False  # until one was seen to begin
 
     def run(self) -> None:
         """Watch the process until it exits."""
@@ -292,7 +299,8 @@ class _Monitor:
             left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
             limited = self.deadline is None and self.silence < math.inf
             looked = time.monotonic()
-            ready, _, _ = select.select(pipes, [], [], _LOOK_SECONDS if limited else left)
+            looks = min(_LOOK_SECONDS, _LOOK_SECONDS if left is None else left)
+            ready, _, _ = select.select(pipes, [], [], looks if limited or self.late_aborts else left)
             if self.commands in ready:
                 data = os.read(self.commands, 1 << 16)
                 if not data:
@@ -303,6 +311,9 @@ class _Monitor:
             if self.parent in ready:  # readable only once it is closed
                 self.parent = None
                 self._kill(signal.SIGTERM)
+            if self.late_aborts and _handles_abort(self.pid):
+                self.late_aborts = False
+                self._kill(_ABORT_SIGNAL)
             if limited:
                 self._count_silence(time.monotonic() - looked)
             if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -318,6 +329,8 @@ class _Monitor:
                 self.stacks_file = Path(os.fsdecode(text))
             elif first == _SILENCE:
                 self.silence, self.silent = float(text), 0.0
+            elif first == _LATE_ABORTS:
+                self.late_aborts = True
             elif first == _ALIVE:
                 self.silent = 0.0
             elif first == _HUNG:
@@ -422,11 +435,24 @@ def _monitor_main(monitor: _Monitor, *inherited: int) -> NoReturn:
 
 def _is_stopped(pid: int) -> bool:
     """True if a signal or a debugger has stopped the process, or where the system does not say."""
-    try:
-        fields = dict(line.partition(":\t")[::2] for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines())
-    except OSError:
-        return True
+    fields = _status(pid)
     return fields.get("State", "T")[:1] in "Tt" or fields.get("TracerPid", "0") != "0"
+
+
+def _handles_abort(pid: int) -> bool:
+    """True while the main thread of the process, which receives signals from outside, is in its handler of SIGABRT: then that is blocked,
+    and the signals are not that a library blocks if it blocks all.
+    """
+    blocked = int(_status(pid).get("SigBlk", "0"), 16)
+    return bool(blocked >> (signal.SIGABRT - 1) & 1) and not blocked >> (_ABORT_SIGNAL - 1) & 1
+
+
+def _status(pid: int) -> dict[str, str]:
+    """What Linux says of the main thread of a process; {} where the system does not."""
+    try:
+        return dict(line.partition(":\t")[::2] for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines())
+    except OSError:
+        return {}
 
 
 def _name(number: int) -> str:

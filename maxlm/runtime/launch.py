@@ -1,6 +1,7 @@
 """`maxlm launch`: run a command of maxlm, and restart it after a crash or a lost host unless the same end is certain."""
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -15,7 +16,6 @@ from types import FrameType
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
 from maxlm.runtime import deadline, progress_file
-from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.lifetime import Process
@@ -44,6 +44,7 @@ class End:
     progress: Progress
     killed_for: str = ""  # why the supervisor killed it, if it did
     not_started: str = ""  # why it could not be started, if so
+    no_command: bool = False  # and that is because there is no such command, or none that may be run
     began: float = 0.0  # seconds since 1970
     seconds: float = 0.0  # that it ran
     clock_s: float = 0.0  # by which the wall clock of this machine was set meanwhile; positive: forward
@@ -57,7 +58,12 @@ class End:
     @property
     def incomplete(self) -> bool:
         """True if some hosts never joined."""
-        return self.code == ExitCode.HOST_LOST and not self.progress.hosts
+        return self.code == ExitCode.HOST_LOST and not self.progress.hosts and not self.progress.final
+
+    @property
+    def waits(self) -> bool:
+        """True if there was no attempt to speak of: other hosts did not come, or this one had no space, memory or process for it."""
+        return self.incomplete or (bool(self.not_started) and not self.no_command)
 
     @property
     def regroups(self) -> bool:
@@ -93,6 +99,8 @@ class Supervisor:
         self._signal_at = 0.0
         self._log = EndLog(self._say)
         self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
+        self._has_peers = False  # other processes have joined this one
+        self._gave_up = ""  # why this supervisor starts no more attempts, once it does
         self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
     def run(self) -> int:
@@ -125,7 +133,7 @@ class Supervisor:
                 self._record(end, line)
                 ends, pause = [], self._backoff  # it has made progress: a host that fails as it returns must not end the others
                 continue
-            if end.incomplete and joined:
+            if end.waits and joined:  # uncounted: the other hosts wait, too, and count nothing
                 reason, which = (None if self._signal is None else ""), "trying again"
             else:
                 ends.append(end)
@@ -135,6 +143,8 @@ class Supervisor:
                 if line:
                     self._say(line)
                 self._record(end, line)
+                if self._signal is None and not end.progress.final and end.code not in NO_RESTART:
+                    self._tell_others(reason)
                 return code
             if end.incomplete:
                 pause = self._backoff
@@ -147,10 +157,18 @@ class Supervisor:
 
     def _note(self, end: End) -> None:
         """Keep what the next attempt is told of this one."""
+        self._has_peers = self._has_peers or len(end.progress.hosts) > 1
         if end.not_started:
             return
         self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
-        self._last_code = self._last_code if end.incomplete else end.code
+        if not end.incomplete:  # a hang that may pass is no crash, which the other supervisors have to know
+            self._last_code = ExitCode.UNAVAILABLE if end.code == ExitCode.HUNG and end.external else end.code
+
+    def _tell_others(self, reason: str) -> None:
+        """Join the other hosts once more, only to tell them that this one gives up: they may have counted other ends, and would wait."""
+        if self._has_peers:
+            self._gave_up = "".join(char for char in reason.encode("ascii", "replace").decode() if char.isprintable())
+            self._attempt()
 
     def _record(self, end: End, line: str) -> None:
         """Record the end for the ledger, and for whoever gets alerts; `line`: as printed."""
@@ -172,6 +190,8 @@ class Supervisor:
         end = ends[-1]
         if self._signal is not None:
             return "" if end.code in (0, ExitCode.STOPPED) else f"{signal.Signals(self._signal).name} was received"
+        if end.progress.final:
+            return end.progress.error
         if end.code in NO_RESTART:
             return NO_RESTART[end.code]
         if _is_crash_loop(ends[-CRASH_LOOP:]):
@@ -186,13 +206,16 @@ class Supervisor:
             try:
                 path, process = self._start(stack)
             except OSError as error:  # no space for a file, no memory, no process: these pass, and this process must outlive them
-                return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), began=began)
+                return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), no_command=self._is_no_command(error), began=began)
             if self._signal is not None:  # it came between two attempts
                 process.send_signal(self._signal)
             killed_for = self._wait(process)
             seconds = time.monotonic() - started
             clock_s = time.time() - began - seconds
             return End(process.returncode, progress_file.read(path), killed_for, began=began, seconds=seconds, clock_s=clock_s)
+
+    def _is_no_command(self, error: OSError) -> bool:
+        return error.errno in (errno.ENOENT, errno.EACCES) and error.filename == self._command[0]
 
     def _start(self, stack: contextlib.ExitStack) -> tuple[Path, "subprocess.Popen[bytes]"]:
         """Start an attempt; return the path of its progress file, which is removed with `stack`, and its process. Raises OSError."""
@@ -203,6 +226,8 @@ class Supervisor:
         environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
         if self._absent is not None:
             environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
+        if self._gave_up:
+            environment[progress_file.GAVE_UP_VARIABLE] = self._gave_up
         if self._last_code is not None:
             environment[progress_file.LAST_CODE_VARIABLE] = str(self._last_code)
         try:
@@ -284,12 +309,18 @@ def _is_crash_loop(ends: Sequence[End]) -> bool:
 
 def _lost_by_crash(lost: Progress, after: Progress) -> bool:
     """True if the attempt after knows that a process whose loss ended the one before had crashed."""
-    labels = {process_label(host, number): str(number) for number, host in enumerate(after.hosts)}
-    codes = [after.codes_before.get(labels.get(label, "")) for label in lost.lost]
+    known = {origin: after.codes_before.get(str(place)) for place, origin in enumerate(after.label_origins().values())}
+    codes = [known.get(origin) for origin in _lost_processes(lost)]
     external = (*EXTERNAL_CODES, ExitCode.HOST_LOST, *(-number for number in EXTERNAL_SIGNALS))
     return any(code is not None and code not in external for code in codes)
 
 
-def _failure_site(end: End) -> tuple[int | None, tuple[str, ...]]:
-    """Step and lost hosts: ends that agree in both are repetitions of one failure."""
-    return end.progress.step, end.progress.lost
+def _failure_site(end: End) -> tuple[int | None, tuple[tuple[str, int], ...]]:
+    """Step and lost processes: ends that agree in both are repetitions of one failure."""
+    return end.progress.step, _lost_processes(end.progress)
+
+
+def _lost_processes(progress: Progress) -> tuple[tuple[str, int], ...]:
+    """Host and number of each lost process, as they were started: labels have its place among those that were there."""
+    origins = progress.label_origins()
+    return tuple(origins.get(label, (label, -1)) for label in progress.lost)

@@ -101,8 +101,15 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
     # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
     "symptom": {"peer": Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]},
-    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass
-    "abort": {"reason": _Line, "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))], "lost": _Line, "passing": bool},
+    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass; final: a
+    # launcher has given up, and the others would wait for its process in vain
+    "abort": {
+        "reason": _Line,
+        "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))],
+        "lost": _Line,
+        "passing": bool,
+        "final": bool,
+    },
     "leave": {},
     "frames": {},  # the last message to process 0 on a connection of `relay`
 }

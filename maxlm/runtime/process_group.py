@@ -106,7 +106,7 @@ class ProcessGroup:
         if reason is None:
             self._broadcast("leave")
         else:
-            self._broadcast("abort", reason=sendable(reason), code=int(code), lost="", passing=False)
+            self._broadcast("abort", reason=sendable(reason), code=int(code), lost="", passing=False, final=False)
             self._end_returning(reason, code)
             self._drain_peers()
 
@@ -136,11 +136,11 @@ class ProcessGroup:
         measured = {number: one.round_trip() for number, one in list(self._sockets.items())}
         return {number: seconds for number, seconds in measured.items() if seconds is not None}
 
-    def end_all(self, reason: str, code: int, culprit: int | None, *, passing: bool = False) -> None:
+    def end_all(self, reason: str, code: int, culprit: int | None, *, passing: bool = False, final: bool = False) -> None:
         """End all processes with `code` for `reason`; `culprit`: the one to blame, if any; `passing`: the cause is outside of the run, and
-        may pass. Returns only if they are ending already.
+        may pass; `final`: no launcher is to start its process again. Returns only if they are ending already.
         """
-        self._end(reason, code, "" if culprit is None else self.label(culprit), passing=passing)
+        self._end(reason, code, "" if culprit is None else self.label(culprit), passing=passing, final=final)
 
     def _listen(self, until: float = math.inf) -> None:
         with selectors.DefaultSelector() as selector:
@@ -190,7 +190,7 @@ class ProcessGroup:
             self._leaving.add(number)
             if message["code"] == ExitCode.CRASHED and (culprit := self._culprit()) is not None:
                 self._end_for_lost(culprit)
-            self._end(message["reason"], message["code"], message["lost"], passing=message["passing"])
+            self._end(message["reason"], message["code"], message["lost"], passing=message["passing"], final=message["final"])
 
     def _tick(self) -> None:
         """Send a heartbeat if it is due, and end the run if one is missing for long."""
@@ -253,22 +253,23 @@ class ProcessGroup:
         label = self.label(number)
         self._end(f"lost {label}: {reason}", ExitCode.HOST_LOST, label, number)
 
-    def _end(self, reason: str, code: int, lost: str, number: int | None = None, *, passing: bool = False) -> None:
+    def _end(self, reason: str, code: int, lost: str, number: int | None = None, *, passing: bool = False, final: bool = False) -> None:
         """End all processes because of another one; returns only if this process is ending by itself.
 
-        `lost`: label of the lost process, or ""; `number`: its number, if its connection must not be waited for; `passing`: see `end_all`.
+        `lost`: label of the lost process, or ""; `number`: its number, if its connection must not be waited for; `passing`, `final`: see
+        `end_all`.
         """
         if self._left.is_set():
             return
-        self._broadcast("abort", reason=sendable(reason), code=int(code), lost=lost, passing=passing)
+        self._broadcast("abort", reason=sendable(reason), code=int(code), lost=lost, passing=passing, final=final)
         if number is not None:
             self._sockets.pop(number, None)
         if code == ExitCode.WRONG_INPUT and self._left.wait(SETTLE_SECONDS):  # the same input is wrong here: the main thread prints it
             return
         self._left.set()
         progress_file.record_error(reason, lost)
-        if passing:
-            progress_file.record(passing=True)
+        if passing or final:
+            progress_file.record(passing=passing, final=final)
         with contextlib.suppress(OSError, ValueError):  # whoever read the output may be gone, or its disk full
             sys.stderr.write(f"maxlm: {reason}\n")
             sys.stderr.flush()

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
+from maxlm.runtime.cluster_env import process_label
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
+GAVE_UP_VARIABLE = "MAXLM_GAVE_UP"  # why the supervisor gives up: this attempt only tells that to the other processes
 LAST_CODE_VARIABLE = "MAXLM_LAST_CODE"  # exit code of the attempt before (negative: by that signal); likewise
 
 
@@ -39,6 +41,13 @@ class Progress:
     regroup: bool = False  # it was saved and has ended so that the processes join anew
     codes_before: Mapping[str, int] = field(default_factory=dict)  # by process number: how the attempt before ended there, where known
     passing: bool = False  # the cause of its end is outside of the run, and may pass
+    final: bool = False  # the supervisor of another process has given up
+    numbers: tuple[int, ...] = ()  # of `hosts`, those that the processes were started with; () before they have joined
+
+    def label_origins(self) -> dict[str, tuple[str, int]]:
+        """Label of each process -> its host and the number that it was started with, which stays the same when others are absent."""
+        numbers = self.numbers if len(self.numbers) == len(self.hosts) else range(len(self.hosts))
+        return {process_label(host, place): (host, number) for place, (host, number) in enumerate(zip(self.hosts, numbers, strict=True))}
 
 
 _current = Progress()

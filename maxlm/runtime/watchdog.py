@@ -184,15 +184,21 @@ class Watchdog:
         passing = all(operations[number].part in WAITS_FOR_STORAGE for number in result.behind)
         progress_file.record(passing=passing)  # now: the monitor may end this process before its loop does
         culprit = result.behind[0] if len(result.behind) == 1 < len(operations) else None
-        self._report(result.line, culprit, operations[behind[0]].seconds, final=not saves)
+        seconds = operations[behind[0]].seconds
         if saves:
+            self._report(result.line, culprit, seconds, final=False)
             sys.stderr.write(f"maxlm: {result.line}; saving, and ending\n")
             os.kill(os.getpid(), signal.SIGTERM)
             self._stopped.wait()  # until the loop has ended, or the monitor ends the process
             return
-        summary = threading.Thread(target=self._write_summary, args=(result.line, operations, frames), daemon=True)
-        summary.start()
-        summary.join(CLOSE_SECONDS)
+
+        def write() -> None:
+            self._report(result.line, culprit, seconds, final=True)
+            self._write_summary(result.line, operations, frames)
+
+        writer = threading.Thread(target=write, name="maxlm-hang", daemon=True)  # the storage that hangs may be the one it writes to
+        writer.start()
+        writer.join(2 * CLOSE_SECONDS)
         if self._group is not None:
             self._group.end_all(result.line, ExitCode.HUNG, culprit, passing=passing)
         else:

@@ -205,3 +205,20 @@ def test_a_hang_that_is_known_is_shown_at_once_and_ended_later(run, tmp_path):
     assert time.monotonic() - began > 2
     assert said.count("the stacks of all threads") == 1
     assert " in command\n" in stacks.read_text()
+
+
+@pytest.mark.parametrize("busy", [IN_PYTHON, IN_C_WITH_THE_LOCK])
+def test_sigabrt_from_outside_ends_a_process_whose_aborts_are_delayed(run, busy):
+    """Also while it holds the interpreter's lock. Before the delay is over the process may hear why."""
+    process, began = run(f"deadline.delay_aborts(); {busy}"), time.monotonic()
+    process.send_signal(signal.SIGABRT)
+    assert process.wait(30) == -signal.SIGABRT
+    assert time.monotonic() - began >= deadline.ABORT_SECONDS
+    process.communicate()
+
+
+def test_delayed_aborts_disturb_no_process_that_blocks_all_signals(run):
+    body = "deadline.delay_aborts(); signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); time.sleep(5)"
+    process = run(body)
+    assert process.wait(30) == 0
+    process.communicate()

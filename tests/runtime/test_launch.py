@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_run import command, environment
+from small_run import command, environment, free_port
 
 from maxlm.runtime import launch, progress_file
 from maxlm.runtime.launch import End, Supervisor
@@ -19,6 +19,7 @@ PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 from maxlm.runtime import progress_file
+if "MAXLM_GAVE_UP" in os.environ: Path("told").write_text(os.environ["MAXLM_GAVE_UP"]); sys.exit(6)
 tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))
@@ -155,6 +156,68 @@ def test_each_attempt_knows_how_the_one_before_ended_here(supervise):
     script = seen + "if number == 0: came(5); os.kill(os.getpid(), signal.SIGKILL)\nif number == 2: came(6)\nsys.exit([0, 6, 1, 0][number])"
     assert supervise(script)[::2] == (0, 4)
     assert [Path(f"seen{number}").read_text() for number in range(4)] == ["None", "-9", "-9", "1"]
+
+
+def test_who_gives_up_tells_the_other_hosts_and_who_is_told_ends(supervise):
+    """They may have logged another step, and count other ends. There is nobody to tell for a process that was alone, or was told itself."""
+    crash = "progress_file.record_error(RuntimeError('bö\\0om'))\nsys.exit(1)"
+    assert supervise(f"came(7)\n{crash}")[::2] == (1, 3)
+    assert Path("told").read_text().endswith("3 times in a row, so it is no accident; its last error: RuntimeError: b?om")
+    for script, code, tries in ((f"came(7, 'a')\n{crash}", 1, 3), ("came(7)\nsys.exit(4)", 4, 1)):
+        Path("tries").unlink()
+        Path("told").unlink(missing_ok=True)
+        assert supervise(script)[::2] == (code, tries)
+        assert not Path("told").exists()
+    Path("tries").unlink()
+    told = "if number == 0: came(5)\nif number == 2: progress_file.record(final=True, error='a has given up')\nsys.exit(6)"
+    code, said, tries = supervise(told)
+    assert (code, tries, Path("told").exists()) == (6, 3, False)
+    assert said[-1] == "maxlm launch: the run ended with 6; not started again: a has given up"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
+    """Over the real rendezvous: that process crashes before it joins, and the other would wait for it for ever."""
+    join = "from maxlm.runtime import cluster\nwith cluster.joined(dict(a.split('=') for a in sys.argv[1:]), print): time.sleep(60)"
+    crashes = "if 'MAXLM_GAVE_UP' not in os.environ:\n    progress_file.record(hosts=('a', 'b'), step=7); sys.exit(1)\n" + join
+    place, imports = (
+        [f"coordinator=localhost:{free_port()}", "process_count=2"],
+        "import os, sys, time\nfrom maxlm.runtime import progress_file\n",
+    )
+    program = "import sys\nfrom maxlm.runtime.launch import Supervisor\n"
+    program += "sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, sys.executable, "-c", imports + script, *place, f"process_id={process}"],
+            cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for script, process in ((crashes, number), (join, 1 - number))
+    ]  # fmt: skip
+    said = [run.communicate(timeout=100)[0] for run in runs]
+    assert [run.returncode for run in runs] == [1, 6], said
+    line = f"(process {number}) has given up: it has ended after step 7 3 times in a row"
+    assert "not started again: the launcher of " in said[1] and line in said[1], said[1]
+
+
+def test_a_hang_that_may_pass_is_told_as_such(supervise):
+    """To the supervisors of the others, for which its process was lost: they go by the exit code of the attempt before."""
+    seen = "Path(f'seen{number}').write_text(str(progress_file.last_code()))\n"
+    script = "came(number)\nprogress_file.record(passing=number == 0)\nsys.exit([5, 5, 0][number])"
+    assert supervise(seen + script)[::2] == (0, 3)
+    assert [Path(f"seen{number}").read_text() for number in range(3)] == ["None", "7", "5"]
+
+
+@pytest.mark.parametrize(("there", "tries"), [("-9", 5), ("-11", 3)])
+def test_a_lost_process_is_known_by_the_number_it_was_started_with(supervise, there, tries):
+    """Two processes on one host, and the places of all change while another is absent: no neighbour's code is taken for its own."""
+    script = (
+        "two = number % 2\n"
+        "progress_file.record(hosts=('a', 'b', 'b')[not two:], numbers=(0, 1, 2)[not two:], step=7, lost=(f'b (process {1 + two})',))\n"
+        f"if number: progress_file.record(codes_before={{str(place): code for place, code in ((two, OTHER), (two + 1, {there}))}})\n"
+        "sys.exit(6)"
+    )
+    other = {"-9": "-11", "-11": "-9"}[there]
+    assert supervise(script.replace("OTHER", other), restarts=4)[::2] == (6, tries)
 
 
 def test_losing_one_host_after_the_other_is_no_crash_loop(supervise):
@@ -350,6 +413,23 @@ def test_a_machine_without_space_memory_or_processes_costs_a_restart(supervise, 
     assert (code, tries) == (0, 1)
     assert said[3] == f"maxlm launch: the run could not be started: {error}; restart 4 of 5 in 0.08 s"
     assert open_files() == open_before
+
+
+def test_a_machine_without_space_is_no_reason_to_give_up_once_all_have_joined(supervise, monkeypatch):
+    """The others wait without a limit, and so does this host: 5 minutes of a full disk must not end the job."""
+    real, calls = launch.tempfile.mkdtemp, []
+
+    def fails(*arguments, **settings):
+        calls.append(None)
+        if 2 <= len(calls) <= 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(launch.tempfile, "mkdtemp", fails)
+    monkeypatch.setattr(launch, "MAX_BACKOFF_SECONDS", 0.05)
+    code, said, tries = supervise("came(5)\nsys.exit(1 if number == 0 else 0)", restarts=2)
+    assert (code, tries) == (0, 2)
+    assert said[-1].endswith("No space left on device; trying again in 0.05 s")
 
 
 def test_a_run_that_can_never_be_started_ends(supervise, monkeypatch):

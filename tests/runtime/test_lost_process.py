@@ -81,7 +81,7 @@ def test_one_that_falls_before_the_lost_one_is_noticed_is_not_named(group):
     time.sleep(0.005)
     others[3].close()
     reason = "lost host3 (process 3): connection closed"
-    assert heard(others[1]) == {"kind": "abort", "reason": reason, "code": 6, "lost": "host3 (process 3)", "passing": False}
+    assert heard(others[1]) == {"kind": "abort", "reason": reason, "code": 6, "lost": "host3 (process 3)", "passing": False, "final": False}
     assert hub.communicate(timeout=30)[1] == f"maxlm: {reason}\n"
     assert hub.returncode == 6
 
@@ -126,7 +126,7 @@ def test_a_closed_connection_is_a_better_reason_than_a_late_heartbeat(group):
     others[2].send("heartbeat", suspects=[1], operation=None, times=None)
     others[3].close()
     time.sleep(0.1)
-    others[2].send("abort", reason="RuntimeError: " + gloo(3), code=1, lost="", passing=False)
+    others[2].send("abort", reason="RuntimeError: " + gloo(3), code=1, lost="", passing=False, final=False)
     assert "lost host3 (process 3): connection closed" in hub.communicate(timeout=30)[1]
 
 
@@ -138,10 +138,19 @@ def test_a_process_ends_also_if_nobody_reads_its_output(group):
     assert hub.wait(30) == 6
 
 
+def test_that_a_launcher_has_given_up_is_on_record_everywhere(group, tmp_path):
+    hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
+    message = {"kind": "abort", "reason": "it gave up", "code": 6, "lost": "", "passing": False, "final": True}
+    others[2].send(**message)
+    assert heard(others[1]) == message
+    assert hub.wait(30) == 6
+    assert progress_file.read(tmp_path / "progress.json").final
+
+
 def test_an_end_that_may_pass_is_on_record_everywhere(group, tmp_path):
     """For the supervisors: storage keeps a save waiting."""
     hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
-    message = {"kind": "abort", "reason": "hung: all 4 processes are in a save", "code": 5, "lost": "", "passing": True}
+    message = {"kind": "abort", "reason": "hung: all 4 processes are in a save", "code": 5, "lost": "", "passing": True, "final": False}
     others[2].send(**message)
     assert heard(others[1]) == message
     assert hub.wait(30) == 5

@@ -12,6 +12,7 @@ from maxlm.config.errors import ExitCode
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import process_group, stacks, watchdog
 from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime.hang import Frame, Operation
 from maxlm.runtime.message_socket import MessageSocket
 from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.watchdog import Watchdog
@@ -81,6 +82,26 @@ def test_a_hang_of_another_process_ends_both_and_names_it(groups, monkeypatch, t
     assert (stop.kind, stop.data["reason"], stop.data["message"]) == ("stop", "hung", reason)
     assert json.loads(stop.to_json())["goodput"]["seconds"]["step"] > 1.5
     assert "host1 (process 1)" in (tmp_path / "hang.txt").read_text()
+
+
+def test_observers_that_hang_on_the_same_storage_do_not_keep_the_others_from_being_told(groups, monkeypatch):
+    """Else the monitor ends process 0 alone, and the others count it as lost instead of a hang that may pass."""
+    monkeypatch.setattr(stacks, "show_all", lambda seconds: None)
+    monkeypatch.setattr(watchdog, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
+    told, never = [], threading.Event()
+    monkeypatch.setattr(groups[0], "end_all", lambda *how, **more: told.append((how[1], more)))
+    monkeypatch.setattr(watchdog.os, "_exit", told.append)
+    with Watchdog(LIMITS, groups[0]) as dog:
+        monkeypatch.setattr(dog, "_frame", lambda: Frame("", False, 0, False))
+        monkeypatch.setattr(dog, "_report", lambda *_, **__: never.wait(60))
+        dog.observers = Observers([])
+        behind = Operation(3, 2, "data_wait", 900, True)
+        ends = threading.Thread(target=dog._end, args=({0: behind, 1: behind}, (0, 1)), daemon=True)
+        ends.start()
+        ends.join(10)
+        never.set()
+    assert told == [(ExitCode.HUNG, {"passing": True}), ExitCode.HUNG]
 
 
 def test_an_error_of_the_watchdog_ends_no_run(monkeypatch):
