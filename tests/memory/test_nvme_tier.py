@@ -60,6 +60,7 @@ def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
     equal(load_all(after), load_all(straight))
 
 
+@pytest.mark.soak
 def test_small_states_in_a_file(folder, cut):
     """Halves of masters stay on the device. Programs of one unit may round a number otherwise, and then its code is the next one."""
     state = {"moments": "int8", "masters": "split24"}

@@ -175,6 +175,7 @@ def test_dispatch_is_for_experts_on_several_devices():
     ]
 
 
+@pytest.mark.soak
 def test_a_step_with_quantized_experts_and_dispatch_has_nearly_the_loss_of_one_device():
     """Two devices gather tokens; rows that are rounded on their way are rounded again alike by the first matmul."""
     sections = {"model": EXPERTS, "mesh": {"expert": 2}}
