@@ -69,6 +69,17 @@ def first_state(program: Program) -> TrainState:
     return jax.device_put(jax.tree.map(np.array, _drawn[key]), program.state_shardings)  # a copy: a step overwrites its state
 
 
+def states_of_steps(program: Program, steps: int) -> tuple[list[TrainState], TrainState]:
+    """(States from the first on, after each of so many steps, as numpy; the last one on its devices)."""
+    state = program.init()
+    states = [jax.device_get(state)]
+    with jax.set_mesh(program.mesh):
+        for number in range(steps):
+            state, _ = program.step(state, jax.device_put(tiny_batch(number), program.batch_sharding))
+            states.append(jax.device_get(state))
+    return states, state
+
+
 def gradients_of(program: Program):
     """(parameters, model state, batch) -> (figures of the batch, gradient of its mean loss)."""
     return lambda params, model_state, batch: program.gradients(params, model_state, batch, program.objective.denominator(batch))

@@ -307,7 +307,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a living process began, as the kernel counts; "" if there is none. Tells it from a later one of the same number."""
+    """Return when a living process began, as the kernel counts; "" if there is none. Tells it from a later one of the same number."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

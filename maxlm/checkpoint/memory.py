@@ -181,7 +181,7 @@ class MemoryCopies:
             _log.warning("%s", self.failure)
 
     def take_said(self) -> list[str]:
-        """Why copies were not used, at all hosts, returned once. All processes call it."""
+        """Return why copies were not used, at all hosts, once. All processes call it."""
         mine, self._said = self._said[:_TOLD], []
         everywhere = [text.splitlines() for text in multihost.texts("\n".join(mine))]
         others = [
@@ -190,7 +190,7 @@ class MemoryCopies:
         return [*everywhere[0], *others]
 
     def take_failure(self) -> str:
-        """Why a copy was not written, returned once; "" if all were, or if the reason is that of the copy before."""
+        """Return once why a copy was not written; "" if all were, or if the reason is that of the copy before."""
         failure, self.failure = self.failure, ""
         return failure
 

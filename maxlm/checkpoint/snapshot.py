@@ -140,7 +140,7 @@ def _agreed_budget() -> float:
 
 
 def _moves(leaf: Any, domains: Sequence[str], to: Sequence[int] | None) -> list[tuple[int, int]] | None:
-    """Where each device of the leaf's mesh sends its part; None if every tile lies in two failure domains already."""
+    """Return where each device of the leaf's mesh sends its part; None if every tile lies in two failure domains already."""
     if to is None:
         return None
     tiling = Tiling.of(leaf)

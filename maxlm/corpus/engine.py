@@ -58,11 +58,11 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Of the passes, in order."""
+        """Names of the passes, in order."""
         return [FIRST, *(stage.name for stage in self.stages)]
 
     def folder(self, number: int) -> Path:
-        """Of a pass, for what only the next passes need."""
+        """Folder of a pass, for what only the next passes need."""
         return self.output / "stages" / f"{number}-{self.names[number]}"
 
     def documents(self, number: int, task: Task) -> Path:
@@ -77,7 +77,7 @@ class Plan:
         return self.folder(number) / "collected" / task.name
 
     def mark(self, number: int, task: Task) -> dict[str, Any] | None:
-        """What a finished task counted; None if it is to be done."""
+        """Counts of a finished task; None if it is to be done."""
         files = [self.documents(number, task), self.removed(number, task)]
         if number + 1 < len(self.names):
             files.append(self.collected(number, task))
@@ -212,7 +212,7 @@ def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
 
 
 def _filters_key(settings: CorpusSettings, scorer: ScorerSource | None) -> Any:
-    """What decides the results of the filters, as JSON has it."""
+    """Return everything that decides the results of the filters, as JSON has it."""
     if settings.filters is None:
         return None
     lists = [[path, _state(path)] for path in settings.filters.files]

@@ -28,7 +28,7 @@ class Source(Section):
 
 
 class RunSettings(Section):
-    """How the work is divided. No setting here changes which documents stay, and only `task_bytes` changes the files they are in."""
+    """Division of the work. No setting here changes which documents stay, and only `task_bytes` changes the files they are in."""
 
     workers: int | None = Field(
         default=None, ge=1, description="Tasks at once; null: one for each core here, or as many as the cluster runs."

@@ -24,7 +24,7 @@ Stream = Iterator[Document | Removed]
 
 
 class Resources(NamedTuple):
-    """What a search over the whole corpus may use. `work`: a folder for temporary files."""
+    """Resources of a search over the whole corpus. `work`: a folder for temporary files."""
 
     work: Path
     memory_mb: int

@@ -13,7 +13,7 @@ Sizes = dict[str, list[int]]  # by name: documents and bytes of text
 
 
 class Tally:
-    """What came into a task and what left it.
+    """Counts of what came into a task and what left it.
 
     `came` and `left`: documents and bytes of text by source. `lengths`: documents by the number of bits of their number of characters, so
     that bin b holds lengths from 2^(b-1) to 2^b - 1. `copies`: copies removed, by the number of documents in their cluster. `cut`: by stage

@@ -62,8 +62,8 @@ class Cluster:
         return self.hosts.count(self.hosts[jax.process_index()])
 
     def ends_before(self) -> dict[str, str]:
-        """How the attempt before ended at the processes that say so, by label, but for those that were done or stopped, or ended because of
-        another one.
+        """Return how the attempt before ended at the processes that say so, by label, but for those that were done or
+        stopped, or ended because of another one.
         """
         codes = {} if self.group is None else {self.group.label(number): code for number, code in self.group.codes_before.items()}
         of_others = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.HOST_LOST)

@@ -448,7 +448,7 @@ def _handles_abort(pid: int) -> bool:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """What Linux says of the main thread of a process; {} where the system does not."""
+    """Return what Linux says of the main thread of a process; {} where the system does not."""
     try:
         return dict(line.partition(":\t")[::2] for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines())
     except OSError:

@@ -42,7 +42,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Task:
-    """What to relay: all connections to the Unix socket `service`, where jax's service starts within `seconds`; or the only connection to
+    """Connections to relay: all of them to the Unix socket `service`, where jax's service starts within `seconds`; or the only one to
     the first that connects to the listening `listener`.
     """
 

@@ -5,7 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_program
+from tiny import states_of_steps, tiny_batch, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
@@ -25,13 +25,7 @@ MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"bias_rate": 0
 def trained():
     """(program, state after each step as numpy, the last state)."""
     program = tiny_program(2, mesh={"fsdp": 2}, ema={"decay": DECAY})
-    state = program.init()
-    states = [jax.device_get(state)]
-    with jax.set_mesh(program.mesh):
-        for n in range(STEPS):
-            state, _ = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
-            states.append(jax.device_get(state))
-    return program, states, state
+    return program, *states_of_steps(program, STEPS)
 
 
 def test_the_average_is_that_of_the_formula(trained):

@@ -5,16 +5,14 @@ import functools
 import json
 import shutil
 
-import jax
 import pytest
-from tiny import tiny_batch, tiny_config, tiny_program
+from numbered_data import NumberedData
+from tiny import tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.config.schedules import BranchFromConfig
-from maxlm.data.order import batch_number
-from maxlm.data.prefetch import Prefetcher
 from maxlm.runtime.open_run import identity
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training.branch import branch_off, check_same_branch
@@ -28,22 +26,11 @@ STABLE = {"schedule": "constant"}
 LEFT_OUT = (1, 5)  # batches, of which one lies before the branch and one after it
 
 
-class Data:
-    """Batches that are functions of their numbers."""
-
-    fingerprint, left_out = "f" * 64, ()
-
-    def go_on(self, position, left_out):
-        self.began, self.left_out = position, left_out
+class Data(NumberedData):
+    """Its position says what was read."""
 
     def position(self, step):
         return {"read": step}
-
-    def batches(self, start, sharding, stop):
-        return Prefetcher(lambda step: jax.device_put(tiny_batch(batch_number(step, self.left_out)), sharding), range(start, stop), 1)
-
-    def take_problems(self):
-        return []
 
 
 class Records(list):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_batch, tiny_config, tiny_program
+from numbered_data import NumberedData
+from tiny import states_of_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.schedules import BranchFromConfig
-from maxlm.data.prefetch import Prefetcher
 from maxlm.interop.averaging import average
 from maxlm.models.adapted_matrix import merged
 from maxlm.models.adapters import leaf, stored
@@ -39,13 +39,7 @@ SPLIT = {"mesh": {"fsdp": 2}, "optimizer": RULE, "train": {"steps": STEPS, "eval
 def trained():
     """(program, state after each step as numpy), from 0 on."""
     program = tiny_program(2, **SPLIT)
-    state = program.init()
-    states = [jax.device_get(state)]
-    with jax.set_mesh(program.mesh):
-        for n in range(STEPS):
-            state, _ = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))
-            states.append(jax.device_get(state))
-    return program, states
+    return program, states_of_steps(program, STEPS)[0]
 
 
 def placed(program, state):
@@ -164,23 +158,6 @@ class HeldOut:
         return []
 
 
-class Data:
-    """Batches that are functions of their numbers."""
-
-    fingerprint, left_out = "f" * 64, ()
-
-    def go_on(self, position, left_out): ...
-
-    def position(self, step):
-        return {}
-
-    def batches(self, start, sharding, stop):
-        return Prefetcher(lambda step: jax.device_put(tiny_batch(step), sharding), range(start, stop), 1)
-
-    def take_problems(self):
-        return []
-
-
 class Events(list):
     def on_event(self, event: Event):
         self.append(event)
@@ -191,7 +168,7 @@ class Events(list):
 def test_training_reports_the_loss_of_the_averaged_point(trained, tmp_path):
     program, states = trained
     events, checkpoints = Events(), Checkpoints(tmp_path, program.config.checkpoint, {})
-    session = Session(program, Data(), HeldOut(), checkpoints, events, Goodput())
+    session = Session(program, NumberedData(), HeldOut(), checkpoints, events, Goodput())
     outcome = train(session, Start(placed(program, states[STEPS - 1]), STEPS - 1))
     checkpoints.close()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(outcome.state), states[-1])

@@ -23,7 +23,7 @@ FADE = 4  # an n-gram in 1 / FADE of the documents that make it common has its f
 
 @dataclass(frozen=True)
 class Found:
-    """Where an item's words are in a window of a document. `score`: share of the item's weight; `words`: share of its words; `first` and
+    """Place of an item's words in a window of a document. `score`: share of the item's weight; `words`: share of its words; `first` and
     `last`: numbers of the words of the window between which they are.
     """
 

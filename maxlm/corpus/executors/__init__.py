@@ -1,4 +1,4 @@
-"""Where the tasks of a corpus run: processes of this machine, jobs of Slurm, or tasks of a Ray cluster. The output has the same bytes."""
+"""Executors of the tasks of a corpus: processes of this machine, jobs of Slurm, tasks of a Ray cluster. The output has the same bytes."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How far a pass is, on the console."""
+"""Progress of a pass, on the console."""
 
 import time
 from collections.abc import Callable

@@ -135,7 +135,7 @@ class _Step(PipelineStep):
 
 
 def _wait(job: _Job, left: list[int], unfinished: Callable[[list[int]], list[int]]) -> list[int]:
-    """What is unfinished when the job has left the queue."""
+    """Return the tasks that are unfinished when the job has left the queue."""
     gone: float | None = None
     while True:
         left = unfinished(left)

@@ -71,7 +71,7 @@ class C4Filter:
         return document if text == document.text else replace_text(document, text)
 
     def _kept(self, statistics: TextStatistics, has_phrase: bool) -> np.ndarray:
-        """Which lines stay. Lines without text do: they separate paragraphs."""
+        """Choose the lines that stay. Lines without text do: they separate paragraphs."""
         settings, lines = self.settings, statistics.lines
         kept_L = (lines[:, scan.WORDS] >= settings.min_words_in_line) & (lines[:, scan.LONGEST] <= settings.max_word_length)
         if settings.terminal_punctuation:

@@ -22,7 +22,7 @@ class BatchFilter(Filter, Protocol):
     """A filter that is faster with several documents at once."""
 
     def filter_many(self, documents: Sequence[Document]) -> list[Document | Removed]:
-        """What the filter gives for each of `documents`."""
+        """Return what the filter gives for each of `documents`."""
         ...
 
 
@@ -44,7 +44,7 @@ class ScorerSource(Protocol):
 
     @property
     def key(self) -> Any:
-        """What decides the scores, as JSON has it."""
+        """Return everything that decides the scores, as JSON has it."""
         ...
 
     def open(self) -> Scorer:
@@ -74,7 +74,7 @@ def run_filters(filters: Sequence[Filter], document: Document) -> Document | Rem
 
 
 def run_together(filters: Sequence[Filter], documents: Sequence[Document]) -> list[Document | Removed]:
-    """What run_filters() gives for each of `documents`, with filters that take several at once where there are such."""
+    """Return what run_filters() gives for each of `documents`, with filters that take several at once where there are such."""
     if len(documents) == 1 and not any(map(takes_many, filters)):
         return [run_filters(filters, documents[0])]
     results: list[Document | Removed] = list(documents)
