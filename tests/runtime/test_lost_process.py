@@ -138,23 +138,18 @@ def test_a_process_ends_also_if_nobody_reads_its_output(group):
     assert hub.wait(30) == 6
 
 
-def test_that_a_launcher_has_given_up_is_on_record_everywhere(group, tmp_path):
+@pytest.mark.parametrize(
+    ("mark", "reason", "code"), [("final", "the launcher gave up", 6), ("passing", "hung: all 4 processes are in a save", 5)]
+)
+def test_what_an_end_says_to_supervisors_is_on_record_everywhere(group, tmp_path, mark, reason, code):
+    """That a launcher has given up, or that the cause may pass, as where storage keeps a save waiting."""
     hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
-    message = {"kind": "abort", "reason": "it gave up", "code": 6, "lost": "", "passing": False, "final": True}
+    message = {"kind": "abort", "reason": reason, "code": code, "lost": "", "passing": False, "final": False, mark: True}
     others[2].send(**message)
     assert heard(others[1]) == message
-    assert hub.wait(30) == 6
-    assert progress_file.read(tmp_path / "progress.json").final
-
-
-def test_an_end_that_may_pass_is_on_record_everywhere(group, tmp_path):
-    """For the supervisors: storage keeps a save waiting."""
-    hub, others = group(**{progress_file.VARIABLE: str(tmp_path / "progress.json")})
-    message = {"kind": "abort", "reason": "hung: all 4 processes are in a save", "code": 5, "lost": "", "passing": True, "final": False}
-    others[2].send(**message)
-    assert heard(others[1]) == message
-    assert hub.wait(30) == 5
-    assert progress_file.read(tmp_path / "progress.json").passing
+    assert hub.wait(30) == code
+    found = progress_file.read(tmp_path / "progress.json")
+    assert {name: getattr(found, name) for name in ("passing", "final")} == {"passing": mark == "passing", "final": mark == "final"}
 
 
 @pytest.mark.parametrize(
