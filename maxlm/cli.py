@@ -20,6 +20,7 @@ from maxlm.runtime import progress_file
 
 if TYPE_CHECKING:
     from maxlm.config.schema import WeightsKind
+    from maxlm.hardware.prices import Term
 
 NAMED = 3  # runs in the default name of a report, at most
 CTRL_C = 130  # exit code of typer after it
@@ -144,6 +145,15 @@ def plan_(
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
+    prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given (docs/cost.md).")] = None,
+    buy: Annotated[str, typer.Option(metavar="TERM", help="on-demand, spot, reserved-1y or reserved-3y.")] = "on-demand",
+    region: Annotated[str | None, typer.Option(metavar="NAME", help="Buy there; where it is cheapest if not given.")] = None,
+    days_at_most: Annotated[
+        float | None, typer.Option(metavar="D", help="Name the cheapest topology that is done in D days; needs --chips-at-most.")
+    ] = None,
+    dollars_at_most: Annotated[
+        float | None, typer.Option(metavar="X", help="Name the fastest topology for X dollars; needs --chips-at-most.")
+    ] = None,
     flops: Annotated[
         float | None, typer.Option(help="Choose size and length for so many model FLOPs, such as 1e22; needs --ladder.")
     ] = None,
@@ -152,8 +162,11 @@ def plan_(
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
     from maxlm.planning import plan_command
+    from maxlm.planning.price_file import read_prices
+    from maxlm.planning.run_cost import Wanted
     from maxlm.runtime import deadline
 
+    wanted = Wanted(read_prices(prices), cast("Term", buy), region, days_at_most, dollars_at_most)
     settings = tuple(overrides or ())
     if (flops is None) != (ladder is None):
         raise UserError("--flops and --ladder go together: the budget, and the ladder that tells the best size for it.")
@@ -166,7 +179,7 @@ def plan_(
         for line in recommended.sentences:
             typer.echo(line, err=json_)
         settings, tokens = (*settings, *recommended.overrides), recommended.tokens
-    request = plan_command.Request(config, settings, topology, slices, tokens, out, any_format)
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))

@@ -1,19 +1,14 @@
-"""Simulate the goodput of a job: failures arrive at random, checkpoints of several tiers bring it back, lost hosts are replaced.
+"""Goodput of a job by simulation (maxlm/planning/goodput.py), with and without each tier of checkpoints.
 
     python tools/simulate_goodput.py --out docs/reliability.png
     python tools/simulate_goodput.py --chips 16384 --startup 10 --spares 0
 
-Goodput is the share of wall time that went into steps which count, at the speed of the whole job. Failures are exponential, at one rate a
-chip. Part of them lose the host, and with it what lies in its memory; the others lose the process only. A failure ends the step on all
-chips: it is detected, a spare host or a smaller mesh takes over, the program starts, and the newest state that is left is restored.
-Failures during recovery start it again. Every default below is an argument, with its source in docs/reliability.md.
+Every default is an argument, with its source in docs/reliability.md.
 """
 
 import json
-import math
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,171 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-DAY = 86400.0
-# Llama 3 (arXiv 2407.21783, section 3.3.4): 466 interruptions in 54 days on 16,384 GPUs; about 78% of the unexpected ones are of hardware.
-LLAMA_INTERRUPTIONS, LLAMA_DAYS, LLAMA_CHIPS = 466, 54, 16_384
-LLAMA_RATE = LLAMA_INTERRUPTIONS / (LLAMA_DAYS * DAY * LLAMA_CHIPS)  # a chip and second
+from maxlm.planning.goodput import LLAMA_CHIPS, MEMORY, PARTS, PEER, STORE, Job, Tier, simulate
+
 SIZES = (1_000, 2_000, 5_000, 10_000, 16_384, 30_000, 50_000, 100_000)
-PARTS = ("useful", "saving", "redone", "detection", "startup", "restore", "no hosts", "fewer hosts", "mesh changes")
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A kind of checkpoint, in seconds: training waits `block_s` for a save, which is complete `write_s` later."""
-
-    name: str
-    block_s: float
-    write_s: float
-    restore_s: float
-    survives_host: bool  # whether the copy of a lost host is left
-    interval_s: float | None = None  # None: the best for its failures
-
-    def interval(self, mtbf_s: float, step_s: float) -> float:
-        """Seconds of training between saves, in whole steps: Young's sqrt(2 block MTBF), not less than the time that a save takes."""
-        wanted = self.interval_s if self.interval_s is not None else max(math.sqrt(2 * self.block_s * mtbf_s), self.block_s + self.write_s)
-        return max(1, round(wanted / step_s)) * step_s
-
-
-STORE = Tier("store", block_s=1.0, write_s=60.0, restore_s=60.0, survives_host=True)
-MEMORY = Tier("memory", block_s=0.05, write_s=2.0, restore_s=2.0, survives_host=False)
-PEER = Tier("peer", block_s=0.05, write_s=5.0, restore_s=5.0, survives_host=True)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job and its machine."""
-
-    chips: int = LLAMA_CHIPS
-    tiers: tuple[Tier, ...] = (STORE, MEMORY, PEER)
-    rate: float = LLAMA_RATE  # of interruptions, a chip and second
-    host_share: float = 0.78  # of interruptions that lose the host
-    domain_share: float = 0.02  # of these that lose the host's peer as well
-    chips_per_host: int = 8
-    step_s: float = 6.0
-    detect_process_s: float = 2.0
-    detect_host_s: float = 30.0
-    startup_s: float = 60.0  # from the decision to restart to the first step, without the restore
-    spares: int = 16  # hosts that are idle until they are needed
-    repair_s: float = 6 * 3600.0  # until a lost host is a spare
-    elastic_chips: int | None = None  # by which the mesh shrinks if no spare is left; None: the job waits
-    change_s: float = 60.0  # to grow back
-
-    @property
-    def mtbf_s(self) -> float:
-        """Mean time between interruptions of the job."""
-        return 1 / (self.rate * self.chips)
-
-    def intervals(self) -> dict[str, float]:
-        """Seconds of training between saves, for the failures from which no quicker tier brings the job back. A peer gets every copy that
-        is made in memory.
-        """
-        found: dict[str, float] = {}
-        for tier in self.tiers:
-            quicker = [other for other in self.tiers if other.write_s < tier.write_s]
-            process = 0.0 if quicker else 1 - self.host_share
-            host = self.host_share * self.domain_share if any(other.survives_host for other in quicker) else self.host_share
-            found[tier.name] = tier.interval(self.mtbf_s / max(process + host * tier.survives_host, 1e-6), self.step_s)
-        if PEER.name in found and MEMORY.name in found:
-            found[MEMORY.name] = found[PEER.name] = min(found[PEER.name], found[MEMORY.name])
-        return found
-
-
-class Simulation:
-    """One history of a job."""
-
-    def __init__(self, job: Job, seed: int) -> None:
-        self._job, self._dice = job, random.Random(seed)
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._now = self._work = 0.0  # wall time; seconds of steps at full speed that count
-        self._copied = dict.fromkeys((tier.name for tier in job.tiers), 0.0)  # work in the newest complete save
-        self._intervals = job.intervals()
-        self._block_share = sum(tier.block_s / self._intervals[tier.name] for tier in job.tiers)  # seconds of saving a second of steps
-        self._repairs: list[float] = []  # times at which lost hosts are back
-
-    def run(self, seconds: float) -> dict[str, float]:
-        """Share of wall time by part, of `seconds` or a little more; they add up to 1."""
-        while self._now < seconds:
-            self._train(self._dice.expovariate(1 / self._job.mtbf_s))
-            self._recover()
-        wall = sum(self._seconds.values())
-        return {part: value / wall for part, value in self._seconds.items()}
-
-    def _train(self, until_failure: float) -> None:
-        """Train for so long, in stretches between which the number of hosts changes."""
-        first = self._work
-        end = self._now + until_failure
-        while self._now < end:
-            missing = self._missing()
-            stretch = min([end, *([min(self._repairs)] if missing and min(self._repairs) > self._now else [])]) - self._now
-            steps = stretch / (1 + self._block_share)
-            speed = 1 - self._share_lost(missing)
-            self._spend("saving", stretch - steps)
-            self._spend("useful", steps * speed)
-            self._spend("fewer hosts", steps * (1 - speed))
-            self._work += steps * speed
-            self._repairs = [time for time in self._repairs if time > self._now]
-            if missing and self._missing() < missing and self._now < end:
-                self._spend("mesh changes", self._job.change_s)
-                end += self._job.change_s
-        for tier in self._job.tiers:
-            interval, late = self._intervals[tier.name], tier.write_s / (1 + self._block_share)
-            newest = (self._work - late) // interval * interval
-            if newest > first:
-                self._copied[tier.name] = newest
-
-    def _recover(self) -> None:
-        """From a failure to the first step; another failure meanwhile begins it anew."""
-        job = self._job
-        while True:
-            host = self._dice.random() < job.host_share
-            if host:
-                self._repairs.append(self._now + job.repair_s)
-                both = self._dice.random() < job.domain_share
-                gone = [tier.name for tier in job.tiers if not tier.survives_host or (both and tier.name == PEER.name)]
-                self._copied |= dict.fromkeys(gone, 0.0)  # until the next copy
-            tier = max(job.tiers, key=lambda tier: (self._copied[tier.name], -tier.restore_s))
-            parts = [
-                ("detection", job.detect_host_s if host else job.detect_process_s),
-                ("no hosts", self._wait_for_hosts()),
-                ("startup", job.startup_s),
-                ("restore", tier.restore_s),
-            ]
-            until_failure = self._dice.expovariate(1 / job.mtbf_s)
-            for part, seconds in parts:
-                spent = min(seconds, until_failure)
-                self._spend(part, spent)
-                until_failure -= spent
-            if until_failure > 0:
-                break
-        lost = self._work - self._copied[tier.name]
-        self._work -= lost
-        self._seconds["useful"] -= lost
-        self._seconds["redone"] += lost
-        self._repairs = [time for time in self._repairs if time > self._now]
-
-    def _missing(self) -> int:
-        """Hosts that the job lacks."""
-        return max(0, sum(time > self._now for time in self._repairs) - self._job.spares)
-
-    def _share_lost(self, missing: int) -> float:
-        """Share of the speed that is lost; at worst each missing host is in another part of the mesh."""
-        job = self._job
-        return 0.0 if job.elastic_chips is None else min(1.0, missing * max(job.elastic_chips, job.chips_per_host) / job.chips)
-
-    def _wait_for_hosts(self) -> float:
-        missing = self._missing()
-        if not missing or self._job.elastic_chips is not None:
-            return 0.0
-        return sorted(time for time in self._repairs if time > self._now)[missing - 1] - self._now
-
-    def _spend(self, part: str, seconds: float) -> None:
-        self._seconds[part] += seconds
-        self._now += seconds
-
-
-def simulate(job: Job, *, interruptions: int = 20_000, seed: int = 0) -> dict[str, float]:
-    """Share of wall time by part, over about so many interruptions."""
-    return Simulation(job, seed).run(interruptions * job.mtbf_s)
 
 
 def variants(job: Job, elastic_chips: int) -> dict[str, Job]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, mode
 from maxlm.config import paths
 from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.compression import CompressionConfig
+from maxlm.config.cost import CostConfig
 from maxlm.config.fields import (
     AtLeastOne,
     Bool,
@@ -578,6 +579,7 @@ class Config(Section):
     prometheus: PrometheusConfig | None = None
     evaluation: EvaluationConfig | None = None
     health: HealthConfig | None = None
+    cost: CostConfig | None = None  # of this run's chips, where list prices are not what is paid
     memory_checkpoints: MemoryCheckpointsConfig | None = None  # beside `checkpoint`, at short intervals
     elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
 

@@ -3,9 +3,8 @@
 import functools
 import json
 import math
-import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,55 +17,99 @@ from maxlm.planning.explore import Point, Search, begin, explore, points
 from maxlm.planning.layouts import Layout, layouts
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
-from maxlm.telemetry.formatting import count, duration, percent
+from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
+from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
 
+WIDE = 140  # columns, from which on the table has all figures
 CHECKED = 4  # topologies: the fastest and the cheapest by prediction
 TRIES = 2  # layouts compiled of each, the second only when the first does not fit
 
 
 @dataclass
 class Machine:
-    """A topology and its best layout so far."""
+    """A topology, its best layout so far, and what a run costs with it."""
 
     topology: Topology
     config: Config
     search: Search
     scale: Scale
+    wanted: Wanted
     point: Point | None = None  # the best compiled, else the best predicted; None when nothing fits
+    cost: RunCost | None = None
+
+    def choose(self) -> None:
+        """Take the best layout of the search."""
+        self.point = _best(self.search)
+        if self.point is not None:
+            self.cost = run_cost(self.topology, self.config, self.scale.seconds(self.point.step_s), self.point.step_s, self.wanted)
 
     @property
-    def run_s(self) -> float:
+    def wall_s(self) -> float:
         """Seconds of the whole run, infinite if nothing fits."""
-        return self.scale.seconds(self.point.step_s) if self.point else math.inf
+        return self.cost.wall_s if self.cost else math.inf
 
     @property
-    def chip_hours(self) -> float:
-        """Chips times hours of the whole run, infinite if nothing fits."""
-        return self.scale.chip_hours(self.point.step_s) if self.point else math.inf
+    def dear(self) -> tuple[bool, float]:
+        """Orders machines by what a run costs: those without a price come last, by their chip-hours."""
+        if self.cost is None:
+            return True, math.inf
+        return self.cost.money is None, self.cost.chip_hours if self.cost.money is None else self.cost.money
+
+    @property
+    def breaks_a_limit(self) -> bool:
+        return self.cost is None or not self.cost.within(self.wanted)
 
 
-def compare(config: Config, topologies: Sequence[Topology], tokens: float | None, arguments: tuple[str, ...], *, as_json: bool) -> int:
-    """Print time and cost of a run of `tokens` on each topology; 0 if one fits. `arguments`: the name of the config, and the overrides."""
+def compare(
+    config: Config, topologies: Sequence[Topology], tokens: float | None, arguments: tuple[str, ...], wanted: Wanted, *, as_json: bool
+) -> int:
+    """Print time and cost of a run of `tokens` on each topology; 0 if one fits, within the limits if there are any, else 2.
+
+    `arguments`: the name of the config, and the overrides.
+    """
     machines: list[Machine] = []
     with progress() as show_progress:
         try:
             for topology in topologies:
                 show_progress(f"predicting {config.run.name} on {topology.name}")
                 smallest = parse(near(topology.chip, 1, most=1)[0])
-                machines.append(_machine(config, topology, tokens, available_hbm(smallest)))
-                machines[-1].point = _best(machines[-1].search)
+                machines.append(_machine(config, topology, tokens, available_hbm(smallest), wanted))
+                machines[-1].choose()
             _check(machines, show_progress)
         except KeyboardInterrupt:
             show_progress("stopped")
-    fitting = sorted((machine for machine in machines if machine.point), key=lambda machine: machine.run_s)
+    fitting = sorted((machine for machine in machines if machine.point), key=lambda machine: machine.wall_s)
+    chosen = choose(fitting, wanted)
     if as_json:
-        sys.stdout.write(json.dumps(_to_json(config, fitting, machines)) + "\n")
+        sys.stdout.write(json.dumps(_to_json(config, fitting, machines, chosen, wanted)) + "\n")
     else:
-        _show(arguments, config, fitting, machines)
-    return 0 if fitting else 2
+        _show(arguments, config, fitting, machines, chosen, wanted)
+    return 0 if fitting and None not in chosen.values() else 2
 
 
-def _machine(config: Config, topology: Topology, tokens: float | None, available: int) -> Machine:
+def choose(machines: Sequence[Machine], wanted: Wanted) -> dict[str, Machine | None]:
+    """What the limits ask for, within all of them: `cheapest` if there is one of days, `fastest` if there is one of dollars."""
+    kept = [machine for machine in machines if not machine.breaks_a_limit]
+    chosen: dict[str, Machine | None] = {}
+    if wanted.days_at_most is not None:
+        chosen["cheapest"] = min(kept, key=lambda machine: machine.dear, default=None)
+    if wanted.dollars_at_most is not None:
+        chosen["fastest"] = min(kept, key=lambda machine: machine.wall_s, default=None)
+    return chosen
+
+
+def frontier(machines: Sequence[Machine]) -> list[Machine]:
+    """Those of `machines`, fastest first, that no other beats in both time and cost; if any has a price, those without are none of them."""
+    least = (all(machine.dear[0] for machine in machines), math.inf)
+    found = []
+    for machine in machines:
+        if machine.dear < least:
+            found.append(machine)
+            least = machine.dear
+    return found
+
+
+def _machine(config: Config, topology: Topology, tokens: float | None, available: int, wanted: Wanted) -> Machine:
     """`config` on `topology`, its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
     on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
     some = (one for one in layouts(on_topology, topology.devices) if not one.offload and one.loss_chunks == config.train.loss_chunks)
@@ -75,6 +118,7 @@ def _machine(config: Config, topology: Topology, tokens: float | None, available
         on_topology,
         begin(some, analytic_model(on_topology, topology), available),
         scale_of(on_topology, topology, tokens),
+        wanted,
     )
 
 
@@ -82,7 +126,7 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
     """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip."""
     with Compiler() as compiler:
         for number in range(CHECKED):
-            rank = operator.attrgetter("chip_hours" if number % 2 else "run_s")
+            rank = (lambda one: (one.breaks_a_limit, one.dear)) if number % 2 else (lambda one: (one.breaks_a_limit, (False, one.wall_s)))
             machine = min((one for one in machines if one.point and not one.search.trials), key=rank, default=None)
             if machine is None:
                 return
@@ -101,7 +145,7 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
             for other in machines:
                 if other.topology.chip == here.chip and other is not machine:
                     other.search.other_trials += machine.search.trials
-                other.point = _best(other.search)
+                other.choose()
 
 
 def _best(search: Search) -> Point | None:
@@ -109,45 +153,96 @@ def _best(search: Search) -> Point | None:
     return min(fitting, key=lambda point: (not point.compiled, point.step_s), default=None)
 
 
-def _show(arguments: tuple[str, ...], config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> None:
+def _show(
+    arguments: tuple[str, ...],
+    config: Config,
+    machines: Sequence[Machine],
+    others: Sequence[Machine],
+    chosen: Mapping[str, Machine | None],
+    wanted: Wanted,
+) -> None:
     console = output_console()
     tokens = machines[0].scale.tokens if machines else 0
     console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold")
-    table = layout_table("", "chips", "run", "chip-hours", "step", "MFU")
-    cheapest = math.inf
+    wide, starred = console.width >= WIDE, frontier(machines)
+    table = layout_table("", "chips", "days", "chip-hours", "cost", "energy", "CO2e", "step", *(("goodput", "MFU") if wide else ()))
     for machine in machines:
-        point, topology = machine.point, machine.topology
-        assert point is not None
-        mark = "* " if machine.chip_hours < cheapest else "  "
-        cheapest = min(cheapest, machine.chip_hours)
-        figures = duration(machine.run_s), count(machine.chip_hours), duration(point.step_s), percent(machine.scale.mfu(point.step_s))
-        status = mark + ("compiled" if point.compiled else "predicted")
-        table.add_row(
-            _name(topology), f"{topology.chips:,}", *figures, status, describe(point.layout), style="" if point.compiled else "dim"
-        )
+        point, cost, topology = machine.point, machine.cost, machine.topology
+        assert point is not None and cost is not None
+        figures = [f"{topology.chips:,}", f"{cost.days:.3g}", count(cost.chip_hours), _or_dash(cost.money, wanted)]
+        figures += [_estimated(cost, energy, cost.kwh), _estimated(cost, mass, cost.kg_co2), duration(point.step_s)]
+        figures += [percent(cost.goodput), percent(machine.scale.mfu(point.step_s))] if wide else []
+        status = ("* " if any(machine is one for one in starred) else "  ") + ("compiled" if point.compiled else "predicted")
+        table.add_row(_name(topology), *figures, status, describe(point.layout), style="" if point.compiled else "dim")
     console.print(table)
-    console.print("*: no other is both faster and cheaper. Nothing was measured.", style="dim")
+    measure = "cheaper" if any(machine.cost and machine.cost.money is not None for machine in machines) else "smaller in chip-hours"
+    taken = " Preemptions are not counted." if wanted.term == "spot" else ""
+    console.print(
+        f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured.", style="dim"
+    )
+    console.print(_price_line(machines, wanted), style="dim")
     without = [_name(machine.topology) for machine in others if machine.point is None]
     if without:
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
-    if machines:
-        fastest = machines[0].topology
-        many = f" --slices {fastest.slices}" if fastest.slices > 1 else ""
+    for line in _choice_lines(chosen, wanted):
+        console.print(line, style="bold")
+    picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
+    if picked is not None:
+        many = f" --slices {picked.topology.slices}" if picked.topology.slices > 1 else ""
         name, *overrides = arguments
-        again = " ".join([f"maxlm plan {name} --topology {fastest.name}{many}", *overrides])
+        again = " ".join([f"maxlm plan {name} --topology {picked.topology.name}{many}", *overrides])
         console.print(f"For the layout in full: {again}")
+
+
+def _price_line(machines: Sequence[Machine], wanted: Wanted) -> str:
+    """Prices of a chip-hour of all chips, and where they are those."""
+    prices = {}
+    for machine in machines:
+        offer = wanted.offer(machine.topology.chip)
+        price = offer.price(wanted.term) if offer else None
+        text = f"{money(price, wanted.prices.currency)} ({offer.provider} {offer.region})" if offer and price is not None else "unknown"
+        prices[machine.topology.chip.name] = text
+    return f"A chip-hour, {wanted.term}: {', '.join(f'{chip} {price}' for chip, price in prices.items())}; {wanted.prices.source}."
+
+
+def _choice_lines(chosen: Mapping[str, Machine | None], wanted: Wanted) -> list[str]:
+    """The choices, a line each, or a line that there is none."""
+    limits = [f"{wanted.days_at_most:g} days"] if wanted.days_at_most is not None else []
+    limits += [money(wanted.dollars_at_most, "USD")] if wanted.dollars_at_most is not None else []
+    within = " and ".join(limits)
+    if chosen and not any(chosen.values()):
+        return [f"None is within {within}."]
+    lines = []
+    for kind, machine in chosen.items():
+        assert machine is not None and machine.cost is not None
+        price = _or_dash(machine.cost.money, wanted)
+        lines.append(f"{kind.capitalize()} within {within}: {_name(machine.topology)}, {duration(machine.wall_s)}, {price}")
+    return lines
+
+
+def _or_dash(amount: float | None, wanted: Wanted) -> str:
+    return "–" if amount is None else money(amount, wanted.prices.currency)
+
+
+def _estimated(cost: RunCost, text: Callable[[float], str], value: float | None) -> str:
+    return "–" if value is None else ("~" if cost.power_estimated else "") + text(value)
 
 
 def _name(topology: Topology) -> str:
     return f"{topology.slices} x {topology.name}" if topology.slices > 1 else topology.name
 
 
-def _to_json(config: Config, machines: Sequence[Machine], others: Sequence[Machine]) -> dict[str, Any]:
-    rows = []
+def _to_json(
+    config: Config, machines: Sequence[Machine], others: Sequence[Machine], chosen: Mapping[str, Machine | None], wanted: Wanted
+) -> dict[str, Any]:
+    rows, starred = [], frontier(machines)
     for machine in machines:
         topology = machine.topology
         where = {"topology": topology.name, "slices": topology.slices, "chips": topology.chips}
-        assert machine.point is not None
-        rows.append({**where, "available_bytes": machine.search.available, **point_json(machine.point, machine.scale, machine.config)})
+        assert machine.point is not None and machine.cost is not None
+        point = point_json(machine.point, machine.scale, machine.config)
+        cost = {"cost": to_json(machine.cost, wanted), "time_cost_frontier": any(machine is one for one in starred)}
+        rows.append({**where, "available_bytes": machine.search.available, **point, **cost})
     without = [machine.topology.name for machine in others if machine.point is None]
-    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without}
+    picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
+    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without, **picked}

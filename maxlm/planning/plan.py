@@ -24,6 +24,7 @@ from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic
 from maxlm.planning.explore import Point, Search, Trial, points
 from maxlm.planning.layouts import Layout, layout_of, layouts
+from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
@@ -70,6 +71,13 @@ class Plan:
     def chosen(self) -> Trial | None:
         """The fastest compiled layout that fits."""
         return self.search.best
+
+    def cost(self, wanted: Wanted) -> RunCost | None:
+        """Cost of the run in the chosen layout."""
+        if self.chosen is None:
+            return None
+        step_s = self.chosen.verdict.step_s
+        return run_cost(self.topology, self.loaded.config, self.scale.seconds(step_s), step_s, wanted)
 
 
 def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:

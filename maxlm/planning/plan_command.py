@@ -17,6 +17,7 @@ from maxlm.config.schema import Config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip
 from maxlm.hardware.topologies import is_tpu, near, parse
+from maxlm.planning.run_cost import Wanted
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.formatting import duration
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """The command line: config, overrides, machine, tokens of the whole run, the file to write the plan to, and whether it may have 8-bit
-    matmuls that the config has not.
+    """The command line: config, overrides, machine, tokens of the whole run, the file to write the plan to, what is asked about costs, and
+    whether it may have 8-bit matmuls that the config has not.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Request:
     slices: int | None
     tokens: float | None
     out: Path | None
+    wanted: Wanted
     any_format: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +52,9 @@ class Request:
 
 def run(request: Request, *, as_json: bool) -> int:
     """Find the layout, print and write it; 0 if one fits, else 2. Raises UserError."""
+    for option, limit in (("--days-at-most", request.wanted.days_at_most), ("--dollars-at-most", request.wanted.dollars_at_most)):
+        if limit is not None:
+            raise UserError(f"{option} chooses between topologies: give --chips-at-most N with it.")
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
     if not topology.is_tpu:
         raise UserError(f"{topology.name} is not a TPU, and maxlm plan has no cost model for GPUs; use for example --topology v5p:4x4x4.")
@@ -68,9 +73,9 @@ def run(request: Request, *, as_json: bool) -> int:
         plan = _in_fastest_format(request, plan)
     written, error = _write(request, plan)
     if as_json:
-        sys.stdout.write(json.dumps(to_json(plan, written)) + "\n")
+        sys.stdout.write(json.dumps(to_json(plan, written, request.wanted)) + "\n")
     else:
-        show(plan, written)
+        show(plan, written, request.wanted)
     if error is not None:
         raise error
     return 0 if plan.chosen else 2
@@ -116,7 +121,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     leave_chips_alone()
     from maxlm.planning import choose_topology
 
-    return choose_topology.compare(config, asked, request.tokens, (request.name, *request.overrides), as_json=as_json)
+    return choose_topology.compare(config, asked, request.tokens, (request.name, *request.overrides), request.wanted, as_json=as_json)
 
 
 def _check_trained(config: Config) -> None:

@@ -12,8 +12,10 @@ from rich.table import Table
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.hardware.chips import GIB
+from maxlm.planning import run_cost
 from maxlm.planning.explore import Point, rows
 from maxlm.planning.plan import Plan, Scale, describe, machine_name
+from maxlm.planning.run_cost import Wanted
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import count, duration, percent
 
@@ -21,8 +23,8 @@ WIDE = 100  # columns
 MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 
 
-def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
-    """Print the frontier, the chosen layout, and the paths of the config and the chart that were `written`."""
+def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
+    """Print the frontier, the chosen layout, what its run costs, and the paths of the config and the chart that were `written`."""
     console, search = output_console(), plan.search
     console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
     dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
@@ -45,6 +47,9 @@ def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
     for format, predicted_s in plan.quantized.items():
         if format not in plan.formats:
             console.print(f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; --any-format finds its layout.")
+    if (cost := plan.cost(wanted)) is not None:
+        for line in run_cost.sentences(cost, wanted):
+            console.print(line)
     if written is not None:
         config, chart = written
         console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
@@ -95,7 +100,7 @@ def layout_table(*figures: str) -> Table:
     return table
 
 
-def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
+def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> dict[str, Any]:
     """Plain values. Seconds of a step, bytes of one device, tokens and chip-hours of all devices."""
     search, topology = plan.search, plan.topology
     points = rows(plan.points)
@@ -122,6 +127,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
         },
         "end": search.end,
         "chosen": as_json(by_layout[plan.chosen.layout]) if plan.chosen else None,
+        "cost": run_cost.to_json(cost, wanted) if (cost := plan.cost(wanted)) else None,
         "own": as_json(own) if own is not None else None,
         "quantized": dict(plan.quantized),
         "formats": dict(plan.formats),

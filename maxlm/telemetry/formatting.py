@@ -34,6 +34,31 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def money(amount: float, currency: str) -> str:
+    """0.245 USD -> $0.245; 1234 USD -> $1,234; 2.5e6 EUR -> EUR 2.5 M."""
+    number = f"{amount:.3g}" if abs(amount) < 100 else count(amount)
+    return f"${number}" if currency == "USD" else f"{currency} {number}"
+
+
+def energy(kwh: float) -> str:
+    """0.25 -> 250 Wh; 12 -> 12 kWh; 3400 -> 3.4 MWh; 5.6e6 -> 5.6 GWh."""
+    return _scaled(1000 * kwh, ("Wh", "kWh", "MWh", "GWh", "TWh"))
+
+
+def mass(kg: float) -> str:
+    """0.25 -> 250 g; 12 -> 12 kg; 3400 -> 3.4 t."""
+    return _scaled(1000 * kg, ("g", "kg", "t", "kt", "Mt"))
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    """Three digits, in the unit that leaves one to three before the point; each is 1000 times the one before."""
+    for unit in units[:-1]:
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{count(value) if value >= 999.5 else f'{value:.3g}'} {units[-1]}"
+
+
 def figure(value: float | None, digits: int = 4) -> str:
     """Four significant digits; a dash for an unknown value."""
     if value is None or math.isnan(value):

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tools.simulate_goodput import LLAMA_CHIPS, MEMORY, PARTS, Job, Tier, simulate, variants
+from maxlm.planning.goodput import LLAMA_CHIPS, MEMORY, PARTS, Job, Tier, simulate
+from tools.simulate_goodput import variants
 
 BLOCK, MTBF = 10.0, 20_000.0
 

@@ -1,0 +1,29 @@
+"""The section about what a run costs while it trains."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from maxlm.config import paths
+from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, Text
+
+
+def _currency(value: str) -> str:
+    if not re.fullmatch(r"[A-Z]{3}", value):
+        paths.refuse("be a currency by its three letters (ISO 4217)", "write it as in USD or EUR")
+    return value
+
+
+Currency = Annotated[Text, AfterValidator(_currency)]
+
+
+class CostConfig(Section):
+    """Price and power of the chips of this run (docs/cost.md). What is not given, or all if the section is absent, is as for
+    `maxlm plan`: the lowest list price on demand, and published or estimated power; nothing for a chip of which neither is known.
+    """
+
+    per_chip_hour: PositiveFloat | None = None  # price, host included
+    currency: Currency = "USD"
+    watts: PositiveFloat | None = None  # that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless
+    pue: AtLeastOne | None = None  # energy of the data centre over that of its machines

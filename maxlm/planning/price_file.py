@@ -1,0 +1,84 @@
+"""Files of prices for `maxlm plan --prices`: YAML, checked strictly."""
+
+from collections.abc import Sequence
+from datetime import date
+from difflib import get_close_matches
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from maxlm.config import paths
+from maxlm.config.cost import Currency
+from maxlm.config.errors import UserError
+from maxlm.config.fields import AtLeastOne, NonNegative, PositiveFloat, Section, Text
+from maxlm.config.loader import load_as
+from maxlm.hardware.chips import CHIPS
+from maxlm.hardware.prices import LIST_PRICES, Offer, PriceList
+
+
+def _chip(value: str) -> str:
+    known = {chip.name.lower(): chip.name for chip in CHIPS}
+    if value.lower() not in known:
+        near = get_close_matches(value.lower(), known, n=3, cutoff=0.4) or list(known)
+        paths.refuse("be a chip that maxlm knows", f"use {' or '.join(known[name] for name in near)}")
+    return known[value.lower()]
+
+
+def _day(value: Any) -> str:
+    if not isinstance(value, date):
+        try:
+            return date.fromisoformat(str(value)).isoformat()
+        except ValueError:
+            paths.refuse("be a day", "write it as in 2026-11-25")
+    return value.isoformat()[:10]
+
+
+class OfferSettings(Section):
+    """Prices of one chip-hour, hosts included, of a provider in a region. The last three replace our own figures."""
+
+    chip: Annotated[Text, AfterValidator(_chip)]
+    provider: Text
+    region: Text
+    on_demand: PositiveFloat | None = None
+    spot: PositiveFloat | None = None
+    reserved_1y: PositiveFloat | None = None
+    reserved_3y: PositiveFloat | None = None
+    watts: PositiveFloat | None = None  # of a chip with its share of the host
+    pue: AtLeastOne | None = None
+    kg_co2_per_kwh: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _has_a_price(self) -> "OfferSettings":
+        if self.on_demand is self.spot is self.reserved_1y is self.reserved_3y is None:
+            paths.refuse("have a price", "give on_demand, spot, reserved_1y or reserved_3y")
+        return self
+
+
+class PriceFile(Section):
+    """A file of prices."""
+
+    currency: Currency
+    date: Annotated[str, BeforeValidator(_day)]
+    source: Text
+    offers: Annotated[tuple[OfferSettings, ...], Field(min_length=1)]
+
+
+def read_prices(name: str | None) -> PriceList:
+    """The prices in the file `name`, or our list prices. Raises UserError for anything that the file should not hold."""
+    if name is None:
+        return LIST_PRICES
+    settings = load_as(PriceFile, name)
+    source = f"{settings.source}, {settings.date}"
+    offers = tuple(Offer(**one.model_dump(), source=source) for one in settings.offers)
+    _check_unique(name, offers)
+    return PriceList(settings.currency, offers, source)
+
+
+def _check_unique(name: str, offers: Sequence[Offer]) -> None:
+    seen: dict[tuple[str, str, str], int] = {}
+    for number, offer in enumerate(offers):
+        key = (offer.chip, offer.provider, offer.region)
+        if key in seen:
+            place = f"{offer.chip} of {offer.provider} in {offer.region}"
+            raise UserError(f"{name}: offers.{number} has prices of {place}, as offers.{seen[key]} has: keep one of them.")
+        seen[key] = number
