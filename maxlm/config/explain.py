@@ -135,6 +135,8 @@ def _missing(place: Place, name: str) -> UserError:
     if info is not None and section_of(info, {}) is not None:
         extend = ", or extend a config that has one, as in extends: models/llama3-8b" if name == "model" else ""
         return UserError(f"{name} is missing: every run needs this section; add `{name}:` to the config{extend}.")
+    if not place.key:
+        return UserError(f"{name} is missing: the file needs it; add `{name}: ...`.")
     field = f"{place.key}.{name}"
     override = "" if any(part.isdigit() for part in place.key.split(".")) else f", or give {field}=VALUE"
     return UserError(f"{field} is missing: {place.key} needs it; add it to the config{override}.")

@@ -81,7 +81,7 @@ SITES: Mapping[str, Site] = {
 }
 ANY_SITE = Site(1.56, True, "mean of all data centres (Uptime Institute, global survey 2024)")  # of providers that state none
 
-# Mean of the grid's electricity in kg of CO2 equivalent a kWh, whatever a provider buys besides. Regions of Google Cloud: its table for 2025
+# Mean of the grid in kg of CO2 equivalent a kWh, whatever a provider buys besides. Regions of Google Cloud: its table for 2025
 # (github.com/GoogleCloudPlatform/region-carbon-info). us-east-1 of AWS is on the grid of Northern Virginia, that of us-east4.
 GRIDS: Mapping[str, float] = {
     "asia-northeast1": 0.449,

@@ -9,6 +9,7 @@ from rich.console import Console
 from maxlm.config import Config
 from maxlm.runtime import progress_file
 from maxlm.telemetry.alerts import AlertObserver
+from maxlm.telemetry.bill import Bill
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
@@ -29,9 +30,11 @@ class _ProgressObserver:
 
 @contextlib.contextmanager
 def observing(
-    config: Config, directory: RunDirectory, console: Console, primary: bool, beside: Sequence[Observer] = ()
+    config: Config, directory: RunDirectory, console: Console, primary: bool, beside: Sequence[Observer] = (), bill: Bill | None = None
 ) -> Iterator[Observers]:
-    """Observers, with those `beside`, closed however the block ends; prints the problems of those that failed."""
+    """Observers, with those `beside`, closed however the block ends; prints the problems of those that failed. Records have the figures of
+    `bill`.
+    """
     active: list[Observer] = [ConsoleObserver(config.total_steps, primary=primary, console=console), *beside]
     if primary:
         active.append(FileObserver(directory))
@@ -50,7 +53,7 @@ def observing(
         )
     if config.wandb is not None and primary:
         active.append(WandbObserver(config.wandb.project, directory, config.model_dump(mode="json")))
-    observers = Observers(active)
+    observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers
     finally:

@@ -36,7 +36,9 @@ from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
 from maxlm.runtime.signals import StopSignal
 from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry import gpu_energy
 from maxlm.telemetry.alert_delivery import check_alerts
+from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
@@ -132,16 +134,30 @@ def _run(
         attach_reference(config, run.program, run.start, run.data.pipelines, checkpoints.directory, phases, watchdog.progress.touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
-        outcome = _train(run, phases, goodput, here, watchdog, stop)
+        bill = _bill(run, phases) if phases.primary else None
+        outcome = _train(run, phases, goodput, here, watchdog, stop, bill)
         checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
-            _conclude(run, phases.console, outcome, stopped)
+            _conclude(run, phases.console, outcome, stopped, bill)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
-def _train(run: OpenRun, phases: Phases, goodput: Goodput, here: Cluster, watchdog: Watchdog, stop: StopSignal) -> Outcome:
+def _bill(run: OpenRun, phases: Phases) -> Bill:
+    """What the run costs, by its config, list prices and published power, and by the GPUs' own counters where they have some."""
+    rates = rates_of(run.config.cost, jax.devices()[0].device_kind, jax.device_count())
+    try:
+        before = spent_before(run.directory, rates)
+    except OSError:
+        before = Totals(None, None, rates.currency, True)
+    counters = gpu_energy.open_counters() if jax.default_backend() == "gpu" else None
+    return Bill(rates, before, counters, began=phases.began)
+
+
+def _train(
+    run: OpenRun, phases: Phases, goodput: Goodput, here: Cluster, watchdog: Watchdog, stop: StopSignal, bill: Bill | None
+) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
     config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
     beat = directory.heartbeat if phases.primary else None
@@ -149,11 +165,12 @@ def _train(run: OpenRun, phases: Phases, goodput: Goodput, here: Cluster, watchd
     if phases.primary:
         progress_file.record(attempt=attempt, folder=str(directory.path.resolve()))
     beside = [PrometheusObserver(run.server, directory, goodput.summary)] if run.server is not None else []
-    with observing(config, directory, phases.console, phases.primary, beside) as observers, Heartbeat(beat, attempt, goodput.summary):
+    observing_run = observing(config, directory, phases.console, phases.primary, beside, bill)
+    with observing_run as observers, Heartbeat(beat, attempt, goodput.summary):
         watchdog.observers, watchdog.folder = observers, directory.path
         here.when_larger(stop.request)
         start = _record_start(run)
-        facts = _facts(run, here) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
+        facts = _facts(run, here, bill) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=facts))
         if run.flips is not None:
             bit_flips.inject(run.program, run.flips)
@@ -163,6 +180,7 @@ def _train(run: OpenRun, phases: Phases, goodput: Goodput, here: Cluster, watchd
         outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
         watchdog.stop()
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
+        summary |= {"bill": bill.totals().to_json()} if bill is not None else {}
         hung = {"reason": "hung"} if watchdog.fired else {}
         regroup = {"regroup": True} if _regroups(outcome, here) else {}
         observers.on_event(Event("stop", outcome.step, data=summary | hung | regroup))
@@ -229,8 +247,9 @@ def _record_start(run: OpenRun) -> Start:
     return start
 
 
-def _facts(run: OpenRun, here: Cluster) -> dict[str, Any]:
+def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
     config, events = run.config, run.directory.events
+    metrics = [*run.program.metrics, *([JOULES_PER_TOKEN] if bill is not None and bill.knows_power else [])]
     return {
         "parameters": count_parameters(config.model),
         "trained_parameters": count_trained(config.model),
@@ -244,7 +263,8 @@ def _facts(run: OpenRun, here: Cluster) -> dict[str, Any]:
         "version": maxlm.__version__,
         "cluster": here.description,
         "restarts": sum(item.get("kind") == "start" for item in read_objects(events)) if run.directory.primary else 0,
-        "metrics": charts_of(run.program.metrics),
+        "metrics": charts_of(metrics),
+        **({"bill": bill.facts()} if bill is not None else {}),
         **({"ended_before": ends} if (ends := here.ends_before()) else {}),
         **elastic.facts(config, here),
     }
@@ -272,7 +292,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., None]) -> None:
+def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., None], bill: Bill | None) -> None:
     """Write the report, print samples and the report's path. Training is over: no failure here changes its outcome."""
     config, directory = run.config, run.directory
     try:
@@ -292,4 +312,6 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
             console.rule(style="dim")
     with contextlib.suppress(OSError):
         say(str(read_ledger(directory)))
+    if bill is not None and (spent := bill.sentence(config.batch_sizes.before(outcome.step) * config.data.seq_len)):
+        say(spent)
     say(message)

@@ -133,7 +133,7 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
 
 def _declared(record: StepRecord) -> list[str]:
     """Metrics that are declared with a format for the console, unless 0."""
-    values = [(metric, record.extra.get(metric.name, 0.0)) for metric in record.declared if metric.console]
+    values = [(metric, record.extra.get(metric.name) or 0.0) for metric in record.declared if metric.console]
     return [metric.console.format(value, percent=percent(value)) for metric, value in values if value]
 
 

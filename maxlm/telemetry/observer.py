@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -33,7 +33,7 @@ class StepRecord:
     mfu: float | None  # share of the peak of the format of the matmuls (`mfu_peak` of the start event), 0 to 1; None where it is unknown
     data_wait_s: float  # of a step, waiting for its batch
     time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
-    extra: Mapping[str, float] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest
+    extra: Mapping[str, float | None] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest, and of bill.py
     balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
     declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics whose values are in `extra`
 
@@ -51,7 +51,7 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
               (bf16, int8 or fp8: whose peak MFU is a share of), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+              `bill` (rates, see bill.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
@@ -69,7 +69,8 @@ class Event:
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
               attempt; `goodput`, as far as its last heartbeat or its records tell
     observer  an observer failed, was switched off or writes again: `name reason`
-    stop      last step; `reason` (done, nothing_left, preempted, unhealthy, hung), `message`, `goodput` (see goodput.py), `eval_loss`
+    stop      last step; `reason` (done, nothing_left, preempted, unhealthy, hung), `message`, `goodput` (see goodput.py), `eval_loss`,
+              `bill` (cost and energy of the run so far)
     """
 
     kind: EventKind
@@ -119,21 +120,21 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Passes records and events to several observers, each in a thread of its own. No call here waits or fails.
+    """Passes records, made complete by `complete`, and events to several observers, each in a thread of its own. No call here waits or fails.
 
     An observer that raises OSError is given the same again until it succeeds; one that raises anything else is closed and gets no more.
     The others are informed by an `observer` event.
     """
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._step = 0
+    def __init__(self, observers: Sequence[Observer], complete: Callable[[StepRecord], StepRecord] = lambda record: record) -> None:
+        self._step, self._complete = 0, complete
         self._active: list[tuple[Observer, Background]] = []
         for observer in observers:
             name = type(observer).__name__
             self._active.append((observer, Background(name, observer.close, functools.partial(self._report, name))))
 
     def on_step(self, record: StepRecord) -> None:
-        self._step = record.step
+        self._step, record = record.step, self._complete(record)
         for observer, background in self._active:
             background.put(observer.on_step, record)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
+from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import experts, results
@@ -98,7 +98,16 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
     ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
     ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
+    ("Cost", lambda f: f.cost or None, "of the chips, so far"),
+    ("Energy", lambda f: _energy(f), "of the data centre, so far"),
 )
+
+
+def _energy(f: Figures) -> str | None:
+    if f.kwh is None:
+        return None
+    each = "" if f.joules_per_token is None else f", {figure(f.joules_per_token, 3)} J a token"
+    return f"{'~' if f.energy_estimated else ''}{energy(f.kwh)}{each}"
 
 
 def _cards(f: Figures) -> str:

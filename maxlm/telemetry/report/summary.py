@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.telemetry.attempts import OVER
-from maxlm.telemetry.formatting import count, duration, figure, percent
+from maxlm.telemetry.formatting import count, duration, figure, money, percent
 from maxlm.telemetry.report.load import Run, Series
 from maxlm.telemetry.strict_json import is_number
 
@@ -43,6 +43,10 @@ class Figures:
     attempts: int
     skipped: int
     hardware: str
+    cost: str  # so far, with its currency; "" where it is unknown
+    kwh: float | None  # energy so far, of the data centre
+    joules_per_token: float | None  # of all of it
+    energy_estimated: bool
 
 
 def figures_of(run: Run) -> Figures:
@@ -50,10 +54,12 @@ def figures_of(run: Run) -> Figures:
     start = _start_data(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
+    bill = start.get("bill") if isinstance(start.get("bill"), dict) else {}
+    cost, kwh, tokens = _so_far(run, "cost"), _so_far(run, "energy_kwh"), _last(run.get("tokens"))
     return Figures(
         steps=run.last_step,
         total_steps=total if isinstance(total, int) else None,
-        tokens=_last(run.get("tokens")),
+        tokens=tokens,
         parameters=_number(start.get("parameters")),
         trained=_number(start.get("trained_parameters")) if start.get("trained_parameters") != start.get("parameters") else None,
         first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
@@ -68,6 +74,10 @@ def figures_of(run: Run) -> Figures:
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
+        cost="" if cost is None else money(cost, str(bill.get("currency", ""))),
+        kwh=kwh,
+        joules_per_token=kwh * 3.6e6 / tokens if kwh is not None and tokens else None,
+        energy_estimated=bill.get("energy") != "counters",
     )
 
 
@@ -162,6 +172,14 @@ def _held_out(run: Run, loss: float) -> str:
     """The loss, and of tokens their perplexity."""
     perplexity = figure(math.exp(loss), 3) if loss < 50 else "above e^50"
     return f"{figure(loss)} (perplexity {perplexity})" if run.loss_unit.startswith("nats a token") else figure(loss)
+
+
+def _so_far(run: Run, name: str) -> float | None:
+    """The most that a record or the end of an attempt states of what only grows; None if none does."""
+    bills = [event.data.get("bill") for event in run.events if event.kind == "stop"]
+    stated = [bill[name] for bill in bills if isinstance(bill, dict) and is_number(bill.get(name))]
+    values_N = run.get(name).values_N
+    return max([*stated, *([float(values_N.max())] if len(values_N) else [])], default=None)
 
 
 def _last(series: Series) -> float | None:

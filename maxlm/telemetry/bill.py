@@ -1,0 +1,199 @@
+"""Money and electricity that a run has taken since its first start, and the energy of a token.
+
+The price counts from the start of the command on, for all chips, whatever they do. The energy is that of the whole data centre: what the
+chips draw, their share of the hosts, and the overhead (PUE). Where NVIDIA's GPUs count the energy of their boards, the chips' part is
+measured; else it is the power of `maxlm.hardware.power`, as if the chips always trained, and marked as estimated.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from maxlm.config.cost import CostConfig
+from maxlm.hardware.chips import chip_of
+from maxlm.hardware.power import ANY_SITE, POWERS, SITES
+from maxlm.hardware.prices import LIST_PRICES
+from maxlm.telemetry.formatting import energy, money
+from maxlm.telemetry.ledger import read_ledger
+from maxlm.telemetry.metric import Metric
+from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.strict_json import is_number, read_objects
+
+JOULES_A_KWH = 3.6e6
+READ_EVERY_S = 1.0  # between readings of the counters, which take milliseconds
+JOULES_PER_TOKEN = Metric("joules_per_token", "Energy of a token", "joules, of the data centre")
+
+
+class Counters(Protocol):
+    """Energy counters of some of the chips (`gpu_energy.GpuEnergy`)."""
+
+    @property
+    def count(self) -> int: ...
+    def joules(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is paid and drawn, for all chips together; None where it is unknown."""
+
+    chips: int
+    per_chip_hour: float | None
+    currency: str
+    origin: str  # of the price: a few words
+    watts: float | None  # without the overhead of the data centre
+    host_watts: float  # part of them that no counter of a chip sees
+    pue: float
+
+    @property
+    def per_second(self) -> float | None:
+        """Money a second."""
+        return None if self.per_chip_hour is None else self.per_chip_hour * self.chips / 3600
+
+
+def rates_of(config: CostConfig | None, device_kind: str, devices: int) -> Rates:
+    """The rates of `devices` of jax's `device_kind`: those of the config, else list prices and published or estimated power."""
+    own, chip = config or CostConfig(), chip_of(device_kind)
+    chips = devices // chip.devices_per_chip if chip else devices
+    offer, power = LIST_PRICES.cheapest(chip.name, "on-demand") if chip else None, POWERS.get(chip.name) if chip else None
+    site = SITES.get(offer.provider, ANY_SITE) if offer else ANY_SITE
+    listed = own.per_chip_hour is None and offer is not None
+    watts = own.watts if own.watts is not None else power.total_w if power else None
+    return Rates(
+        chips=chips,
+        per_chip_hour=offer.on_demand if listed and offer else own.per_chip_hour,
+        currency=LIST_PRICES.currency if listed else own.currency,
+        origin=f"list price on demand, {offer.provider} {offer.region}" if listed and offer else "cost.per_chip_hour",
+        watts=None if watts is None else watts * chips,
+        host_watts=power.host_w * chips if power else 0.0,
+        pue=own.pue if own.pue is not None else site.pue,
+    )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Since the first start of the run, in `currency` and kWh. `estimated`: a part of the chips' energy was not counted by them."""
+
+    cost: float | None
+    kwh: float | None
+    currency: str
+    estimated: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {"cost": self.cost, "energy_kwh": self.kwh, "currency": self.currency, "energy_estimated": self.estimated}
+
+
+class Bill:
+    """Adds up from `began` (of `clock`) on. Used by one thread. Nothing here fails or waits, but for the driver that is asked."""
+
+    def __init__(
+        self, rates: Rates, before: Totals, counters: Counters | None = None, *, began: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.rates, self._before, self._counters, self._began, self._clock = rates, before, counters, began, clock
+        self._joules = 0.0  # of all chips, hosts and the data centre, since `began`
+        self._estimated = before.estimated
+        self._counted = counters.joules() if counters else None
+        self._read_at = began if self._counted is None else clock()  # what was drawn before is not known from counters
+        self._watts: float | None = None  # mean at the last reading, of the data centre
+
+    @property
+    def measured(self) -> bool:
+        """True if the chips count their energy."""
+        return self._counted is not None
+
+    @property
+    def knows_power(self) -> bool:
+        """True if energy can be told, measured or estimated."""
+        return self.measured or self.rates.watts is not None
+
+    def complete(self, record: StepRecord) -> StepRecord:
+        """`record` with what the run has taken until now, and the energy of its tokens; None for what is unknown."""
+        totals = self.totals(fresh=False)
+        each = None if self._watts is None or record.tokens_per_s <= 0 else self._watts / record.tokens_per_s
+        known = None if totals.kwh is None else totals.estimated
+        figures = {"cost": totals.cost, "energy_kwh": totals.kwh, "joules_per_token": each, "energy_estimated": known}
+        return replace(record, extra={**record.extra, **figures})
+
+    def totals(self, *, fresh: bool = True) -> Totals:
+        """Until now. `fresh`: counters are read again, however short ago they were."""
+        now = self._clock()
+        if fresh or now - self._read_at >= READ_EVERY_S or self._watts is None:
+            self._advance(now, self._counters.joules() if self._counters else None)
+        rate, before = self.rates.per_second, self._before
+        cost = None if rate is None or before.cost is None else before.cost + rate * (now - self._began)
+        known = before.kwh is not None and self._watts is not None
+        kwh = (before.kwh or 0.0) + self._joules / JOULES_A_KWH if known else None
+        return Totals(cost, kwh, self.rates.currency, self._estimated)
+
+    def _advance(self, now: float, counted: float | None) -> None:
+        """Add what was drawn since the last reading; `counted`: joules by the counters, None if unknown."""
+        seconds = now - self._read_at
+        if counted is not None and self._counted is not None and counted >= self._counted and self._counters:
+            chips = (counted - self._counted) * self.rates.chips / self._counters.count
+            drawn: float | None = (chips + self.rates.host_watts * seconds) * self.rates.pue
+        else:
+            drawn = None if self.rates.watts is None else self.rates.watts * self.rates.pue * seconds
+            self._estimated |= drawn is not None
+        self._counted = counted if counted is not None else self._counted
+        self._read_at = now
+        if drawn is None:
+            self._watts = None
+        elif seconds > 0:
+            self._joules += drawn
+            self._watts = drawn / seconds
+
+    def facts(self) -> dict[str, Any]:
+        """For the event `start`: rates, and where they come from."""
+        rates = self.rates
+        each = None if rates.watts is None else round(rates.watts / rates.chips, 1)
+        known = rates.per_chip_hour is not None
+        return {
+            "currency": rates.currency,
+            "per_chip_hour": rates.per_chip_hour,
+            "price": rates.origin if known else None,
+            "watts_per_chip": each,
+            "pue": rates.pue,
+            "energy": "counters" if self.measured else "estimated" if self.knows_power else None,
+        }
+
+    def sentence(self, tokens: float) -> str:
+        """A line for the end of a run that has trained on so many tokens; "" if nothing is known."""
+        totals = self.totals()
+        parts = []
+        if totals.cost is not None:
+            price = money(self.rates.per_chip_hour or 0.0, self.rates.currency)
+            parts.append(f"cost so far {money(totals.cost, self.rates.currency)} at {price} a chip-hour ({self.rates.origin})")
+        if totals.kwh is not None:
+            each = f", {totals.kwh * JOULES_A_KWH / tokens:.3g} J a token" if tokens > 0 else ""
+            parts.append(f"energy so far {energy(totals.kwh)}{each}{' (estimated)' if totals.estimated else ''}")
+        return "; ".join(parts)
+
+
+def spent_before(run: RunDirectory, rates: Rates) -> Totals:
+    """What earlier starts of a run took, as they recorded it; else the time of the ledger at today's rates. Raises OSError."""
+    events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
+    starts = [event for event in events if event.kind == "start"]
+    if not starts:
+        return Totals(0.0, 0.0, rates.currency, False)
+    records = [dict(record) for record in read_objects(run.metrics)] if run.metrics.is_file() else []
+    records += [bill for event in events if event.kind == "stop" and isinstance(bill := event.data.get("bill"), Mapping)]
+    ledger = read_ledger(run)
+    hours = (ledger.wall_s - ledger.seconds["down"]) / 3600  # that its chips were held
+    cost, kwh = _most(records, "cost"), _most(records, "energy_kwh")
+    if _currency(starts[-1]) not in (None, rates.currency):
+        cost = None
+    elif cost is None and rates.per_chip_hour is not None:
+        cost = rates.per_chip_hour * rates.chips * hours
+    if kwh is None and rates.watts is not None:
+        return Totals(cost, rates.watts * rates.pue * hours / 1000, rates.currency, True)
+    return Totals(cost, kwh, rates.currency, any(record.get("energy_estimated") is True for record in records))
+
+
+def _most(records: list[dict[str, Any]], name: str) -> float | None:
+    return max((float(value) for record in records if is_number(value := record.get(name))), default=None)
+
+
+def _currency(start: Event) -> str | None:
+    bill = start.data.get("bill")
+    return bill.get("currency") if isinstance(bill, Mapping) and bill.get("per_chip_hour") is not None else None
