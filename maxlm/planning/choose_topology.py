@@ -184,7 +184,7 @@ def _show(
     without = [_name(machine.topology) for machine in others if machine.point is None]
     if without:
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
-    for line in _choice_lines(chosen, wanted):
+    for line in choice_lines(chosen, wanted):
         console.print(line, style="bold")
     picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
     if picked is not None:
@@ -205,7 +205,7 @@ def _price_line(machines: Sequence[Machine], wanted: Wanted) -> str:
     return f"A chip-hour, {wanted.term}: {', '.join(f'{chip} {price}' for chip, price in prices.items())}; {wanted.prices.source}."
 
 
-def _choice_lines(chosen: Mapping[str, Machine | None], wanted: Wanted) -> list[str]:
+def choice_lines(chosen: Mapping[str, Machine | None], wanted: Wanted) -> list[str]:
     """The choices, a line each, or a line that there is none."""
     limits = [f"{wanted.days_at_most:g} days"] if wanted.days_at_most is not None else []
     limits += [money(wanted.dollars_at_most, "USD")] if wanted.dollars_at_most is not None else []

@@ -120,13 +120,14 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Passes records, made complete by `complete`, and events to several observers, each in a thread of its own. No call here waits or fails.
+    """Passes records and events to several observers, each in a thread of its own. No call here waits or fails.
 
     An observer that raises OSError is given the same again until it succeeds; one that raises anything else is closed and gets no more.
     The others are informed by an `observer` event.
     """
 
     def __init__(self, observers: Sequence[Observer], complete: Callable[[StepRecord], StepRecord] = lambda record: record) -> None:
+        """`complete` adds figures to every record; it is called by the training loop, so it neither waits nor fails."""
         self._step, self._complete = 0, complete
         self._active: list[tuple[Observer, Background]] = []
         for observer in observers:

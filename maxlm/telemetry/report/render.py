@@ -81,6 +81,13 @@ def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
     return None if value is None else text(value)
 
 
+def _energy(f: Figures) -> str | None:
+    if f.kwh is None:
+        return None
+    each = "" if f.joules_per_token is None else f", {figure(f.joules_per_token, 3)} J a token"
+    return f"{'~' if f.energy_estimated else ''}{energy(f.kwh)}{each}"
+
+
 # name, formatted value, explanation
 _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Parameters", lambda f: _or_none(count, f.parameters), "numbers of the model"),
@@ -99,15 +106,8 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
     ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
     ("Cost", lambda f: f.cost or None, "of the chips, so far"),
-    ("Energy", lambda f: _energy(f), "of the data centre, so far"),
+    ("Energy", _energy, "of the data centre, so far"),
 )
-
-
-def _energy(f: Figures) -> str | None:
-    if f.kwh is None:
-        return None
-    each = "" if f.joules_per_token is None else f", {figure(f.joules_per_token, 3)} J a token"
-    return f"{'~' if f.energy_estimated else ''}{energy(f.kwh)}{each}"
 
 
 def _cards(f: Figures) -> str:
