@@ -92,7 +92,7 @@ class Bill:
     ) -> None:
         self.rates, self._before, self._counters, self._began, self._clock = rates, before, counters, began, clock
         self._joules = 0.0  # of all chips, hosts and the data centre, since `began`
-        self._estimated = before.estimated
+        self._estimated, self._unknown = before.estimated, before.kwh is None  # unknown: some of the energy, so all of it
         self._counted = counters.joules() if counters else None
         self._read_at = began if self._counted is None else clock()  # what was drawn before is not known from counters
         self._watts: float | None = None  # mean at the last reading, of the data centre
@@ -122,8 +122,7 @@ class Bill:
             self._advance(now, self._counters.joules() if self._counters else None)
         rate, before = self.rates.per_second, self._before
         cost = None if rate is None or before.cost is None else before.cost + rate * (now - self._began)
-        known = before.kwh is not None and self._watts is not None
-        kwh = (before.kwh or 0.0) + self._joules / JOULES_A_KWH if known else None
+        kwh = None if self._unknown else (before.kwh or 0.0) + self._joules / JOULES_A_KWH
         return Totals(cost, kwh, self.rates.currency, self._estimated)
 
     def _advance(self, now: float, counted: float | None) -> None:
@@ -138,7 +137,7 @@ class Bill:
         self._counted = counted if counted is not None else self._counted
         self._read_at = now
         if drawn is None:
-            self._watts = None
+            self._watts, self._unknown = None, True
         elif seconds > 0:
             self._joules += drawn
             self._watts = drawn / seconds

@@ -193,6 +193,17 @@ def test_topologies_are_compared(capfd, answers):
     assert all(row["chip_hours"] == pytest.approx(row["run_s"] / 3600 * row["chips"]) for row in rows)
     assert all(row["run_s"] == pytest.approx(1e12 / (16 * 512) * row["step_s"]) for row in rows)
     assert {row["topology"] for row in rows if row["compiled"]} == set(answers)
+    for row in rows:
+        cost = row["cost"]
+        assert cost["wall_s"] == pytest.approx(row["run_s"] / cost["goodput"])
+        assert cost["cost"] == pytest.approx(cost["price_per_chip_hour"] * cost["wall_s"] / 3600 * row["chips"])
+        assert cost["kwh"] > 0 < cost["kg_co2"]
+    assert rows[0]["time_cost_frontier"], "the fastest"
+    days = 1.01 * rows[-1]["cost"]["days"]
+    limited = json.loads(run(capfd, *arguments, "--topology", "v5e:2x2", "--days-at-most", f"{days}")[1])
+    assert limited["cheapest"] == min(rows, key=lambda row: row["cost"]["cost"])["topology"]
+    none = run(capfd, *arguments, "--topology", "v5e:2x2", "--dollars-at-most", "0.01")
+    assert (none[0], json.loads(none[1])["fastest"]) == (2, None)
     everything = json.loads(run(capfd, *arguments)[1])["machines"]
     assert {row["topology"].partition(":")[0] for row in everything} == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
     assert not list(Path().glob("*-planned.*"))
@@ -210,6 +221,11 @@ def test_topologies_are_compared(capfd, answers):
         (["--topology", "v5e:2x2", "--out", "nowhere/x.yml"], ["nowhere/x.yml", "make it first"]),
         (["--topology", "v5p:4x4x4", "--chips-at-most", "2"], ["--chips-at-most 2", "at least 4"]),
         (["--any-format", "--chips-at-most", "2"], ["--any-format goes with one topology"]),
+        (["--topology", "v5e:2x2", "--days-at-most", "3"], ["--days-at-most", "--chips-at-most N"]),
+        (["--topology", "v5e:2x2", "--dollars-at-most", "3"], ["--dollars-at-most", "--chips-at-most N"]),
+        (["--topology", "v5e:2x2", "--buy", "auction"], ["--buy auction", "reserved-3y"]),
+        (["--topology", "v5e:2x2", "--prices", "none.yml"], ["none.yml"]),
+        (["--topology", "v5e:2x2", "--prices", "tiny.yml"], ["model", "offers"]),
         (["--topology", "v5e:2x2", "model.d_model=16384", "model.n_layers=64", "model.d_ff=65536"], ["No mesh fits", "GiB more than"]),
         (["--topology", "v5e:1x1", "model.d_model=2048", "model.n_layers=19", "model.d_ff=8192"], ["No layout fits", "data.seq_len"]),
     ],

@@ -152,7 +152,7 @@ def test_a_file_replaces_our_prices(tmp_path):
         ("2.0", ".nan", ["offers.0.on_demand"]),
         ("currency: EUR\n", "", ["currency is missing", "add `currency: ...`"]),
         ("EUR", "euros", ["currency = euros", "USD"]),
-        ("2026-11-25", "2026-13-25", ["2026-13-25"]),
+        ("2026-11-25", "2026-13-25", ["p.yml", "month"]),
         ("2026-11-25", "soon", ["date = soon", "2026-11-25"]),
         ("a quote", '""', ["source"]),
         (", on_demand: 2.0", "", ["offers.0", "must have a price"]),
