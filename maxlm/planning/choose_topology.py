@@ -173,7 +173,8 @@ def _show(
         figures += [_estimated(cost, energy, cost.kwh), _estimated(cost, mass, cost.kg_co2), duration(point.step_s)]
         figures += [percent(cost.goodput), percent(machine.scale.mfu(point.step_s))] if wide else []
         status = ("* " if any(machine is one for one in starred) else "  ") + ("compiled" if point.compiled else "predicted")
-        table.add_row(_name(topology), *figures, status, describe(point.layout), style="" if point.compiled else "dim")
+        layout = describe(point.layout) if wide else describe(point.layout).partition(",")[0].partition(";")[0]
+        table.add_row(_name(topology), *figures, status, layout, style="" if point.compiled else "dim")
     console.print(table)
     measure = "cheaper" if any(machine.cost and machine.cost.money is not None for machine in machines) else "smaller in chip-hours"
     taken = " Preemptions are not counted." if wanted.term == "spot" else ""

@@ -107,7 +107,7 @@ def explore(
     layout = own if own is not None and own in search.open else None
     try:
         while not search.end:
-            layout = layout or _next(search, last=len(search.trials) == most - 1)
+            layout = layout or _next(search, last=0 < len(search.trials) == most - 1)
             search.end = _end(search, layout, most)
             if layout is None or search.end:
                 return

@@ -35,8 +35,8 @@ def duration(seconds: float) -> str:
 
 
 def money(amount: float, currency: str) -> str:
-    """0.245 USD -> $0.245; 1234 USD -> $1,234; 2.5e6 EUR -> EUR 2.5 M."""
-    number = f"{amount:.3g}" if abs(amount) < 100 else count(amount)
+    """0.245 USD -> $0.245; 4.2 USD -> $4.20; 1234 USD -> $1,234; 2.5e6 EUR -> EUR 2.5 M."""
+    number = f"{amount:.3g}" if abs(amount) < 1 else f"{amount:.2f}" if abs(amount) < 100 else count(amount)
     return f"${number}" if currency == "USD" else f"{currency} {number}"
 
 

@@ -70,6 +70,15 @@ def test_the_choice_is_never_slower_than_the_users_own():
     assert again.best.layout == best.layout
 
 
+def test_a_lone_try_is_the_most_promising_not_the_leanest():
+    """Topologies are compared by a single compiled layout of each."""
+    compiler = Compiler()
+    search(compiler, most=1)
+    estimates = {one: MODEL.estimate(one) for one in SPACE}
+    fitting = [said for said in estimates.values() if max(said.state + said.temporaries, said.least_bytes) <= AVAILABLE]
+    assert sum(estimates[compiler.asked[0]].parts) == pytest.approx(min(sum(said.parts) for said in fitting))
+
+
 def test_what_cannot_be_faster_is_dropped_once_something_is_known():
     keeps_little = Compiler(1)
     keeps_little.wrong = [0.7] * 5  # so fast a machine that recomputing at the peak is slower

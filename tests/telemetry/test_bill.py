@@ -143,5 +143,5 @@ def test_the_line_at_the_end_says_what_is_paid_for():
     bill = Bill(RATES, NOTHING, began=100.0, clock=clock)
     clock.now = 3700.0
     line = bill.sentence(1e6)
-    for words in ("cost so far $3.6", "$0.9 a chip-hour", "a quote", "2.5 kWh", "9 J a token", "estimated"):
+    for words in ("cost so far $3.60", "$0.9 a chip-hour", "a quote", "2.5 kWh", "9 J a token", "estimated"):
         assert words in line

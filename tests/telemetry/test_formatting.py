@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from maxlm.telemetry.formatting import count, duration, figure, percent, sentence
+from maxlm.telemetry.formatting import count, duration, energy, figure, mass, money, percent, sentence
 from maxlm.telemetry.observer import Event, EventKind
 
 
@@ -99,3 +99,12 @@ def test_every_event_has_a_sentence_whatever_its_data(kind, data):
 )
 def test_sentences(event, said):
     assert sentence(event) == said
+
+
+def test_money_energy_and_mass():
+    assert [money(v, "USD") for v in (0.24493, 4.2, 73.247, 277_467.4, 2.5e6)] == ["$0.245", "$4.20", "$73.25", "$277,467", "$2.5 M"]
+    assert money(1234, "EUR") == "EUR 1,234"
+    assert [energy(v) for v in (0.00706, 0.25, 12, 999.4, 3400, 5.6e6, 1e12)] == [
+        "7.06 Wh", "250 Wh", "12 kWh", "999 kWh", "3.4 MWh", "5.6 GWh", "1,000 TWh",
+    ]  # fmt: skip
+    assert [mass(v) for v in (0.25, 12, 3400, 0)] == ["250 g", "12 kg", "3.4 t", "0 g"]
