@@ -5,8 +5,9 @@ chips draw, their share of the hosts, and the overhead (PUE). Where NVIDIA's GPU
 measured; else it is the power of `maxlm.hardware.power`, as if the chips always trained, and marked as estimated.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -175,22 +176,27 @@ def spent_before(run: RunDirectory, rates: Rates) -> Totals:
     starts = [event for event in events if event.kind == "start"]
     if not starts:
         return Totals(0.0, 0.0, rates.currency, False)
-    records = [dict(record) for record in read_objects(run.metrics)] if run.metrics.is_file() else []
-    records += [bill for event in events if event.kind == "stop" and isinstance(bill := event.data.get("bill"), Mapping)]
+    cost, kwh, estimated = _recorded(run, events)
     ledger = read_ledger(run)
     hours = (ledger.wall_s - ledger.seconds["down"]) / 3600  # that its chips were held
-    cost, kwh = _most(records, "cost"), _most(records, "energy_kwh")
     if _currency(starts[-1]) not in (None, rates.currency):
         cost = None
     elif cost is None and rates.per_chip_hour is not None:
         cost = rates.per_chip_hour * rates.chips * hours
     if kwh is None and rates.watts is not None:
         return Totals(cost, rates.watts * rates.pue * hours / 1000, rates.currency, True)
-    return Totals(cost, kwh, rates.currency, any(record.get("energy_estimated") is True for record in records))
+    return Totals(cost, kwh, rates.currency, estimated)
 
 
-def _most(records: list[dict[str, Any]], name: str) -> float | None:
-    return max((float(value) for record in records if is_number(value := record.get(name))), default=None)
+def _recorded(run: RunDirectory, events: Sequence[Event]) -> tuple[float | None, float | None, bool]:
+    """The most that records and ends of attempts state of cost and kWh, None if they do not, and whether any of it is estimated."""
+    bills = (bill for event in events if event.kind == "stop" and isinstance(bill := event.data.get("bill"), Mapping))
+    most: dict[str, float] = {}
+    estimated = False
+    for item in itertools.chain(read_objects(run.metrics) if run.metrics.is_file() else (), bills):
+        estimated |= item.get("energy_estimated") is True
+        most |= {name: max(value, most.get(name, 0.0)) for name in ("cost", "energy_kwh") if is_number(value := item.get(name))}
+    return most.get("cost"), most.get("energy_kwh"), estimated
 
 
 def _currency(start: Event) -> str | None:

@@ -96,6 +96,21 @@ def test_the_peak_that_mfu_is_a_share_of_is_named_unless_it_is_that_of_bf16(tmp_
         assert f"42.0% of {said} (MFU)" in page.text
 
 
+def test_what_a_run_has_cost_is_shown_and_an_estimate_is_marked(tmp_path, make, record):
+    bill = {"currency": "USD", "energy": "estimated"}
+    spent = {"cost": 1234.0, "energy_kwh": 56.0, "joules_per_token": 0.5, "energy_estimated": True}
+    for name, start, marked in (("guess", bill, True), ("counted", {**bill, "energy": "counters"}, False)):
+        path = make(name, start={**START, "bill": start}, reason="")
+        files = FileObserver(RunDirectory(path, primary=True))
+        files.on_step(record(101, extra=spent))
+        files.on_event(Event("stop", 101, 1021.0, {"reason": "done", "bill": {"cost": 1250.0, "energy_kwh": 57.0}}))
+        files.close()
+        text = Page(report_of(tmp_path, path)).text
+        assert "$1,250" in text and "57 kWh" in text and "J a token" in text
+        assert ("~57 kWh" in text) == marked
+    assert "$" not in Page(report_of(tmp_path, make("unknown"))).text
+
+
 def test_with_adapters_it_says_how_many_parameters_are_trained(tmp_path, make):
     page = Page(report_of(tmp_path, make("lora", start={**START, "trained_parameters": 77_824})))
     assert "a model of 5.77 M parameters, 77,824 of them trained" in page.text

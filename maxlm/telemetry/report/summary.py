@@ -54,7 +54,8 @@ def figures_of(run: Run) -> Figures:
     start = _start_data(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
-    bill = start.get("bill") if isinstance(start.get("bill"), dict) else {}
+    stated = start.get("bill")
+    bill = stated if isinstance(stated, dict) else {}
     cost, kwh, tokens = _so_far(run, "cost"), _so_far(run, "energy_kwh"), _last(run.get("tokens"))
     return Figures(
         steps=run.last_step,
