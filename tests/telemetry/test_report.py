@@ -106,7 +106,7 @@ def test_what_a_run_has_cost_is_shown_and_an_estimate_is_marked(tmp_path, make, 
         files.on_event(Event("stop", 101, 1021.0, {"reason": "done", "bill": {"cost": 1250.0, "energy_kwh": 57.0}}))
         files.close()
         text = Page(report_of(tmp_path, path)).text
-        assert "$1,250" in text and "57 kWh" in text and "J a token" in text
+        assert "$1,250" in text and "57 kWh" in text and "Energy a token" in text
         assert ("~57 kWh" in text) == marked
     assert "$" not in Page(report_of(tmp_path, make("unknown"))).text
 

@@ -81,11 +81,9 @@ def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
     return None if value is None else text(value)
 
 
-def _energy(f: Figures) -> str | None:
-    if f.kwh is None:
-        return None
-    each = "" if f.joules_per_token is None else f", {figure(f.joules_per_token, 3)} J a token"
-    return f"{'~' if f.energy_estimated else ''}{energy(f.kwh)}{each}"
+def _marked(f: Figures, text: Callable[[float], str], value: float | None) -> str | None:
+    """The text of a figure of energy, marked where it is estimated."""
+    return None if value is None else f"{'~' if f.energy_estimated else ''}{text(value)}"
 
 
 # name, formatted value, explanation
@@ -106,7 +104,8 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
     ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
     ("Cost", lambda f: f.cost or None, "of the chips, so far"),
-    ("Energy", _energy, "of the data centre, so far"),
+    ("Energy", lambda f: _marked(f, energy, f.kwh), "of the data centre; ~: estimated"),
+    ("Energy a token", lambda f: _marked(f, lambda joules: f"{figure(joules, 3)} J", f.joules_per_token), "mean of all of it"),
 )
 
 
