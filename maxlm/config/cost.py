@@ -3,7 +3,7 @@
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from maxlm.config import paths
 from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, Text
@@ -27,3 +27,9 @@ class CostConfig(Section):
     currency: Currency = "USD"
     watts: PositiveFloat | None = None  # that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless
     pue: AtLeastOne | None = None  # energy of the data centre over that of its machines
+
+    @model_validator(mode="after")
+    def _currency_is_of_a_price(self) -> "CostConfig":
+        if self.currency != "USD" and self.per_chip_hour is None:
+            paths.refuse("state per_chip_hour in that currency, since list prices are in USD", "set per_chip_hour, or leave currency out")
+        return self

@@ -135,8 +135,7 @@ class Bill:
         else:
             drawn = None if self.rates.watts is None else self.rates.watts * self.rates.pue * seconds
             self._estimated |= drawn is not None
-        self._counted = counted if counted is not None else self._counted
-        self._read_at = now
+        self._counted, self._read_at = counted, now  # after a failure the next reading begins anew
         if drawn is None:
             self._watts, self._unknown = None, True
         elif seconds > 0:

@@ -6,6 +6,8 @@ import random
 import pytest
 
 from maxlm.config.cost import CostConfig
+from maxlm.config.errors import ConfigError
+from maxlm.config.loader import load
 from maxlm.hardware.power import POWERS
 from maxlm.telemetry.bill import Bill, Rates, Totals, rates_of, spent_before
 from maxlm.telemetry.files import FileObserver
@@ -64,6 +66,11 @@ def test_counters_that_fail_are_estimated_and_say_so(broken):
     totals = bill.totals()
     assert totals.kwh == pytest.approx(2000 * 1.25 * 100 / 3.6e6)
     assert totals.estimated
+    clock.now, board.counted = 300.0, 9e6  # it answers again: no interval is counted twice
+    known = bill.totals().kwh
+    clock.now, board.counted = 400.0, 9e6 + 1000.0
+    assert bill.totals().kwh - known == pytest.approx((2000.0 + 400 * 100) * 1.25 / 3.6e6)
+    assert broken is not None or known == pytest.approx(2000 * 1.25 * 200 / 3.6e6)
 
 
 def test_readings_between_change_no_sum():
@@ -87,6 +94,13 @@ def test_on_a_cpu_nothing_is_known_unless_it_is_given(record):
     assert bill.sentence(100) == ""
     given = rates_of(CostConfig(per_chip_hour=2.0, currency="EUR", watts=50.0, pue=1.5), "cpu", 8)
     assert (given.chips, given.per_chip_hour, given.currency, given.watts, given.pue) == (8, 2.0, "EUR", 400.0, 1.5)
+
+
+def test_a_currency_needs_a_price_in_it():
+    with pytest.raises(ConfigError, match="per_chip_hour"):
+        load("runs/quickstart", ["cost={currency: EUR}"])
+    with pytest.raises(ConfigError, match=r"cost.currency = euro"):
+        load("runs/quickstart", ["cost={currency: euro, per_chip_hour: 1.0}"])
 
 
 def test_chips_that_are_known_have_list_prices_and_power():
