@@ -137,7 +137,8 @@ def sentences(cost: RunCost, wanted: Wanted) -> list[str]:
     else:
         offer, currency = cost.offer, wanted.prices.currency
         rate = f"{money(cost.price, currency)} a chip-hour {wanted.term}, {offer.provider} {offer.region}; {wanted.prices.source}"
-        others = [f"{term} {money(value, currency)}" for term, value in cost.money_by_term.items() if term != wanted.term]
+        notes = {"spot": "spot without preemptions"}
+        others = [f"{notes.get(term, term)} {money(value, currency)}" for term, value in cost.money_by_term.items() if term != wanted.term]
         lines.append(f"Cost: {money(cost.money or 0, currency)} ({rate}){'; ' if others else ''}{', '.join(others)}.")
     if cost.kwh is None:
         lines.append("Energy: unknown, since no power of this chip is published; give `watts` with --prices.")
