@@ -16,6 +16,7 @@ from maxlm.telemetry.report.load import Run, Series
 # N points of a series; P points that a page holds of it
 PAGE_POINTS = 120_000  # of all lines together, of about 25 bytes each: a page stays under 5 MB
 MAX_POINTS, MIN_POINTS = 10_000, 50  # of a line
+FEW_RUNS = 3  # up to so many have a column in tables, a paragraph, and both losses in one chart
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.report import experts
-from maxlm.telemetry.report.charts import Line, chart, json_block, knots, metric_lines
+from maxlm.telemetry.report.charts import FEW_RUNS, Line, chart, json_block, knots, metric_lines
 from maxlm.telemetry.report.load import EMPTY, Run, Series
 
 CHARTS = (
@@ -105,7 +105,8 @@ def _controls(runs: Sequence[Run]) -> str:
     marks = f'<label><input type="checkbox" name="marks" checked>{symbols}</label>' if found else ""
     return (
         f'<form class="controls"><span class="pick" role="radiogroup" aria-label="horizontal axis">{radios}</span>'
-        '<label>smoothing <input type="range" name="smoothing" min="0" max="6" value="3"><output></output></label>'
+        '<label title="running median over this part of what is shown">smoothing '
+        '<input type="range" name="smoothing" min="0" max="6" value="3"><output></output></label>'
         f'{marks}<label><input type="checkbox" name="outliers">outliers</label>'
         '<span class="hint">drag to zoom, double-click to reset</span><button type="button" name="reset" hidden>reset zoom</button></form>'
         "<noscript><p>The charts need JavaScript.</p></noscript>"
@@ -113,18 +114,18 @@ def _controls(runs: Sequence[Run]) -> str:
 
 
 def _losses(runs: Sequence[Run], points: int) -> str:
-    """Chart of training and held-out loss."""
-    many = len(runs) > 1
-    lines: list[Line] = []
-    for run in runs:
-        suffix = f" {run.label}" if many else ""
-        lines.append(Line(f"training{suffix}", run.get("loss"), run.number))
-        lines.append(Line(f"held-out{suffix}", run.eval_loss, run.number, None if many else 1, dots=True))
+    """Chart of training and held-out loss; of many runs a chart each."""
     unit = f"{' or '.join(dict.fromkeys(run.loss_unit for run in runs))}, lower is better"
-    drawn = chart("Loss", unit, lines, points, wide=True)
+    training = [Line(f"training {run.label}", run.get("loss"), run.number) for run in runs]
+    held_out = [Line(f"held-out {run.label}", run.eval_loss, run.number, dots=True) for run in runs]
+    if len(runs) > FEW_RUNS:
+        return chart("Loss", unit, training, points, wide=True) + chart("Held-out loss", unit, held_out, points, wide=True)
+    if len(runs) == 1:
+        training, held_out = [replace(training[0], label="training")], [replace(held_out[0], label="held-out", color=1)]
+    drawn = chart("Loss", unit, [*training, *held_out], points, wide=True)
     if not drawn or not any(len(run.eval_loss.steps_N) for run in runs):
         return drawn
-    first, second = ("", "") if many else (" c0", " c1")
+    first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
     keys = f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out'
     return f'<div class="wide">{drawn}<p class="legend keys">{keys}</p></div>'
 

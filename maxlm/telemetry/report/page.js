@@ -102,7 +102,7 @@ function valueAxis(shapes, log, zero) {
   let low = Infinity, high = -Infinity;
   for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
   if (!view.outliers) {
-    const limits = shapes.map(shape => usual(shape.values(log), shape.ends(log), log)).filter(Boolean);
+    const limits = shapes.map(shape => shape.limits(log)).filter(Boolean);
     low = Math.max(low, Math.min(...limits.map(limit => limit[0])));
     high = Math.min(high, Math.max(...limits.map(limit => limit[1])));
   }
@@ -115,7 +115,6 @@ function valueAxis(shapes, log, zero) {
 
 // Percentiles 5 to 95 of the least and greatest of each stretch, half of that more on either side, and the first and last values.
 function usual(values, ends, log) {
-  if (!values.length) return null;
   const scaled = Float64Array.from(values, value => log ? Math.log10(value) : value).sort();
   if (scaled.length < 40) return [scaled[0], scaled.at(-1)].map(value => log ? 10 ** value : value);
   let low = at(scaled, 0.05), high = at(scaled, 0.95);
@@ -180,6 +179,12 @@ class Shape {
       found.y.push((window[(window.length - 1) >> 1] + window[window.length >> 1]) / 2);
     }
     return found;
+  }
+
+  limits(log) {  // that the axis should keep, null if none; all of a few measurements, of others what is usual
+    const values = this.values(log);
+    if (!values.length) return null;
+    return this.line.dots ? [Math.min(...values), Math.max(...values)] : usual(values, this.ends(log), log);
   }
 
   values(log) {  // that the axis should show
@@ -350,13 +355,13 @@ class Chart {
     const bottom = TOP + this.h, paths = new Map();
     for (const [{kind}, px, run] of this.marks()) {
       const shapes = {restart: `M${px} ${TOP}V${bottom}`, rollback: `M${px} ${TOP}V${bottom}M${px} ${TOP}l-6 4l6 4`, skip: `M${px - 3} ${bottom}l3 -7l3 7z`};
-      const key = `${kind} ${kind === 'skip' ? 0 : run}`;
+      const key = `${kind} ${run}`;
       if (!paths.has(key)) paths.set(key, new Set());
       paths.get(key).add(shapes[kind]);
     }
     for (const [key, shapes] of paths) {
       const [kind, run] = key.split(' '), path = make('svg:path', {class: kind, d: [...shapes].join('')}, this.svg);
-      path.style.setProperty('--c', `var(--p${run % COLORS})`);
+      if (runs.length > 1) path.style.setProperty('--c', `var(--p${run % COLORS})`);
     }
   }
 
@@ -471,7 +476,7 @@ function refresh() {
   const form = document.querySelector('.controls');
   if (!form) return;
   form.elements.reset.hidden = !view.zoom;
-  form.querySelector('output').textContent = WINDOWS[view.smoothing] ? `${WINDOWS[view.smoothing]}% shown` : 'off';
+  form.querySelector('output').textContent = WINDOWS[view.smoothing] ? `${WINDOWS[view.smoothing]}%` : 'off';
   keep();
 }
 
@@ -589,6 +594,7 @@ function start() {  // also for each newer page of a live report: the view stays
   watcher.disconnect();
   runs = JSON.parse(document.getElementById('runs').textContent);
   for (const run of runs) for (const kind of ['tokens', 'seconds']) if (run[kind]) run[kind].steps = sums(run[kind].steps);
+  if (!charts.length) recall();
   charts = [...document.querySelectorAll('figure.chart')].map(figure => new Chart(figure));
   if (view.x !== 'step' && !runs.some(run => run[view.x])) view.x = 'step';
   setAxis();
@@ -598,14 +604,8 @@ function start() {  // also for each newer page of a live report: the view stays
   for (const chart of charts) watcher.observe(chart.figure);
 }
 
-recallAndStart();
-
-function recallAndStart() {
-  runs = JSON.parse(document.getElementById('runs').textContent);
-  recall();
-  start();
-}
-
 let width = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; refresh(); } });
 addEventListener('beforeprint', () => charts.forEach(chart => chart.draw()));
+
+start();

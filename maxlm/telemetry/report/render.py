@@ -12,7 +12,7 @@ from maxlm.telemetry.formatting import count, duration, figure, percent, sentenc
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import curves, experts, results
-from maxlm.telemetry.report.charts import points_per_line
+from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run, Series
 from maxlm.telemetry.report.style import CHARTS_CSS, CSS, EXPERTS_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
@@ -26,8 +26,6 @@ MAX_STRETCH = 12  # consecutive frequent events shown one by one
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 SCRIPT, LIVE_SCRIPT = (Path(__file__).with_name(name) for name in ("page.js", "live.js"))
-FEW_RUNS = 3  # up to so many are described one by one before the charts
-
 def render(runs: Sequence[Run], version: str = "") -> str:
     """The page for one run, or for several side by side. `version`: of a page that a server shows, which asks it for a newer one."""
     names = [run.name for run in runs]
@@ -38,7 +36,7 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     about_experts = experts.section(runs, points)
     css = CSS + CHARTS_CSS + (EXPERTS_CSS if about_experts else "")
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
-    sections = [_headline(runs), _held_out(runs), _results(runs), curves.section(runs, points), about_experts, goodput]
+    sections = [_headline(runs), "" if len(runs) > 1 else _held_out(runs[0]), _results(runs), curves.section(runs, points), about_experts, goodput]
     sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = SCRIPT.read_text(encoding="utf-8") + (LIVE_SCRIPT.read_text(encoding="utf-8") if version else "")
     policy = POLICY + "; connect-src 'self'" * bool(version)
@@ -106,41 +104,51 @@ def _cards(f: Figures) -> str:
 
 
 def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
-    """A row a run, so that they can be sorted by any figure."""
-    cells = [[value(f) for f in figures] for _, value, _ in _FIGURES]
-    shown = [i for i, of_runs in enumerate(cells) if any(cell is not None for cell in of_runs)]
-    heads = ["run", *(f"{name} <small>{hint}</small>" for name, _, hint in (_FIGURES[i] for i in shown)), "state"]
-    rows = [[_head(run), *(escape(cells[i][k] or "–") for i in shown), _chip(status_of(run))] for k, run in enumerate(runs)]
-    return table(heads, rows, numbers=True)
+    rows = [(f'<span title="{hint}">{name}</span>', [_or_dash(value(f)) for f in figures]) for name, value, hint in _FIGURES]
+    for name, title in curves.held_out_sets(runs).items():
+        rows += [(escape(title), [_last(run.evaluated.get(name, EMPTY)) for run in runs])] if name != "eval_loss" else []
+    shown = [(name, cells) for name, cells in rows if set(cells) != {"–"}]
+    return _side_by_side(runs, "", [*shown, ("State", [_chip(status_of(run)) for run in runs])])
+
+
+def _or_dash(text: str | None) -> str:
+    return "–" if text is None else escape(text)
+
+
+def _last(series: Series) -> str:
+    return figure(series.values_N[-1]) if len(series.values_N) else "–"
+
+
+def _side_by_side(runs: Sequence[Run], what: str, rows: Sequence[tuple[str, Sequence[str]]], *, numbers: bool = True) -> str:
+    """A table of name and cell a run. A column a run; of more than a few runs a row each, so that they can be sorted by any column."""
+    heads, names = list(map(_head, runs)), [name for name, _ in rows]
+    if len(runs) <= FEW_RUNS:
+        return table([what, *heads], [[name, *cells] for name, cells in rows], numbers=numbers)
+    return table(["run", *names], [[head, *(cells[i] for _, cells in rows)] for i, head in enumerate(heads)], numbers=numbers)
 
 
 def _head(run: Run) -> str:
     return f"{run.swatch}{escape(run.label)}"
 
 
-def _held_out(runs: Sequence[Run]) -> str:
-    """Losses on several held-out sets: the last of each run, and the least."""
-    names = curves.held_out_sets(runs)
-    if len(names) < 2:
-        return ""
-    rows = [[escape(title), *(_last_and_least(run.evaluated.get(name, EMPTY)) for run in runs)] for name, title in names.items()]
-    heads = map(_head, runs) if len(runs) > 1 else ["value"]
-    return f"<section><h2>Held-out losses</h2>{table(['set', *heads], rows, numbers=True)}</section>"
-
-
-def _last_and_least(losses: Series) -> str:
-    if not len(losses.steps_N):
-        return "–"
-    at = int(losses.values_N.argmin())
-    least = f"least {figure(losses.values_N[at])} at step {losses.steps_N[at]:,.0f}"
-    return f"{figure(losses.values_N[-1])} <small>{'the least' if at == len(losses.steps_N) - 1 else least}</small>"
+def _held_out(run: Run) -> str:
+    """Losses of a run on several held-out sets: the last and the least."""
+    sets = [(title, run.evaluated[name]) for name, title in curves.held_out_sets([run]).items()]
+    least = [(losses.values_N.min(), losses.steps_N[losses.values_N.argmin()]) for _, losses in sets]
+    rows = [
+        [escape(title), _last(losses), f"{figure(value)} <small>step {step:,.0f}</small>"]
+        for (title, losses), (value, step) in zip(sets, least, strict=True)
+    ]
+    return f"<section><h2>Held-out losses</h2>{table(['set', 'last', 'least'], rows, numbers=True)}</section>" if len(rows) > 1 else ""
 
 
 def _results(runs: Sequence[Run]) -> str:
     """Results of tasks at each run's newest evaluation of them."""
     rows = results.rows([run.results for run in runs])
-    heads = map(_head, runs) if len(runs) > 1 else ["value"]
-    return f"<section><h2>Results of tasks</h2>{table(['task', *heads], rows, numbers=True)}</section>" if rows else ""
+    if not rows:
+        return ""
+    drawn = _side_by_side(runs, "task", rows) if len(runs) > 1 else table(["task", "value"], [[name, *cells] for name, cells in rows], numbers=True)
+    return f"<section><h2>Results of tasks</h2>{drawn}</section>"
 
 
 def _by_run(title: str, runs: Sequence[Run], block: Callable[[Run], str]) -> str:
@@ -172,12 +180,12 @@ def _goodput(run: Run) -> str:
 def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
-    rows = []
+    rows: list[tuple[str, list[str]]] = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         cells = [f"<code>{escape(_yaml_text(run.settings[key]))}</code>" if key in run.settings else "–" for run in runs]
         if len(set(cells)) > 1:
-            rows.append([f"<code>{escape(key)}</code>", *cells])
-    text = table(["setting", *map(_head, runs)], rows) if rows else "<p>None: the configs are equal.</p>"
+            rows.append((f"<code>{escape(key)}</code>", cells))
+    text = _side_by_side(runs, "setting", rows, numbers=False) if rows else "<p>None: the configs are equal.</p>"
     return f"<section><h2>Differing settings</h2>{text}</section>"
 
 

@@ -20,7 +20,7 @@ h3{font-size:1rem;margin:1.2rem 0 .3rem;overflow-wrap:anywhere}
 .lead{max-width:46em;margin:.2rem 0 .6rem}
 .note,small,.unit{color:var(--soft);font-size:.85rem;font-weight:400}
 p.note{margin:.3rem 0}
-.chip{font-size:.8rem;font-weight:600;letter-spacing:0;padding:.15em .7em;border-radius:1em;vertical-align:middle;
+.chip{font-size:.8rem;font-weight:600;letter-spacing:0;padding:.15em .7em;border-radius:1em;vertical-align:middle;white-space:nowrap;
 background:var(--panel);color:var(--soft)}
 .chip.good{background:var(--good-bg);color:var(--good)}.chip.warn{background:var(--warn-bg);color:var(--warn)}
 .chip.bad{background:var(--bad-bg);color:var(--bad)}
@@ -45,7 +45,7 @@ table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,30rem)}
 th,td{text-align:left;padding:.35rem 1.4rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top;
 font-variant-numeric:tabular-nums}
 tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;background:var(--bg);color:var(--soft);font-weight:600}
-.numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem}
+.numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem;white-space:nowrap}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
 .dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
 .dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
@@ -62,10 +62,10 @@ svg.plot{display:block;overflow:visible;touch-action:pan-y;cursor:crosshair;user
 svg.plot text{font-size:12px}
 .grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
 .line,.raw{fill:none;stroke:var(--c);stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round}
-.raw{stroke-width:1;opacity:.32}.many .raw{opacity:.12}.many .line{stroke-width:1.4}circle{fill:var(--c)}
+.raw{stroke-width:1;opacity:.32}.many .raw{opacity:.07}.many .line{stroke-width:1.4}circle{fill:var(--c)}.many circle{r:1.6px}
 .faint{opacity:.1}
 .restart,.rollback{stroke:var(--c,var(--soft));stroke-width:1;fill:none}.restart{stroke-dasharray:1 3}.rollback{stroke-dasharray:6 3}
-.skip{fill:var(--bad)}.beyond{fill:var(--c)}
+.skip{fill:var(--c,var(--bad))}.beyond{fill:var(--c)}
 .cursor{stroke:var(--soft);stroke-dasharray:2 3;pointer-events:none}.chosen{fill:var(--p0);opacity:.15}
 #tip{position:fixed;pointer-events:none;background:var(--ink);color:var(--bg);font-size:.8rem;line-height:1.45;max-width:min(30rem,90vw);
 padding:.35em .7em;border-radius:6px;font-variant-numeric:tabular-nums;z-index:9;overflow-wrap:anywhere}
@@ -75,7 +75,7 @@ padding:.35em .7em;border-radius:6px;font-variant-numeric:tabular-nums;z-index:9
 position:sticky;top:0;z-index:3;background:var(--bg);padding:.45rem 0;border-bottom:1px solid var(--rule)}
 .controls label{display:inline-flex;align-items:center;gap:.4em;cursor:pointer}.controls input{accent-color:var(--p0);margin:0}
 .controls svg{width:1em;height:1em;overflow:visible;margin-left:.3em}.controls input[type=range]{width:6.5rem}
-.controls output{min-width:4.2em;font-variant-numeric:tabular-nums}.hint{margin-left:auto}
+.controls output{min-width:2.6em;font-variant-numeric:tabular-nums}.hint{margin-left:auto}
 .pick{display:inline-flex}.pick input{position:absolute;opacity:0}
 .pick span{padding:.1em .8em;border:1px solid var(--rule);margin-left:-1px}
 .pick label:first-child span{border-radius:1em 0 0 1em}.pick label:last-child span{border-radius:0 1em 1em 0}
@@ -90,7 +90,7 @@ button[aria-pressed=true]{background:var(--panel);color:var(--ink)}.runs button[
 .swatch.d1{background:repeating-linear-gradient(90deg,var(--c) 0 3px,transparent 3px 5px)}
 .swatch.d2{background:radial-gradient(var(--c) 35%,transparent 40%)}
 thead th{cursor:pointer;user-select:none}th[aria-sort=ascending]::after{content:" \\25B2"}th[aria-sort=descending]::after{content:" \\25BC"}
-@media(max-width:760px){.hint{display:none}.controls{gap:.3rem .8rem}.runs{max-height:9rem;overflow-y:auto}}
+@media(max-width:760px){.hint{display:none}.controls{gap:.3rem .8rem;position:static}.runs{max-height:9rem;overflow-y:auto}}
 @media print{.controls{position:static}}
 """
 
