@@ -54,9 +54,8 @@ def page_data(runs: Sequence[Run]) -> str:
         clock = run.get("time")
         seconds = Series(clock.steps_N, clock.values_N - _origin(run))
         marks = json.dumps(_thinned(marks_of(run), MAX_MARKS // len(runs)))
-        items.append(
-            f'{{"label":{json.dumps(run.label)},"tokens":{knots(run.get("tokens"), size)},"seconds":{knots(seconds, size)},"marks":{marks}}}'
-        )
+        axes = f'"tokens":{knots(run.get("tokens"), size)},"seconds":{knots(seconds, size)}'
+        items.append(f'{{"label":{json.dumps(run.label)},{axes},"marks":{marks}}}')
     return json_block(f"[{','.join(items)}]", "runs")
 
 
@@ -127,7 +126,7 @@ def _losses(runs: Sequence[Run], points: int) -> str:
         return drawn
     first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
     keys = f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out'
-    return f'<div class="wide">{drawn}<p class="legend keys">{keys}</p></div>'
+    return f'<div class="wide">{drawn}<p class="legend lines">{keys}</p></div>'
 
 
 def _figures(runs: Sequence[Run], points: int) -> Iterator[str]:

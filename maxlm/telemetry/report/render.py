@@ -1,7 +1,7 @@
 """The report as one HTML page. All text from a run is escaped here, in curves.py or in charts.py."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby
@@ -14,7 +14,7 @@ from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import curves, experts, results
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run, Series
-from maxlm.telemetry.report.style import CHARTS_CSS, CSS, EXPERTS_CSS
+from maxlm.telemetry.report.style import CSS, EXPERTS_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 from maxlm.telemetry.report.tables import table
 
@@ -25,7 +25,9 @@ MAX_STRETCH = 12  # consecutive frequent events shown one by one
 # No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
-SCRIPT, LIVE_SCRIPT = (Path(__file__).with_name(name) for name in ("page.js", "live.js"))
+SCRIPTS = ("axes.js", "charts.js", "page.js")  # one after the other
+
+
 def render(runs: Sequence[Run], version: str = "") -> str:
     """The page for one run, or for several side by side. `version`: of a page that a server shows, which asks it for a newer one."""
     names = [run.name for run in runs]
@@ -34,11 +36,12 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     runs = [replace(run, label=label, number=number) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
     points = points_per_line(runs)
     about_experts = experts.section(runs, points)
-    css = CSS + CHARTS_CSS + (EXPERTS_CSS if about_experts else "")
+    css = CSS + _packaged("page.css") + (EXPERTS_CSS if about_experts else "")
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
-    sections = [_headline(runs), "" if len(runs) > 1 else _held_out(runs[0]), _results(runs), curves.section(runs, points), about_experts, goodput]
+    held_out = _held_out(runs[0]) if len(runs) == 1 else ""
+    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_experts, goodput]
     sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
-    scripts = SCRIPT.read_text(encoding="utf-8") + (LIVE_SCRIPT.read_text(encoding="utf-8") if version else "")
+    scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = POLICY + "; connect-src 'self'" * bool(version)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -48,6 +51,10 @@ def render(runs: Sequence[Run], version: str = "") -> str:
         + "\n".join(section for section in sections if section)
         + f'\n</main><div id="tip" hidden></div><script>{scripts}</script></body></html>\n'
     )
+
+
+def _packaged(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _headline(runs: Sequence[Run]) -> str:
@@ -147,7 +154,8 @@ def _results(runs: Sequence[Run]) -> str:
     rows = results.rows([run.results for run in runs])
     if not rows:
         return ""
-    drawn = _side_by_side(runs, "task", rows) if len(runs) > 1 else table(["task", "value"], [[name, *cells] for name, cells in rows], numbers=True)
+    alone = len(runs) == 1
+    drawn = table(["task", "value"], [[name, *cells] for name, cells in rows], numbers=True) if alone else _side_by_side(runs, "task", rows)
     return f"<section><h2>Results of tasks</h2>{drawn}</section>"
 
 

@@ -55,45 +55,6 @@ summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius
 @media print{.scroll{max-height:none}details{display:none}}
 """
 
-# Only on pages with charts, which page.js draws.
-CHARTS_CSS = """
-figure.chart{min-width:0;min-height:288px}figure.chart.wide{min-height:408px}.wide{grid-column:1/-1}
-svg.plot{display:block;overflow:visible;touch-action:pan-y;cursor:crosshair;user-select:none}
-svg.plot text{font-size:12px}
-.grid{stroke:var(--rule);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1}
-.line,.raw{fill:none;stroke:var(--c);stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round}
-.raw{stroke-width:1;opacity:.32}.many .raw{opacity:.07}.many .line{stroke-width:1.4}circle{fill:var(--c)}.many circle{r:1.6px}
-.faint{opacity:.1}
-.restart,.rollback{stroke:var(--c,var(--soft));stroke-width:1;fill:none}.restart{stroke-dasharray:1 3}.rollback{stroke-dasharray:6 3}
-.skip{fill:var(--c,var(--bad))}.beyond{fill:var(--c)}
-.cursor{stroke:var(--soft);stroke-dasharray:2 3;pointer-events:none}.chosen{fill:var(--p0);opacity:.15}
-#tip{position:fixed;pointer-events:none;background:var(--ink);color:var(--bg);font-size:.8rem;line-height:1.45;max-width:min(30rem,90vw);
-padding:.35em .7em;border-radius:6px;font-variant-numeric:tabular-nums;z-index:9;overflow-wrap:anywhere}
-#tip div{display:flex;gap:1em;justify-content:space-between}#tip .swatch{flex:none;width:.6em;height:.6em;margin:.45em -.5em 0 0}
-#tip .name{flex:1}#tip div.nearest{font-weight:700}
-.controls{display:flex;flex-wrap:wrap;gap:.4rem 1.2rem;align-items:center;font-size:.85rem;color:var(--soft);margin:0 0 .6rem;
-position:sticky;top:0;z-index:3;background:var(--bg);padding:.45rem 0;border-bottom:1px solid var(--rule)}
-.controls label{display:inline-flex;align-items:center;gap:.4em;cursor:pointer}.controls input{accent-color:var(--p0);margin:0}
-.controls svg{width:1em;height:1em;overflow:visible;margin-left:.3em}.controls input[type=range]{width:6.5rem}
-.controls output{min-width:2.6em;font-variant-numeric:tabular-nums}.hint{margin-left:auto}
-.pick{display:inline-flex}.pick input{position:absolute;opacity:0}
-.pick span{padding:.1em .8em;border:1px solid var(--rule);margin-left:-1px}
-.pick label:first-child span{border-radius:1em 0 0 1em}.pick label:last-child span{border-radius:0 1em 1em 0}
-.pick input:checked+span{background:var(--panel);color:var(--ink);font-weight:600}
-.pick input:focus-visible+span{outline:2px solid var(--p0)}
-button{font:inherit;color:inherit;background:none;border:1px solid var(--rule);border-radius:1em;padding:.05em .8em;cursor:pointer}
-figcaption button{float:right;font-size:.78rem;font-weight:400;color:var(--soft)}
-button[aria-pressed=true]{background:var(--panel);color:var(--ink)}.runs button[aria-pressed=false]{opacity:.45;text-decoration:line-through}
-.runs{gap:.35rem .5rem}.runs button{overflow-wrap:anywhere;text-align:left}
-.keys{gap:.5em;margin:.2rem 0 0;color:var(--soft)}.key{--c:var(--soft);width:22px;border-top:2px solid var(--c)}
-.key.dotted{border-top-style:dashed;margin-left:1em}.key.c0{--c:var(--p0)}.key.c1{--c:var(--p1)}
-.swatch.d1{background:repeating-linear-gradient(90deg,var(--c) 0 3px,transparent 3px 5px)}
-.swatch.d2{background:radial-gradient(var(--c) 35%,transparent 40%)}
-thead th{cursor:pointer;user-select:none}th[aria-sort=ascending]::after{content:" \\25B2"}th[aria-sort=descending]::after{content:" \\25BC"}
-@media(max-width:760px){.hint{display:none}.controls{gap:.3rem .8rem;position:static}.runs{max-height:9rem;overflow-y:auto}}
-@media print{.controls{position:static}}
-"""
-
 # Only on pages about mixtures of experts. Both ends of the scale contrast with the background, in light and dark.
 EXPERTS_CSS = """
 :root{--h0:#0b2a4a;--h1:#2166ac;--h2:#67a9cf;--h3:#c3dfee;--h4:#f1f2f4;--h5:#fde0c8;--h6:#f4a264;--h7:#d6602d;--h8:#8c1d04}
