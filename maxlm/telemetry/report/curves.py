@@ -197,11 +197,14 @@ def _largest(entries: list[Series]) -> Series:
     """At each step the largest of the entries that have a value there."""
     if not entries:
         return EMPTY
-    steps = np.concatenate([entry.steps_N for entry in entries])
-    values = np.concatenate([entry.values_N for entry in entries])
-    order = np.lexsort((values, steps))
-    last = np.flatnonzero(np.diff(steps[order], append=np.inf))
-    return Series(steps[order][last], values[order][last])
+    steps_N = entries[0].steps_N
+    if not all(np.array_equal(entry.steps_N, steps_N) for entry in entries):
+        steps_N = np.unique(np.concatenate([entry.steps_N for entry in entries]))
+    values_N = np.full(len(steps_N), -np.inf)
+    for entry in entries:
+        at = slice(None) if len(entry.steps_N) == len(steps_N) else np.searchsorted(steps_N, entry.steps_N)
+        values_N[at] = np.maximum(values_N[at], entry.values_N)
+    return Series(steps_N, values_N)
 
 
 def _in_readable_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
