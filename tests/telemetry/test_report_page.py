@@ -53,7 +53,7 @@ def look(tmp_path):
         flags = [*FLAGS.split(), f"--virtual-time-budget={seconds * 1000}", f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
         ended = subprocess.run([BROWSER, *flags, f"file://{page}{address}"], capture_output=True, text=True, timeout=500, check=False)
         answer = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.S)
-        assert answer, re.findall(r"<title>.*?</title>", ended.stdout)
+        assert answer, [*re.findall(r"<title>.*?</title>", ended.stdout), ended.stderr[-300:]]
         return json.loads(unescape(answer[1]))
 
     return look_at

@@ -41,7 +41,7 @@ function keep() {
 
 function recall() {
   const kept = new URLSearchParams(location.hash.slice(1)), numbers = text => (text ?? '').split(',').filter(Boolean).map(Number);
-  if (kept.get('x') in AXES && runs.some(run => run[kept.get('x')])) view.x = kept.get('x');
+  if (Object.hasOwn(AXES, kept.get('x')) && runs.some(run => run[kept.get('x')])) view.x = kept.get('x');
   const range = numbers(kept.get('zoom'));
   if (range.length === 2 && range[0] < range[1] && range.every(Number.isFinite)) view.zoom = range;
   if (WINDOWS[kept.get('smoothing') ?? ''] !== undefined) view.smoothing = Number(kept.get('smoothing'));
