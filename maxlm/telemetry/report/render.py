@@ -115,7 +115,7 @@ def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
     for name, title in curves.held_out_sets(runs).items():
         rows += [(escape(title), [_last(run.evaluated.get(name, EMPTY)) for run in runs])] if name != "eval_loss" else []
     shown = [(name, cells) for name, cells in rows if set(cells) != {"–"}]
-    return _side_by_side(runs, "", [*shown, ("State", [_chip(status_of(run)) for run in runs])])
+    return _side_by_side(runs, "", [("State", [_chip(status_of(run)) for run in runs]), *shown])
 
 
 def _or_dash(text: str | None) -> str:
