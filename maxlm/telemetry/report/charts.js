@@ -193,7 +193,8 @@ class Chart {
   drawLine(shape, parent) {
     const {line, main} = shape, group = make('svg:g', {'data-run': line.run}, parent);
     this.paint(group, line);
-    if (shape.smoothed) make('svg:path', {class: 'raw', d: this.path(...zigzag(shape))}, group);
+    const faint = clamp(0.9 / this.shapes.length, 0.05, 0.32);  // many lines would hide their medians
+    if (shape.smoothed) make('svg:path', {class: 'raw', opacity: faint, d: this.path(...zigzag(shape))}, group);
     const y = shape.smoothed || line.dots ? [main.x, main.y] : zigzag(shape);
     const dash = line.dots ? '5 4' : DASHES[Math.floor(line.run / COLORS) % DASHES.length];
     make('svg:path', {class: 'line', d: this.path(...y), 'stroke-dasharray': dash}, group);
