@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import maxlm.telemetry.report
 from maxlm.config.errors import UserError
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
@@ -260,6 +262,14 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     html = report_of(tmp_path, run.path)
     assert len(html.encode()) < 2_000_000
     assert "Saved 601 times, steps 0 to 300,000" in Page(html).text
+
+
+def test_scripts_and_styles_are_in_the_wheel():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["maxlm.telemetry.report"]
+    files = [path for path in Path(maxlm.telemetry.report.__file__).parent.iterdir() if path.is_file() and path.suffix != ".py"]
+    assert {path.suffix for path in files} >= {".js", ".css"}
+    assert [path.name for path in files if not any(path.match(pattern) for pattern in patterns)] == []
 
 
 def test_telemetry_needs_no_jax():

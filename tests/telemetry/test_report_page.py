@@ -160,6 +160,18 @@ def test_axes_are_steps_tokens_or_time(look, make):
     assert found["marks"] == pytest.approx({"restart": 3798 / 4398, "skip": 3998 / 4398, "rollback": 4198 / 4398}, abs=0.002)
 
 
+def test_a_run_that_recorded_no_time_is_named_where_it_is_missing(look, make, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step":7,"loss":3.0}\n{"step":8,"loss":3.0}\n')
+    script = """
+        const hint = document.querySelector('.hint'), seen = [count(byTitle('Loss'), 'g[data-run="1"]'), hint.textContent];
+        choose('x', 'seconds');
+        return [...seen, count(byTitle('Loss'), 'g[data-run="1"]'), hint.textContent];
+    """
+    found = look([make("r"), tmp_path / "old"], script)
+    assert found == [1, "drag to zoom, double-click to reset", 0, "not recorded, so not shown here: old"]
+
+
 def test_smoothing_logarithm_outliers_and_marks_are_chosen(look, make):
     found = look(
         [make("r")],

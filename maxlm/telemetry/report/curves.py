@@ -107,7 +107,7 @@ def _controls(runs: Sequence[Run]) -> str:
         '<label title="running median over this part of what is shown">smoothing '
         '<input type="range" name="smoothing" min="0" max="6" value="3"><output></output></label>'
         f'{marks}<label><input type="checkbox" name="outliers">outliers</label>'
-        '<span class="hint">drag to zoom, double-click to reset</span><button type="button" name="reset" hidden>reset zoom</button></form>'
+        '<span class="hint"></span><button type="button" name="reset" hidden>reset zoom</button></form>'
         "<noscript><p>The charts need JavaScript.</p></noscript>"
     )
 

@@ -14,6 +14,9 @@ function refresh() {
   const form = document.querySelector('.controls');
   if (!form) return;
   form.elements.reset.hidden = !view.zoom;
+  const silent = runs.filter(run => view.x !== 'step' && !run[view.x]).map(run => run.label), hint = form.querySelector('.hint');
+  hint.classList.toggle('missing', silent.length > 0);
+  hint.textContent = silent.length ? `not recorded, so not shown here: ${silent.join(', ')}` : 'drag to zoom, double-click to reset';
   form.querySelector('output').textContent = WINDOWS[view.smoothing] ? `${WINDOWS[view.smoothing]}%` : 'off';
   keep();
 }
