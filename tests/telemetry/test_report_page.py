@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import tempfile
 from html import unescape
 
 import pytest
@@ -52,14 +53,15 @@ def look(tmp_path):
         found = found if at_once else f"setTimeout(() => {{ {found} }}, 700);"
         probe = f"<script>{TOOLS}{found}</script></body>"
         page.write_text(page.read_text().replace("</body>", probe))
-        flags = [*FLAGS.split(), *["--virtual-time-budget=2000"] * (not at_once), f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
-        command = [BROWSER, *flags, f"file://{page}{address}"]
-        for _ in range(3):  # on a busy machine about one of fifty browsers ends and prints nothing
+        flags = [*FLAGS.split(), *["--virtual-time-budget=2000"] * (not at_once), "--dump-dom", f"file://{page}{address}"]
+        for _ in range(5):  # on a busy machine the browser's time may be over before it has opened the page
+            profile = tempfile.mkdtemp(dir=tmp_path)
+            command = [BROWSER, f"--user-data-dir={profile}", *flags]
             ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-            if ended.stdout.strip():
+            if "<title>" in ended.stdout:
                 break
         answer = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.S)
-        assert answer, [*re.findall(r"<title>.*?</title>", ended.stdout), ended.stderr[-300:]]
+        assert answer, f"{ended.returncode} {ended.stdout[-300:]} {ended.stderr[-300:]}"
         return json.loads(unescape(answer[1]))
 
     return look_at
