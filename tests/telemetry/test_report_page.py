@@ -11,7 +11,8 @@ from html import unescape
 import pytest
 
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import write_report
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 
 pytestmark = pytest.mark.soak
@@ -20,8 +21,13 @@ EVIL = "<img src=x onerror=evil=1>"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --window-size=1200,2400"
 
-# Runs before the script of a test. Pointers that do not exist cannot be captured.
+# Runs before the script of a test, and draws all charts, where a page waits until they are near the window. A pointer that does not exist
+# cannot be captured. `times`: milliseconds from asking for the page to its start, and for drawing.
 TOOLS = """
+const times = [performance.now()];
+const timed = action => { const began = performance.now(); action(); times.push(performance.now() - began); };
+for (const chart of charts) chart.near = true;
+timed(refresh);
 Element.prototype.setPointerCapture = () => {};
 onerror = (_, __, line, ___, error) => { document.title = `error: ${error?.stack ?? line}`; };
 function tell(found) { make('pre', {id: 'found'}, document.body, JSON.stringify(found)); }
@@ -47,19 +53,12 @@ def look(tmp_path):
     if BROWSER is None:
         pytest.skip("no Chromium here")
 
-    def look_at(runs, script, address="", at_once=False):
-        page = write_report(runs, tmp_path / "report.html")
-        found = f"tell((() => {{ {script} }})());"  # at once, or when the charts in sight are drawn, in a time of the browser's own
-        found = found if at_once else f"setTimeout(() => {{ {found} }}, 700);"
-        probe = f"<script>{TOOLS}{found}</script></body>"
-        page.write_text(page.read_text().replace("</body>", probe))
-        flags = [*FLAGS.split(), *["--virtual-time-budget=2000"] * (not at_once), "--dump-dom", f"file://{page}{address}"]
-        for _ in range(5):  # on a busy machine the browser's time may be over before it has opened the page
-            profile = tempfile.mkdtemp(dir=tmp_path)
-            command = [BROWSER, f"--user-data-dir={profile}", *flags]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-            if "<title>" in ended.stdout:
-                break
+    def look_at(runs, script, address="", version=""):
+        page = tmp_path / "report.html"
+        probe = f"<script>{TOOLS}tell((() => {{ {script} }})());</script></body>"  # no timers: a busy browser may end before they are due
+        page.write_text(render(list(map(load_run, runs)), version).replace("</body>", probe))
+        command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tempfile.mkdtemp(dir=tmp_path)}", "--dump-dom", f"file://{page}{address}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         answer = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.S)
         assert answer, f"{ended.returncode} {ended.stdout[-300:]} {ended.stderr[-300:]}"
         return json.loads(unescape(answer[1]))
@@ -236,6 +235,35 @@ def test_a_run_is_hidden_from_all_charts_and_tables_are_sorted(look, make):
     assert found["amounts"] == pytest.approx([5.77e6, 3900, 0.42, 12345, 0.001, None, 1e-3, 100, 0.012])
 
 
+def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
+    runs = [make(name, level=level) for name, level in (("a", 3.0), ("b", 2.5), ("c", 10.0), ("d", 4.0))]
+    newer = json.dumps(render([load_run(make(f"{run.name}2", steps=500)) for run in runs], "8")).replace("<", "\\u003c")
+    found = look(
+        runs,
+        f"""
+        const one = what => document.querySelector(what);
+        const state = () => ({{points: byTitle('Loss').lines[0].steps.length, range: byTitle('Loss').range,
+          version: one('main').dataset.version, x: one('[name=x]:checked').value, lines: count(byTitle('Loss'), '.line'), order: order(one('table'), 0),
+          open: document.querySelectorAll('details[open]').length}});
+        choose('x', 'tokens');
+        drag(byTitle('Loss'), 0.5, 0.75);
+        document.querySelectorAll('button[data-run]')[2].click();
+        document.querySelectorAll('details')[1].open = true;
+        for (let i = 0; i < 2; i++) document.querySelector('th').click();
+        const before = state();
+        replacePage({newer});
+        return [before, state()];
+        """,
+        version="7",
+    )
+    before, after = found
+    assert (before.pop("points"), before.pop("version"), before.pop("order")) == (400, "7", ["d", "c", "b", "a"])
+    assert (after.pop("points"), after.pop("version"), after.pop("order")) == (500, "8", ["d2", "c2", "b2", "a2"])
+    assert before == after
+    assert (after["x"], after["lines"], after["open"]) == ("tokens", 3, 1)
+    assert after["range"] == pytest.approx([200_500, 300_250], abs=1)
+
+
 def test_ticks_are_round_few_and_within(look, make):
     found = look(
         [make("r")],
@@ -282,15 +310,12 @@ def test_a_million_steps_answer_at_once(look, make):
     found = look(
         [make("long", steps=1_000_000)],
         """
-        const times = [performance.now()], loss = byTitle('Loss');  // the first: since the page was asked for
-        const timed = action => { const began = performance.now(); action(); times.push(performance.now() - began); };
-        timed(() => charts.forEach(chart => chart.draw()));
-        const spike = Math.max(...loss.shapes[0].high);
-        timed(() => { view.zoom = [499_500, 500_500]; charts.forEach(chart => chart.draw()); });
-        return {times, spike, zoomed: Math.max(...loss.shapes[0].high), size: document.documentElement.outerHTML.length};
+        const loss = byTitle('Loss'), spike = Math.max(...loss.shapes[0].high);
+        timed(() => drag(loss, 0.495, 0.505));
+        return {times, spike, range: loss.range, zoomed: Math.max(...loss.shapes[0].high), size: document.documentElement.outerHTML.length};
         """,
-        at_once=True,
     )
+    assert found["range"] == pytest.approx([495_000, 505_000], abs=1500)
     assert found["spike"] == found["zoomed"] == 100  # one step of a million
     assert found["size"] < 5_000_000
     assert max(found["times"]) < 2000, found["times"]  # milliseconds
