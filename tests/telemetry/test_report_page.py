@@ -243,7 +243,8 @@ def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
         f"""
         const one = what => document.querySelector(what);
         const state = () => ({{points: byTitle('Loss').lines[0].steps.length, range: byTitle('Loss').range,
-          version: one('main').dataset.version, x: one('[name=x]:checked').value, lines: count(byTitle('Loss'), '.line'), order: order(one('table'), 0),
+          version: one('main').dataset.version, x: one('[name=x]:checked').value, lines: count(byTitle('Loss'), '.line'),
+          order: order(one('table'), 0),
           open: document.querySelectorAll('details[open]').length}});
         choose('x', 'tokens');
         drag(byTitle('Loss'), 0.5, 0.75);
