@@ -225,14 +225,14 @@ def test_a_run_is_hidden_from_all_charts_and_tables_are_sorted(look, make):
         const table = document.querySelector('table'), orders = [order(table, 0)];
         const head = [...table.tHead.rows[0].cells].find(one => one.textContent === 'Training loss');
         for (let i = 0; i < 2; i++) { head.click(); orders.push(order(table, 0)); }
-        const amounts = ['5.77 M', '1 h 5 min', '42.0%', '12,345', '<0.1%', 'adamw', '1e-3', '100 of 200', '12 ms'].map(amount);
+        const amounts = ['5.77 M', '1 h 5 min', '42.0%', '12,345', '<0.1%', 'adamw', '1e-3', '100 of 200', '12 ms', '~1.5 MWh'].map(amount);
         return {before, after, losses, orders, amounts};
         """,
     )
     assert (found["before"], found["after"]) == (4, 3)
     assert found["losses"] < 12
     assert found["orders"] == [["a", "b", "c", "d"], ["b", "a", "d", "c"], ["c", "d", "a", "b"]]
-    assert found["amounts"] == pytest.approx([5.77e6, 3900, 0.42, 12345, 0.001, None, 1e-3, 100, 0.012])
+    assert found["amounts"] == pytest.approx([5.77e6, 3900, 0.42, 12345, 0.001, None, 1e-3, 100, 0.012, 1.5e6])
 
 
 def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):

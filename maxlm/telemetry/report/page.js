@@ -1,6 +1,6 @@
 // The controls of the charts, the legend, and tables that can be sorted.
 
-const UNITS = {ms: 1e-3, s: 1, min: 60, h: 3600, d: 86400, '%': 0.01, k: 1e3, M: 1e6, B: 1e9, T: 1e12, Q: 1e15};
+const UNITS = {ms: 1e-3, s: 1, min: 60, h: 3600, d: 86400, '%': 0.01, k: 1e3, M: 1e6, B: 1e9, T: 1e12, Q: 1e15, Wh: 1, kWh: 1e3, MWh: 1e6, GWh: 1e9};
 
 // The view: what the controls and the legend choose. The address keeps it, so that it can be reloaded and sent.
 
@@ -89,7 +89,7 @@ function connectRun(button, run) {
 
 function amount(text) {  // 12,345 or 5.77 M or 42.0% or 1 h 5 min as a number; null: it begins with none
   let total = null, rest = text.trim().replace(/^[<~≈$€]/, '');
-  for (let found; (found = rest.match(/^(-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*(ms|min|[kMBTQshd%])?(?!\w)\s*/));) {
+  for (let found; (found = rest.match(/^(-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*(ms|min|[kMG]?Wh|[kMBTQshd%])?(?!\w)\s*/));) {
     total = (total ?? 0) + Number(found[1].replaceAll(',', '')) * (UNITS[found[2]] ?? 1);
     rest = rest.slice(found[0].length);
     if (!found[2]) break;
