@@ -479,8 +479,21 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The HTML file to write; default: report.html in the run's folder, of several report-A-B.html here.")
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Write no file: show the report in a browser, as the runs go on, until ctrl-C.")
+    ] = False,
+    port: Annotated[int | None, typer.Option(metavar="N", min=0, max=65535, help="Port of 127.0.0.1 for --live; any that is free.")] = None,
 ) -> None:
-    """Write a self-contained HTML report of one or several runs."""
+    """Write a self-contained HTML report of one or several runs, or show it live."""
+    if live and out is not None:
+        raise UserError(f"--out {out} does not go with --live, which writes no file: leave one of them out.")
+    if port is not None and not live:
+        raise UserError(f"--port {port} is only for --live: add --live, or leave it out.")
+    if live:
+        from maxlm.telemetry.report.live import serve
+
+        serve(run_dirs, port or 0, say=typer.echo, warn=lambda line: typer.echo(line, err=True))
+        return
     from maxlm.telemetry.report import write_report
 
     names = [run_dir.resolve().name for run_dir in run_dirs]

@@ -3,12 +3,12 @@
 from maxlm.config import Config
 from maxlm.config.errors import ConfigError
 from maxlm.runtime.consistency import require_equal
-from maxlm.telemetry.metrics_server import BIND_AGAIN_S, MetricsServer
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.text_server import BIND_AGAIN_S, TextServer
 
 
-def metrics_server(config: Config, directory: RunDirectory, phases: Phases) -> MetricsServer | None:
+def metrics_server(config: Config, directory: RunDirectory, phases: Phases) -> TextServer | None:
     """The server of `prometheus` on the primary process, listening. Raises UserError on all if it cannot, and nothing has begun yet.
 
     A run that has begun before goes on without it, and tries again meanwhile: what took the port must not end it.
@@ -16,7 +16,7 @@ def metrics_server(config: Config, directory: RunDirectory, phases: Phases) -> M
     settings = config.prometheus
     if settings is None:
         return None
-    server, problem = MetricsServer(settings.host, settings.port) if phases.primary else None, None
+    server, problem = TextServer(settings.host, settings.port) if phases.primary else None, None
     try:
         if server is not None:
             server.bind()

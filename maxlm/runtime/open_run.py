@@ -31,9 +31,9 @@ from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
 from maxlm.telemetry.goodput import Goodput
-from maxlm.telemetry.metrics_server import MetricsServer
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.text_server import TextServer
 from maxlm.training import bit_flips, fits, integrity
 from maxlm.training.bit_flips import BitFlips
 from maxlm.training.branch import branch_off, check_same_branch
@@ -77,7 +77,7 @@ class OpenRun:
     directory: RunDirectory
     tasks: Tasks | None
     checkpoints: Checkpoints
-    server: MetricsServer | None
+    server: TextServer | None
     journal: Journal
     start: Start
     init: Init

@@ -19,6 +19,7 @@ class Metric:
     title: str  # of the report's chart
     unit: str = ""
     reduce: Reduction = "mean"  # over microbatches and devices; mean: a sum over tokens, divided by the tokens of the whole update
+    entries: tuple[str, ...] = ()  # of a vector: what the report calls its entries, if not by number
     console: str = ""  # format of its text on the console, such as "load {:.2f}" or "drop {percent}", where it is not 0; "": none
 
 
@@ -33,6 +34,9 @@ def records(values: Mapping[str, Any]) -> dict[str, float]:
     return figures
 
 
-def charts_of(metrics: Iterable[Metric]) -> dict[str, dict[str, str]]:
-    """Name -> title and unit, as the `start` event keeps them for the report."""
-    return {metric.name: {"title": metric.title, "unit": metric.unit} for metric in metrics}
+def charts_of(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
+    """Name -> title, unit and entries, as the `start` event keeps them for the report."""
+    return {
+        metric.name: {"title": metric.title, "unit": metric.unit} | ({"entries": metric.entries} if metric.entries else {})
+        for metric in metrics
+    }

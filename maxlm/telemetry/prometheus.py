@@ -8,11 +8,12 @@ from typing import Any
 
 import maxlm
 from maxlm.telemetry.ledger import TITLES, Ledger, read_ledger
-from maxlm.telemetry.metrics_server import MetricsServer, sample
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_number
+from maxlm.telemetry.text_server import Text, TextServer
 
+PATH, KIND = "/metrics", "text/plain; version=0.0.4; charset=utf-8"
 MAX_CAUSES = 100  # of events that are told apart
 _FIXED = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s")
 
@@ -22,7 +23,7 @@ Samples = Iterator[tuple[str, str, str, Sequence[tuple[Mapping[str, str], float]
 class PrometheusObserver:
     """Keeps the newest figures for a server, which a scrape reads in the server's thread."""
 
-    def __init__(self, server: MetricsServer, run: RunDirectory, goodput: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, server: TextServer, run: RunDirectory, goodput: Callable[[], Mapping[str, Any]]) -> None:
         """`goodput`: as `Goodput.summary`, of this attempt."""
         self._server, self._run, self._goodput = server, run, goodput
         self._record: StepRecord | None = None
@@ -30,7 +31,7 @@ class PrometheusObserver:
         self._facts: Mapping[str, Any] = {}
         self._before = Ledger(dict.fromkeys(TITLES, 0.0), 0)
         self._undone = 0  # steps of this attempt that rollbacks threw away
-        server.start(self.text)
+        server.start({PATH: Text(KIND, self.text)})
 
     def on_step(self, record: StepRecord) -> None:
         self._record = record
@@ -87,3 +88,11 @@ class PrometheusObserver:
         refused = [({"reason": reason}, float(number)) for reason, number in list(self._server.refused.items())]
         yield "maxlm_requests_refused_total", "counter", "Requests that were refused.", refused
         yield "maxlm_time_seconds", "gauge", "Time of this text.", [({}, round(time.time(), 3))]
+
+
+def sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    """A line of Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
+    escaped = {key: text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for key, text in labels.items()}
+    inside = ",".join(f'{key}="{text}"' for key, text in escaped.items())
+    number = str(value).replace("inf", "Inf").replace("nan", "NaN")
+    return f"{name}{{{inside}}} {number}" if inside else f"{name} {number}"

@@ -17,10 +17,6 @@ from maxlm.telemetry.metric import Metric
 from maxlm.training.step import GradFn
 
 GRADIENT, RATIO = "layer_gradient", "layer_ratio"
-LAYER_METRICS = (
-    Metric(GRADIENT, "Gradient norm of each layer, then of the parameters outside of layers", reduce="sum"),
-    Metric(RATIO, "Update/weight ratio of each layer, then of the parameters outside of layers", reduce="sum"),
-)
 
 # G layers in depth order, those of multi-token prediction after them, then the parameters outside of layers by name
 
@@ -29,6 +25,12 @@ def layer_names(config: ModelConfig) -> tuple[str, ...]:
     """Names of the G."""
     layers = config.n_layers + config.mtp_depth
     return (*(f"layer {depth}" for depth in range(layers)), *_outside(config))
+
+
+def layer_metrics(config: ModelConfig) -> tuple[Metric, ...]:
+    """Declarations of the two figures of each of the G."""
+    titles = {GRADIENT: "Gradient norm of each layer", RATIO: "Update/weight ratio of each layer"}
+    return tuple(Metric(name, title, reduce="sum", entries=layer_names(config)) for name, title in titles.items())
 
 
 def _outside(config: ModelConfig) -> tuple[str, ...]:

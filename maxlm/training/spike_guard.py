@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from maxlm.config.reliability import HealthConfig
 from maxlm.objectives import Sums
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
-from maxlm.training.layer_figures import LAYER_METRICS, RATIO, ratios
+from maxlm.training.layer_figures import RATIO, layer_metrics, ratios
 from maxlm.training.step import TrainState, Updater
 
 ALONE = 2  # times `spreads`: of a single update, which has no other to confirm it. Measured on batches of 32 tokens: up to 13.5 deviations
@@ -76,7 +76,7 @@ class WatchedUpdates(Updater):
 
     def __init__(self, inner: Updater, settings: HealthConfig) -> None:
         self.config, self._inner, self._settings = inner.config, inner, settings
-        self.metrics = inner.metrics + (LAYER_METRICS if settings.layers is not None else ())
+        self.metrics = inner.metrics + (layer_metrics(inner.config.model) if settings.layers is not None else ())
 
     @property
     def _refuses(self) -> bool:

@@ -146,6 +146,16 @@ def test_training_assumes_nothing(monkeypatch, capsys):
     assert code == 2 and "data is missing" in err
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--live", "--out", "x.html"], "--out"), (["--port", "80"], "--port 80"), (["--live", "--port", "70000"], "--port")],
+)
+def test_options_of_a_report_that_contradict_are_one_line(monkeypatch, capsys, options, named):
+    code, out, err = end(monkeypatch, capsys, "report", "somewhere", *options)
+    assert (code, out, err.count("\n")) == (ExitCode.WRONG_INPUT, "", 1)
+    assert named in err
+
+
 def test_several_runs_have_a_report_of_their_own(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     written = []

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.telemetry import metrics_server
+from maxlm.telemetry import text_server
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.ledger import TITLES
-from maxlm.telemetry.metrics_server import MAX_CONNECTIONS, MetricsServer, sample
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.prometheus import PrometheusObserver
+from maxlm.telemetry.prometheus import KIND, PATH, PrometheusObserver, sample
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.text_server import MAX_CONNECTIONS, Text, TextServer
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 LINE = re.compile(r'[a-z_]+(\{[a-z_]+="[^"\n]*"(,[a-z_]+="[^"\n]*")*\})? (-?[0-9.e+-]+|NaN|[+-]?Inf)')
@@ -29,9 +29,9 @@ def free_port():
 
 
 def serving(text):
-    server = MetricsServer("127.0.0.1", free_port())
+    server = TextServer("127.0.0.1", free_port())
     server.bind()
-    server.start(text)
+    server.start({PATH: Text(KIND, text)})
     return server
 
 
@@ -96,7 +96,7 @@ def test_garbage_of_any_kind_changes_nothing(server):
 
 def test_a_crowd_that_says_nothing_is_closed_and_a_scrape_comes_through(server, monkeypatch):
     """Of several times more connections than are kept, all silent: the oldest give way, and memory and descriptors do not grow."""
-    monkeypatch.setattr(metrics_server, "MIN_S", 0.2)
+    monkeypatch.setattr(text_server, "MIN_S", 0.2)
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     with contextlib.ExitStack() as crowd:
         for _ in range(3 * MAX_CONNECTIONS):
@@ -106,7 +106,7 @@ def test_a_crowd_that_says_nothing_is_closed_and_a_scrape_comes_through(server, 
         assert len(server._open) <= MAX_CONNECTIONS
         assert ask(server, GET).startswith(b"HTTP/1.1 200")
         assert server.refused["busy"] >= MAX_CONNECTIONS
-        monkeypatch.setattr(metrics_server, "REQUEST_S", 0.1)
+        monkeypatch.setattr(server, "_request_s", 0.1)
         time.sleep(1.0)
         assert not server._open
         assert server.refused["slow"] > 0
@@ -116,7 +116,7 @@ def test_a_crowd_that_says_nothing_is_closed_and_a_scrape_comes_through(server, 
 def test_a_flood_costs_little_of_the_processor():
     """Two neighbours ask as fast as they can: the server's thread works for less than a tenth of the time."""
     used = []
-    server = MetricsServer("127.0.0.1", free_port())
+    server = TextServer("127.0.0.1", free_port())
     server.bind()
     work = server._work
 
@@ -126,7 +126,7 @@ def test_a_flood_costs_little_of_the_processor():
         used.append(time.thread_time() - began)
 
     server._thread = threading.Thread(target=measured)
-    server.start(lambda: "x 1\n" * 1000)
+    server.start({PATH: Text(KIND, lambda: "x 1\n" * 1000)})
     until = time.monotonic() + 2.0
 
     def flood():
@@ -153,27 +153,27 @@ def test_a_text_that_cannot_be_made_is_an_error_for_one_scrape():
         return found
 
     server = serving(text)
-    server._cached = (float("-inf"), b"")
+    server._cached.clear()
     assert ask(server, GET).startswith(b"HTTP/1.1 500")
-    server._cached = (float("-inf"), b"")
+    server._cached.clear()
     assert ask(server, GET).endswith(b"good 1\n")
     server.close()
 
 
 def test_a_port_that_is_taken_is_an_error_and_later_served(monkeypatch):
     """The run of a person is told at once; one that is started again in the night goes on, and gets the port when it is free."""
-    monkeypatch.setattr(metrics_server, "BIND_AGAIN_S", 0.05)
+    monkeypatch.setattr(text_server, "BIND_AGAIN_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = MetricsServer("127.0.0.1", taken.getsockname()[1])
+        server = TextServer("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(OSError, match="in use"):
             server.bind()
-        server.start(lambda: "x 1\n")
+        server.start({PATH: Text(KIND, lambda: "x 1\n")})
     until = time.monotonic() + 5
     while not (answer := ask(server, GET)) and time.monotonic() < until:
         time.sleep(0.05)
     assert answer.startswith(b"HTTP/1.1 200")
     server.close()
-    MetricsServer(*server.address).bind()  # it is free again
+    TextServer(*server.address).bind()  # it is free again
 
 
 def test_the_text_holds_figures_events_and_the_ledger(tmp_path, record):
@@ -184,7 +184,7 @@ def test_the_text_holds_figures_events_and_the_ledger(tmp_path, record):
     now = [100.0]
     goodput = Goodput(lambda: now[0])
     goodput.started()
-    observer = PrometheusObserver(MetricsServer("127.0.0.1", free_port()), run, goodput.summary)
+    observer = PrometheusObserver(TextServer("127.0.0.1", free_port()), run, goodput.summary)
     observer.on_event(Event("start", 21, 1060.0, {"attempt": "b", "devices": 8, "device_kind": "TPU v5p"}))
     observer.on_step(record(30, loss=math.nan, mfu=None, extra={"batch_digest": 7.0, "router/entropy": 1.5}))
     observer.on_event(Event("alarm", 30, data={"cause": "spike"}))
@@ -212,7 +212,7 @@ def test_the_text_holds_figures_events_and_the_ledger(tmp_path, record):
 
 def test_causes_without_number_do_not_make_the_text_grow(tmp_path):
     run = RunDirectory.create(tmp_path, "r")
-    observer = PrometheusObserver(MetricsServer("127.0.0.1", free_port()), run, Goodput().summary)
+    observer = PrometheusObserver(TextServer("127.0.0.1", free_port()), run, Goodput().summary)
     for number in range(10_000):
         observer.on_event(Event("alarm", 1, data={"cause": f"c{number}"}))
     assert len(observer.text()) < 20_000

@@ -4,22 +4,28 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import maxlm.telemetry.report
 from maxlm.config.errors import UserError
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
-from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.charts import points_per_line
+from maxlm.telemetry.report.load import Run, Series, load_run
+from maxlm.telemetry.report.render import render
 from maxlm.telemetry.report.summary import figures_of, status_of
 from maxlm.telemetry.run_dir import RunDirectory
 
 CONFIG = "model: {{n_layers: 6, d_model: 256, vocab_size: 4096}}\ntrain: {{steps: 100}}\noptimizer: {{peak_lr: {lr}}}\n"
 START = {"parameters": 5_770_496, "devices": 8, "device_kind": "TPU v5p", "total_steps": 100}
 GOODPUT = {"wall_s": 20.0, "seconds": {"init": 1.0, "compile": 3.0, "step": 15.0, "save": 1.0}}
-VOID = {"meta", "input", "br", "line", "rect", "circle", "polyline"}
+VOID = {"meta", "input", "br"}
 
 
 class Page(HTMLParser):
@@ -164,6 +170,7 @@ def test_several_runs_show_only_the_settings_that_differ(tmp_path, make):
     assert "optimizer.peak_lr 0.001 0.003 0.001" in table
     assert "n_layers" not in table
     assert "3 runs compared" in page.text
+    assert "State finished finished finished" in page.text
     assert "the configs are equal" in Page(report_of(tmp_path, tmp_path / "a", tmp_path / "c")).text
 
 
@@ -272,6 +279,14 @@ def test_a_long_run_makes_a_small_page(tmp_path):
     assert "Saved 601 times, steps 0 to 300,000" in Page(html).text
 
 
+def test_scripts_and_styles_are_in_the_wheel():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["maxlm.telemetry.report"]
+    files = [path for path in Path(maxlm.telemetry.report.__file__).parent.iterdir() if path.is_file() and path.suffix != ".py"]
+    assert {path.suffix for path in files} >= {".js", ".css"}
+    assert [path.name for path in files if not any(path.match(pattern) for pattern in patterns)] == []
+
+
 def test_telemetry_needs_no_jax():
     code = (
         "import sys, maxlm.telemetry.report, maxlm.telemetry.console, maxlm.telemetry.files, maxlm.telemetry.tensorboard, "
@@ -280,35 +295,140 @@ def test_telemetry_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_restarts_and_skipped_updates_are_marked_and_charts_span_all_steps(tmp_path, record):
+def charts_of(html):
+    """Data of each chart by title."""
+    found = [json.loads(text) for text in re.findall(r'</figcaption><script type="application/json">(.*?)</script>', html, re.S)]
+    return {chart["title"]: chart for chart in found}
+
+
+def shared(html):
+    """What all charts share, a run each."""
+    return json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', html, re.S)[1])
+
+
+def test_restarts_rollbacks_and_skipped_updates_are_marked_at_their_step_and_time(tmp_path, record):
     run = RunDirectory.create(tmp_path, "r")
     for first, last in ((0, 60), (50, 100)):
         files = FileObserver(run)
         files.on_event(Event("start", first, 1000.0 + first, START))
         for step in range(first + 1, last + 1):
-            files.on_step(record(step, grad_norm=1.0 if step < 70 else float("nan")))
+            files.on_step(record(step, time=1000.0 + first + 0.1 * (step - first)))
         files.close()
     with run.events.open("a") as file:
-        file.write(Event("skip", 70, 1080.0, {"reason": "loss nan"}).to_json() + "\n")
+        file.write(Event("skip", 70, 1052.0, {"reason": "loss nan <b>"}).to_json() + "\n")
+        file.write(Event("rollback", 80, 1054.0, {"from_step": 90}).to_json() + "\n")
     html = report_of(tmp_path, run.path)
-    drawn = re.findall(r"<figure>.*?</figure>", html)
-    assert any("Gradient norm" in figure for figure in drawn)
-    for figure in drawn:
-        assert 'class="restart' in figure
-        assert 'class="skip"' in figure
-        assert ">100</text>" in figure  # the last step is on the axis
-    assert "restart" in Page(html).text
-    assert "skipped update" in Page(html).text
+    [data] = shared(html)
+    found = {mark["kind"]: (mark["step"], mark["seconds"], mark["text"]) for mark in data["marks"]}
+    assert found == {
+        "restart": (50, 50.0, "Started again after step 50"),
+        "skip": (70, 52.0, "Skipped the update of step 70: loss nan <b>"),
+        "rollback": (80, 54.0, "Rolled back from step 90 to step 80"),
+    }
+    for words in ("restart", "rollback", "skipped update"):
+        assert words in Page(html).text.split("smoothing")[1].split("outliers")[0]  # the legend
+    steps, values = np.cumsum(data["seconds"]["steps"]), data["seconds"]["values"]
+    assert np.interp([1, 50, 51, 100], steps, values) == pytest.approx([0.1, 5.0, 50.1, 55.0])
+    assert np.interp(80, np.cumsum(data["tokens"]["steps"]), data["tokens"]["values"]) == 512 * 80
 
 
-def test_losses_of_the_moving_average_are_charts_of_losses(tmp_path, make, record):
-    run = make("r")
-    with (run / "events.jsonl").open("a") as file:
-        for step in (50, 100):
-            losses = {"eval_loss": 3.25, "eval_loss_ema": 3.0, "eval_loss/wiki": 3.5, "eval_loss_ema/wiki": 3.4}
-            file.write(Event("eval", step, 1019.0, losses).to_json() + "\n")
-    text = Page(report_of(tmp_path, run)).text
-    assert "Held-out loss of the moving average nats a token" in text
-    assert "Held-out loss of the moving average: wiki nats a token" in text
-    assert "Held-out loss: wiki nats a token" in text
-    assert "of a task" not in text
+def test_a_hundred_thousand_marks_are_few_on_the_page(tmp_path, make):
+    path = make("r", reason=None)
+    with (path / "events.jsonl").open("a") as file:
+        file.writelines(Event("skip", step, 1000.0 + step).to_json() + "\n" for step in range(1, 100_001))
+        file.write(Event("rollback", 50_000, 60_000.0).to_json() + "\n")
+    marks = shared(report_of(tmp_path, path))[0]["marks"]
+    assert len(marks) <= 2000
+    assert [mark["kind"] for mark in marks].count("rollback") == 1
+
+
+def test_a_run_that_recorded_no_time_offers_no_axis_of_time(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "metrics.jsonl").write_text('{"step":7,"loss":3.0,"tokens":700}\n')
+    html = report_of(tmp_path, tmp_path / "r")
+    assert re.findall(r'name="x" value="(\w+)"', html) == ["step", "tokens"]
+    assert shared(html)[0]["seconds"] is None
+
+
+@pytest.fixture
+def evaluated(make):
+    """Writes a run with several held-out sets, and gives its folder."""
+
+    def run_of(name):
+        run = make(name)
+        with (run / "events.jsonl").open("a") as file:
+            for step, by in ((50, 0.0), (60, -0.5), (100, -0.25)):
+                losses = {"eval_loss": 3.25, "eval_loss_ema": 3.0, "eval_loss/wiki": 3.5, "eval_loss_ema/wiki": 3.4}
+                file.write(Event("eval", step, 1019.0, {key: loss + by for key, loss in losses.items()}).to_json() + "\n")
+        return run
+
+    return run_of
+
+
+SETS = ["Held-out loss", "Held-out loss of the moving average", "Held-out loss: wiki", "Held-out loss of the moving average: wiki"]
+
+
+def test_held_out_sets_of_a_run_are_lines_of_a_chart_and_rows_of_a_table(tmp_path, evaluated):
+    html = report_of(tmp_path, evaluated("r"))
+    found = charts_of(html)
+    assert [line["label"] for line in found["Held-out losses"]["lines"]] == SETS
+    assert found["Held-out losses"]["lines"][2]["mid"] == [3.5, 3, 3.25]
+    assert "Held-out loss: wiki 3.25 3 step 60" in Page(html).text
+    assert "of a task" not in Page(html).text
+
+
+def test_held_out_sets_of_several_runs_have_a_chart_each_and_a_place_in_the_comparison(tmp_path, evaluated, make):
+    html = report_of(tmp_path, evaluated("a"), make("b"))
+    found = charts_of(html)
+    for title in SETS[1:]:
+        assert [(line["label"], line["run"]) for line in found[title]["lines"]] == [("a", 0)]
+    assert "Held-out loss: wiki 3.25 –" in Page(html).text
+
+
+def test_many_runs_have_a_row_each_in_tables(tmp_path, make):
+    html = report_of(tmp_path, *(make(name, lr=float(i)) for i, name in enumerate("abcde", 1)))
+    heads = ["".join(re.findall(r">([^<]+)<", row)) for row in re.findall(r"<tbody><tr>.*?</tr>|<tr><th scope=row>.*?</th>", html)]
+    assert [head[:1] for head in heads][:5] == list("abcde")
+    table = Page(html).text.split("Differing settings")[1]
+    assert table.startswith(" run optimizer.peak_lr a 1.0 b 2.0 c 3.0 d 4.0 e 5.0")
+
+
+LAYERS = {"layer_gradient": {"title": "Gradient norm of each layer", "entries": ["layer 0", "layer 1", "layer 2", "layer 3", "embedding"]}}
+
+
+def with_layers(make, record, name, factor=1.0):
+    path = make(name, steps=0, start={**START, "metrics": LAYERS})
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 11):
+            norms = {f"layer_gradient_{i}": factor * i if i != 5 or step < 6 else 0.5 for i in range(1, 6)}
+            file.write(json.dumps({"step": step, "loss": 3.0, **norms}) + "\n")
+    return path
+
+
+def test_figures_of_layers_are_lines_with_their_names(tmp_path, make, record):
+    chart = charts_of(report_of(tmp_path, with_layers(make, record, "r")))["Gradient norm of each layer"]
+    assert [line["label"] for line in chart["lines"]] == LAYERS["layer_gradient"]["entries"]
+    assert chart["lines"][3]["mid"] == [4] * 10
+
+
+def test_of_figures_of_layers_of_several_runs_the_largest_is_compared(tmp_path, make, record):
+    chart = charts_of(report_of(tmp_path, with_layers(make, record, "a"), with_layers(make, record, "b", 10.0)))[
+        "Gradient norm of each layer"
+    ]
+    assert [(line["label"], line["mid"]) for line in chart["lines"]] == [("a", [5] * 5 + [4] * 5), ("b", [50] * 5 + [40] * 5)]
+
+
+@pytest.mark.parametrize(("runs", "steps"), [(1, 200_000), (20, 10_000)])
+def test_a_page_of_long_runs_with_many_layers_is_small(runs, steps):
+    """However long they are, for each line has as many points at most. Without reading them: that takes minutes."""
+    steps_N = np.arange(1.0, steps + 1)
+    noise = Series(steps_N, np.random.default_rng(0).normal(3, 0.1, steps))
+    names = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "data_wait_s", "time")
+    columns = dict.fromkeys((*names, *(f"layer_gradient_{i}" for i in range(1, 62))), noise)
+    events = [Event("start", 0, 0.0, {"metrics": LAYERS}), *(Event("skip", step, float(step)) for step in range(1, steps // 10))]
+    events += [Event("eval", step, float(step), {"eval_loss": 3.25}) for step in range(0, steps, 500)]
+    one = Run("r", Path("r"), columns, events, {}, "", [], 0.0)
+    html = render([one] * runs)
+    assert points_per_line([one] * runs) < steps
+    assert max(len(line["steps"]) for line in charts_of(html)["Loss"]["lines"][:1]) <= points_per_line([one] * runs)
+    assert len(html.encode()) < 5_000_000

@@ -10,9 +10,9 @@ from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
-from maxlm.telemetry.report.charts import HALF
-from maxlm.telemetry.report.experts import BOUNDS, EVEN, LABELS, columns, heat, load_sentences
+from maxlm.telemetry.report.experts import BOUNDS, EVEN, LABELS, WIDTH, columns, heat, load_sentences
 from maxlm.telemetry.report.load import EMPTY, Loads, load_run
+from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 
 TOKENS = 4096
@@ -79,8 +79,8 @@ def test_every_load_has_its_colour_in_its_place():
     load_NLE = np.array([[np.roll(times, step)] for step in range(9)]) * 1000
     cells = columns(Loads(np.arange(1.0, 10.0), load_NLE.astype(int), 0), 1)
     values = cells.load_CLE[:, 0] / 1000
-    colours = painted(heat("Layer 0", "", "", cells, values, 0, HALF.width))
-    width = HALF.plot_w
+    colours = painted(heat("Layer 0", "", "", cells, values, 0))
+    width = WIDTH
     for column in range(9):
         pixel = round(width * (column + 0.5) / 9)
         assert [colours.get((pixel, row), EVEN) for row in range(9)] == np.roll(range(9), column).tolist()
@@ -94,17 +94,17 @@ def test_columns_lose_no_choice_and_are_few(records, experts, panels):
     assert (cells.load_CLE.sum(axis=0) == load_NLE.sum(axis=0)).all()
     assert len(cells.ends_C) == len(cells.load_CLE) <= 161
     assert (np.diff(cells.ends_C) > 0).all()
-    assert (cells.x.low < cells.ends_C).all()
-    assert cells.ends_C[-1] == cells.x.high == steps_N[-1]
+    assert (cells.first_step < cells.ends_C).all()
+    assert cells.ends_C[-1] == steps_N[-1]
 
 
 def test_the_map_is_painted_from_edge_to_edge(make):
     run = load_run(make("r", lambda step: crowded(0, 3, 8.0)))
     cells = columns(run.loads, 4)
-    colours = painted(heat("Layer 1", "", "", cells, cells.load_CLE[:, 0] / 512, 1, HALF.width))
-    assert {pixel for pixel, _ in colours} == set(range(HALF.plot_w))
-    assert {colours[pixel, 3] for pixel in range(HALF.plot_w)} == {8}
-    assert {colours[pixel, 4] for pixel in range(HALF.plot_w)} == {0}
+    colours = painted(heat("Layer 1", "", "", cells, cells.load_CLE[:, 0] / 512, 1))
+    assert {pixel for pixel, _ in colours} == set(range(WIDTH))
+    assert {colours[pixel, 3] for pixel in range(WIDTH)} == {8}
+    assert {colours[pixel, 4] for pixel in range(WIDTH)} == {0}
 
 
 # The words
@@ -209,7 +209,7 @@ def test_of_two_lines_of_a_step_the_last_counts(make):
     assert len(loads.steps_N) == 40
 
 
-def test_sixty_layers_of_256_experts_make_a_page_under_a_megabyte(tmp_path):
+def test_sixty_layers_of_256_experts_make_a_small_page(tmp_path):
     run = RunDirectory.create(tmp_path, "big")
     rng = np.random.default_rng(0)
     with run.routing.open("w") as file:
@@ -217,4 +217,6 @@ def test_sixty_layers_of_256_experts_make_a_page_under_a_megabyte(tmp_path):
             load_LE = rng.lognormal(0, 0.7, (60, 256)) * 1000  # every neighbour differs: the worst there can be
             file.write(json.dumps({"step": step, "load": load_LE.astype(int).tolist()}) + "\n")
     run.write_config("model: {}\n")
-    assert len(report_of(tmp_path, run.path)) < 1_000_000
+    read = load_run(run.path)
+    assert len(render([read])) < 1_000_000
+    assert len(render([read] * 20)) < 4_000_000

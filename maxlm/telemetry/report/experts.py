@@ -1,5 +1,6 @@
 """Section on mixtures of experts: heat maps of expert load (a row an expert or a layer), router confidence and entropy, dropped choices."""
 
+import json
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
@@ -9,18 +10,18 @@ from numpy.typing import NDArray
 
 from maxlm.telemetry.balance import peak, times_even
 from maxlm.telemetry.formatting import percent
-from maxlm.telemetry.report.charts import BOTTOM, FULL, HALF, LEFT, TOP, Axis, Line, Size, chart, metric_lines, step_axis, ticks
+from maxlm.telemetry.report.charts import Line, chart, json_block, metric_lines
 from maxlm.telemetry.report.load import Loads, Run
 
 # N records, C columns drawn, L layers with experts, E experts, R rows drawn
 BOUNDS = (0.5, 0.75, 0.9, 1.1, 4 / 3, 2.0, 4.0)  # times the even share, between the colours
 LABELS = ("no token", "under 0.5x", "0.5–0.75x", "0.75–0.9x", "0.9–1.1x: even", "1.1–1.33x", "1.33–2x", "2–4x", "over 4x")
 EVEN = 4  # index in LABELS of the background colour
-MAX_COLUMNS, MIN_COLUMNS = 160, 40
-MAX_CELLS = 80_000  # a run, of about 8 bytes each: a page stays under a megabyte
+WIDTH = 1000  # of a map, in units that page.js scales
+MAX_COLUMNS, MIN_COLUMNS = 160, 16
+MAX_CELLS = 80_000  # of all runs together, of about 8 bytes each: their maps take under a megabyte
 FEW_LAYERS = 6  # up to this many are shown one by one; of more, an overview and the worst
 WORST = 3
-THIRD_WIDTH = 420  # in SVG units, where HALF.width is half of the page
 NAMED = 3  # layers with idle experts that are listed
 
 CHARTS = (
@@ -43,15 +44,17 @@ class Ending(NamedTuple):
 class Columns(NamedTuple):
     """Loads summed over the records of each column."""
 
-    x: Axis  # over steps
+    first_step: float  # where the first one begins
     ends_C: NDArray[np.float64]  # last step of each column
     load_CLE: NDArray[np.float64]
 
 
-def section(runs: Sequence[Run]) -> str:
-    """HTML for the runs with experts; "" if there are none."""
-    maps = "".join(_maps(run.loads, run.label if len(runs) > 1 else "", load_sentences(run)) for run in runs if run.loads is not None)
-    curves = _curves(runs)
+def section(runs: Sequence[Run], points: int) -> str:
+    """HTML for the runs with experts, each line of a chart of `points` at most; "" if there are none."""
+    loads = [(run, run.loads) for run in runs if run.loads is not None]
+    cells = MAX_CELLS // max(1, len(loads))
+    maps = "".join(_maps(of_run, run.label if len(runs) > 1 else "", load_sentences(run), cells) for run, of_run in loads)
+    curves = _curves(runs, points)
     if not maps and not curves:
         return ""
     return f'<section><h2>Expert load</h2>{maps}<div class="grid2">{curves}</div></section>'
@@ -95,14 +98,14 @@ def _ending(loads: Loads) -> Ending:
     return Ending(int(loads.steps_N[late][0]), loads.load_NLE[late].sum(axis=0))
 
 
-def _maps(loads: Loads, name: str, lead: str) -> str:
+def _maps(loads: Loads, name: str, lead: str, max_cells: int) -> str:
     layers = loads.load_NLE.shape[1]
     panels = range(layers) if layers <= FEW_LAYERS else _worst(_ending(loads))
-    cells = columns(loads, len(panels))
+    cells = columns(loads, len(panels), max_cells)
     drawn = "".join(_layer(loads, cells, i) for i in panels)
     if layers > FEW_LAYERS:
         title, description = "Busiest expert of each layer", f"Load of the busiest expert of each of {layers} layers over steps"
-        glance = heat(title, "a row a layer", description, cells, peak(cells.load_CLE), loads.first_layer, FULL.width)
+        glance = heat(title, "a row a layer", description, cells, peak(cells.load_CLE), loads.first_layer)
         drawn = f'<div class="wide">{glance}</div><div class="wide grid3">{drawn}</div>'
     head = f"<h3>{escape(name)}</h3>" if name else ""
     hint = "Colours: an expert's load in times its even share"
@@ -124,52 +127,47 @@ def _layer(loads: Loads, cells: Columns, index: int) -> str:
     number, last_E = loads.first_layer + index, times_even(cells.load_CLE[-1, index])
     ended = f"at the end expert {last_E.argmax()} takes {last_E.max():.1f} times its share"
     description = f"Load of {len(last_E)} experts of layer {number} over steps; {ended}"
-    layers = loads.load_NLE.shape[1]
-    width = FULL.width if layers == 1 else HALF.width if layers <= FEW_LAYERS else THIRD_WIDTH
-    return heat(f"Layer {number}", "a row an expert", description, cells, times_even(cells.load_CLE[:, index]), 0, width)
+    return heat(f"Layer {number}", "a row an expert", description, cells, times_even(cells.load_CLE[:, index]), 0)
 
 
-def _curves(runs: Sequence[Run]) -> str:
+def _curves(runs: Sequence[Run], points: int) -> str:
     """Charts of the metrics of all steps: worst layer and mean for one run, one line each for several."""
     many = len(runs) > 1
     worst = metric_lines(runs, "worst layer", "expert_load_max")
     if not many:
-        worst.append(Line("mean over layers", runs[0].get("expert_load_mean"), 1))
-    busiest = chart("Load of the busiest expert", f"times its even share{', worst layer' if many else ''}", worst)
+        worst.append(Line("mean over layers", runs[0].get("expert_load_mean"), 0, 1))
+    busiest = chart("Load of the busiest expert", f"times its even share{', worst layer' if many else ''}", worst, points)
     parts = [f"<div>{busiest}{'' if many else LEGEND}</div>" if busiest else ""]
     if any(run.get("dropped").values_N.any() for run in runs):
-        parts.append(chart("Dropped choices", "share of all", metric_lines(runs, "dropped", "dropped"), zero=True))
-    parts += [chart(title, unit, metric_lines(runs, title.lower(), key), zero=True) for title, unit, key in CHARTS]
+        parts.append(chart("Dropped choices", "share of all", metric_lines(runs, "dropped", "dropped"), points, zero=True))
+    parts += [chart(title, unit, metric_lines(runs, title.lower(), key), points, zero=True) for title, unit, key in CHARTS]
     return "".join(parts)
 
 
-def columns(loads: Loads, panels: int) -> Columns:
+def columns(loads: Loads, panels: int, max_cells: int = MAX_CELLS) -> Columns:
     """Bin the records into columns, fewer for more `panels` and experts."""
     steps_N, experts = loads.steps_N, loads.load_NLE.shape[2]
     gap = float(np.median(np.diff(steps_N))) if len(steps_N) > 1 else 1.0
-    x = Axis(max(0.0, float(steps_N[0]) - gap), float(steps_N[-1]))
-    wanted = int(np.clip(MAX_CELLS // (panels * experts), MIN_COLUMNS, MAX_COLUMNS))
-    place_N = np.ceil(x.share(steps_N) * wanted - 1e-9).astype(np.int64)
+    first = max(0.0, float(steps_N[0]) - gap)
+    wanted = int(np.clip(max_cells // (panels * experts), MIN_COLUMNS, MAX_COLUMNS))
+    place_N = np.ceil((steps_N - first) / max(1e-9, float(steps_N[-1]) - first) * wanted - 1e-9).astype(np.int64)
     starts_C = np.unique(place_N, return_index=True)[1]
     load_CLE = np.add.reduceat(loads.load_NLE, starts_C, axis=0).astype(np.float64)
-    return Columns(x, steps_N[[*(starts_C[1:] - 1), -1]], load_CLE)
+    return Columns(first, steps_N[[*(starts_C[1:] - 1), -1]], load_CLE)
 
 
-def heat(title: str, unit: str, description: str, cells: Columns, values_CR: NDArray[np.float64], first_row: int, width: int) -> str:
-    """A figure with a caption. `values_CR`: times the even share; rows are numbered from `first_row`; `width` in SVG units."""
+def heat(title: str, unit: str, description: str, cells: Columns, values_CR: NDArray[np.float64], first_row: int) -> str:
+    """A figure with a caption. `values_CR`: times the even share; rows are numbered from `first_row`."""
     rows = values_CR.shape[1]
-    size = Size(width, TOP + BOTTOM + int(np.clip(4 * rows, 132, 260)))
-    edges_C = np.rint(size.plot_w * cells.x.share(cells.ends_C)).astype(np.int64)
+    last = float(cells.ends_C[-1])
+    edges_C = np.rint(WIDTH * (cells.ends_C - cells.first_step) / max(1e-9, last - cells.first_step)).astype(np.int64)
     colours_CR = np.where(values_CR > 0, 1 + np.searchsorted(BOUNDS, values_CR, side="right"), 0)
-    height = size.plot_h / rows
-    thick = 1 + 0.35 / height  # no gap between rows thinner than a pixel
     paths = "".join(f'<path class="h{k}" d="{"".join(_strokes(colours_CR == k, edges_C))}"/>' for k in range(len(LABELS)) if k != EVEN)
+    data = json.dumps({"title": title, "about": description, "rows": rows, "first": first_row, "steps": [cells.first_step, last]})
     return (
-        f'<figure><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>'
-        f'<svg class="heat" viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(description)}">'
-        f'<rect class="ground h{EVEN}" x="{LEFT}" y="{TOP}" width="{size.plot_w}" height="{size.plot_h}"/>'
-        f'<g transform="translate({LEFT} {TOP + height / 2:.3f}) scale(1 {height:.4f})" stroke-width="{thick:.2f}">{paths}</g>'
-        f"{_axes(cells.x, rows, first_row, size)}</svg></figure>"
+        f'<figure class="chart"><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>{json_block(data)}'
+        f'<svg class="heat" viewBox="0 -0.5 {WIDTH} {rows}" preserveAspectRatio="none">'
+        f'<rect class="ground h{EVEN}" x="0" y="-0.5" width="{WIDTH}" height="{rows}"/>{paths}</svg></figure>'
     )
 
 
@@ -181,11 +179,3 @@ def _strokes(mask_CR: NDArray[np.bool_], edges_C: NDArray[np.int64]) -> Iterator
     for row in np.flatnonzero(mask_CR.any(axis=0)):
         begins, ends = np.flatnonzero(turns[row] > 0), np.flatnonzero(turns[row] < 0)
         yield from (f"M{left_C[a]} {row}h{left_C[b] - left_C[a]}" for a, b in zip(begins, ends, strict=True))
-
-
-def _axes(x: Axis, rows: int, first_row: int, size: Size) -> str:
-    labels = ""
-    for value in filter(float.is_integer, ticks(first_row - 0.5, first_row + rows - 0.5, min(rows, 6))):  # rows are integers
-        py = TOP + (value - first_row + 0.5) * size.plot_h / rows
-        labels += f'<text x="{LEFT - 7}" y="{py + 4:.1f}" text-anchor="end">{value:g}</text>'
-    return labels + step_axis(x, size)

@@ -19,6 +19,7 @@ from maxlm.telemetry.ledger import Ledger, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
 from maxlm.telemetry.observer import Event, evaluated, is_step
 from maxlm.telemetry.report.results import Outcomes, read_results
+from maxlm.telemetry.report.style import COLORS, DASHES
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_number, read_objects
 
@@ -36,6 +37,14 @@ class Loads(NamedTuple):
     steps_N: NDArray[np.float64]  # increasing
     load_NLE: NDArray[np.int64]
     first_layer: int  # index of the first of these layers in the model
+
+
+class Declared(NamedTuple):
+    """A metric as a `start` event declares it (see metric.py)."""
+
+    title: str
+    unit: str
+    entries: list[str]  # names of the entries of a vector, as far as they have any
 
 
 EMPTY = Series(np.zeros(0), np.zeros(0))
@@ -59,7 +68,12 @@ class Run:
     processes: Sequence[Process] = ()  # that a supervisor started
     origin: str = ""  # of a model that was not trained here: a sentence
     label: str = ""  # name that no other run of the page has
-    color: int = 0  # index in the palette of style.py
+    number: int = 0  # on the page
+
+    @property
+    def swatch(self) -> str:
+        """HTML of a square in the run's colour, striped if that is also the colour of another."""
+        return f'<span class="swatch c{self.number % COLORS} d{self.number // COLORS % DASHES}"></span>'
 
     def get(self, name: str) -> Series:
         return self.series.get(name, EMPTY)
@@ -70,20 +84,22 @@ class Run:
         return dict(flatten(self.config)) if self.config else {}
 
     @property
-    def metrics(self) -> dict[str, dict[str, str]]:
-        """Name -> title and unit of the metrics that the run declares in its `start` events; {} for older runs."""
-        declared: dict[str, dict[str, str]] = {}
+    def metrics(self) -> dict[str, Declared]:
+        """Metrics that the run declares in its `start` events, by name; {} for older runs."""
+        declared: dict[str, Declared] = {}
         for event in self.events:
             stated = event.data.get("metrics") if event.kind == "start" else None
             for name, item in stated.items() if isinstance(stated, dict) else ():
                 if isinstance(item, dict):
-                    declared[name] = {key: str(item.get(key, "")) for key in ("title", "unit")}
+                    entries = item.get("entries")
+                    names = list(map(str, entries)) if isinstance(entries, list) else []
+                    declared[name] = Declared(str(item.get("title", "")), str(item.get("unit", "")), names)
         return declared
 
     @property
     def loss_unit(self) -> str:
         """Unit of the loss, as its objective declares it."""
-        return self.metrics.get("loss", {}).get("unit") or "nats a token"
+        return (self.metrics["loss"].unit if "loss" in self.metrics else "") or "nats a token"
 
     @property
     def eval_loss(self) -> Series:

@@ -1,22 +1,20 @@
-"""The report as one HTML page. All text from a run is escaped here or in charts.py."""
+"""The report as one HTML page. All text from a run is escaped here, in curves.py or in charts.py."""
 
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import experts, results
-from maxlm.telemetry.report.charts import FULL, Frame, Line, Marks, chart, metric_lines
+from maxlm.telemetry.report import curves, experts, results
+from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run, Series
-from maxlm.telemetry.report.style import COLORS, CSS, EXPERTS_CSS, JS
+from maxlm.telemetry.report.style import CSS, EXPERTS_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 from maxlm.telemetry.report.tables import table
 
@@ -27,50 +25,55 @@ MAX_STRETCH = 12  # consecutive frequent events shown one by one
 # No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
-CHARTS = (
-    ("Throughput", "tokens/s", "tokens_per_s", True),
-    ("Model FLOP/s utilization", "share of the peak", "mfu", True),
-    ("Learning rate", "", "lr", True),
-    ("Gradient norm", "before clipping", "grad_norm", True),
-    ("Step time", "", "step_time_s", True),
-    ("Data wait", "a step", "data_wait_s", True),
-)
-HELD_OUT = {"eval_loss": "Held-out loss", "eval_loss_ema": "Held-out loss of the moving average"}
+SCRIPTS = ("axes.js", "charts.js", "page.js")  # one after the other
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The page for one run, or for several side by side."""
+def render(runs: Sequence[Run], version: str = "") -> str:
+    """The page for one run, or for several side by side. `version`: of a page that a server shows, which asks it for a newer one."""
     names = [run.name for run in runs]
-    title = " · ".join(names)
+    title = " · ".join(names) if len(names) <= FEW_RUNS else f"{len(names)} runs"
     labels = [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
-    runs = [replace(run, label=label, color=index % COLORS) for index, (run, label) in enumerate(zip(runs, labels, strict=True))]
-    about_experts = experts.section(runs)
-    css = CSS + EXPERTS_CSS if about_experts else CSS
+    runs = [replace(run, label=label, number=number) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
+    points = points_per_line(runs)
+    about_experts = experts.section(runs, points)
+    css = CSS + _packaged("page.css") + (EXPERTS_CSS if about_experts else "")
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
-    sections = [_headline(runs), _results(runs), _charts(runs), about_experts, goodput, _differences(runs), events, _configs(runs)]
+    held_out = _held_out(runs[0]) if len(runs) == 1 else ""
+    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_experts, goodput]
+    sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
+    scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
+    policy = POLICY + "; connect-src 'self'" * bool(version)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n<body><main>\n"
+        f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n"
+        f'<body><main data-version="{escape(version)}">\n'
         + "\n".join(section for section in sections if section)
-        + f'\n</main><div id="tip" hidden></div><script>{JS}</script></body></html>\n'
+        + f'\n</main><div id="tip" hidden></div><script>{scripts}</script></body></html>\n'
     )
+
+
+def _packaged(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _headline(runs: Sequence[Run]) -> str:
     many = len(runs) > 1
     title = f"{len(runs)} runs compared" if many else escape(runs[0].name)
     figures = [figures_of(run) for run in runs]
-    blocks = []
+    blocks, notes = [], []
     for run, f in zip(runs, figures, strict=True):
         status = status_of(run)
         head = f"<h3>{_head(run)}{_chip(status)}</h3>" if many else ""
         summary = " ".join([*headline(run, f), status.explanation])
-        notes = "".join(f'<p class="note">{escape(note)}</p>' for note in run.notes)
-        blocks.append(f"{head}<p class=lead>{escape(summary)}</p>{notes}")
+        blocks.append(f"{head}<p class=lead>{escape(summary)}</p>")
+        notes += [f'<p class="note">{f"{_head(run)}: " if many else ""}{escape(note)}</p>' for note in run.notes]
+    described = "".join(blocks)
+    if len(runs) > FEW_RUNS:
+        described = f"<details><summary>What each run did</summary>{described}</details>"
     chip = "" if many else _chip(status_of(runs[0]))
     cards = _comparison(runs, figures) if many else _cards(figures[0])
-    return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{"".join(blocks)}{cards}</header>'
+    return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{described}{"".join(notes)}{cards}</header>'
 
 
 def _chip(status: Status) -> str:
@@ -116,123 +119,59 @@ def _cards(f: Figures) -> str:
 
 
 def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
-    rows = []
-    for name, value, hint in _FIGURES:
-        cells = [value(f) for f in figures]
-        if any(cell is not None for cell in cells):
-            rows.append([f"{name} <small>{hint}</small>", *(escape(cell or "–") for cell in cells)])
-    return table(["", *map(_head, runs)], rows, numbers=True)
+    rows = [(f'<span title="{hint}">{name}</span>', [_or_dash(value(f)) for f in figures]) for name, value, hint in _FIGURES]
+    for name, title in curves.held_out_sets(runs).items():
+        rows += [(escape(title), [_last(run.evaluated.get(name, EMPTY)) for run in runs])] if name != "eval_loss" else []
+    shown = [(name, cells) for name, cells in rows if set(cells) != {"–"}]
+    return _side_by_side(runs, "", [("State", [_chip(status_of(run)) for run in runs]), *shown])
+
+
+def _or_dash(text: str | None) -> str:
+    return "–" if text is None else escape(text)
+
+
+def _last(series: Series) -> str:
+    return figure(series.values_N[-1]) if len(series.values_N) else "–"
+
+
+def _side_by_side(runs: Sequence[Run], what: str, rows: Sequence[tuple[str, Sequence[str]]], *, numbers: bool = True) -> str:
+    """A table of name and cell a run. A column a run; of more than a few runs a row each, so that they can be sorted by any column."""
+    heads, names = list(map(_head, runs)), [name for name, _ in rows]
+    if len(runs) <= FEW_RUNS:
+        return table([what, *heads], [[name, *cells] for name, cells in rows], numbers=numbers)
+    return table(["run", *names], [[head, *(cells[i] for _, cells in rows)] for i, head in enumerate(heads)], numbers=numbers)
 
 
 def _head(run: Run) -> str:
-    return f'<span class="swatch c{run.color}"></span>{escape(run.label)}'
+    return f"{run.swatch}{escape(run.label)}"
+
+
+def _held_out(run: Run) -> str:
+    """Losses of a run on several held-out sets: the last and the least."""
+    sets = [(title, run.evaluated[name]) for name, title in curves.held_out_sets([run]).items()]
+    least = [(losses.values_N.min(), losses.steps_N[losses.values_N.argmin()]) for _, losses in sets]
+    rows = [
+        [escape(title), _last(losses), f"{figure(value)} <small>step {step:,.0f}</small>"]
+        for (title, losses), (value, step) in zip(sets, least, strict=True)
+    ]
+    return f"<section><h2>Held-out losses</h2>{table(['set', 'last', 'least'], rows, numbers=True)}</section>" if len(rows) > 1 else ""
 
 
 def _results(runs: Sequence[Run]) -> str:
     """Results of tasks at each run's newest evaluation of them."""
     rows = results.rows([run.results for run in runs])
-    heads = map(_head, runs) if len(runs) > 1 else ["value"]
-    return f"<section><h2>Results of tasks</h2>{table(['task', *heads], rows, numbers=True)}</section>" if rows else ""
-
-
-def _charts(runs: Sequence[Run]) -> str:
-    many = len(runs) > 1
-    losses: list[Line] = []
-    for run in runs:
-        suffix = f" {run.label}" if many else ""
-        losses.append(Line(f"training{suffix}", run.get("loss"), run.color))
-        losses.append(Line(f"held-out{suffix}", run.eval_loss, run.color if many else 1, dots=True))
-    unit = f"{' or '.join(dict.fromkeys(run.loss_unit for run in runs))}, lower is better"
-    frame = _frame(runs)
-    linear = chart("Loss", unit, losses, size=FULL, frame=frame)
-    log = chart("Loss", f"{unit}, logarithmic", losses, log=True, size=FULL, frame=frame)
-    parts = []
-    if linear:
-        switch = (
-            '<input type="radio" name="scale" id="linear" checked><label for="linear">linear</label>'
-            '<input type="radio" name="scale" id="log"><label for="log">logarithmic</label>'
-        )
-        parts.append(
-            f'<div class="loss">{switch}<div class="linear">{linear}</div><div class="log">{log}</div>{_loss_legend(runs, frame)}</div>'
-        )
-    for title, unit, key, zero in CHARTS:
-        lines = metric_lines(runs, title.lower(), key)
-        if key.endswith(("_time_s", "_wait_s")):
-            lines, unit = _in_readable_seconds(lines, unit)
-        parts.append(chart(title, unit, lines, zero=zero, frame=frame))
-    parts += [chart(title, unit, lines, frame=frame) for title, unit, lines in (*_evaluated(runs), *_declared(runs))]
-    drawn = "".join(parts)
-    return f'<section><h2>Metrics</h2>{_legend(runs) if many else ""}<div class="grid2">{drawn}</div></section>' if drawn else ""
-
-
-def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
-    """(title, unit, lines) of each held-out set but the plain one, of raw weights and of their moving average, and of each metric of a task
-    that was run several times.
-    """
-    for name in dict.fromkeys(name for run in runs for name in run.evaluated if name != "eval_loss"):
-        lines = [Line(run.label, run.evaluated.get(name, EMPTY), run.color, dots=True) for run in runs]
-        kind, _, rest = name.partition("/")
-        if kind in HELD_OUT:
-            yield f"{HELD_OUT[kind]}: {rest}" if rest else HELD_OUT[kind], "nats a token", lines
-        elif any(len(line.series.steps_N) > 1 for line in lines):
-            yield rest.replace("/", ": ").replace("_", " "), "of a task", lines
-
-
-def _declared(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
-    """(title, unit, lines) of each metric that the runs declare, a line an entry of a vector, but for those that have a chart elsewhere."""
-    charted = {"loss", *(key for _, _, key, _ in CHARTS), *experts.CHARTED}
-    for metric, declared in {name: item for run in runs for name, item in run.metrics.items()}.items():
-        if metric in charted:
-            continue
-        keys = dict.fromkeys(key for run in runs for key in run.series if key == metric or re.fullmatch(rf"{re.escape(metric)}_\d+", key))
-        several = [(f"{run.label} {key}" if len(runs) > 1 else key, run.get(key)) for run in runs for key in keys]
-        lines = [Line(label, series, i % COLORS) for i, (label, series) in enumerate(several)]
-        yield declared["title"], declared["unit"], lines
-
-
-def _frame(runs: Sequence[Run]) -> Frame:
-    """Steps and marks that all charts share, so that a metric that ends early shows where."""
-    steps = [
-        float(step) for run in runs for series in run.series.values() for step in series.steps_N[[0, -1] if len(series.steps_N) else []]
-    ]
-    return Frame(min(steps, default=0.0), max(steps, default=1.0), [_marks(run) for run in runs])
-
-
-def _marks(run: Run) -> Marks:
-    starts = [attempt.first_step for attempt in run.attempts[1:]]
-    rollbacks = [event.step for event in run.events if event.kind == "rollback"]
-    return Marks(starts + rollbacks, [event.step for event in run.events if event.kind == "skip"], run.color)
-
-
-def _in_readable_seconds(lines: list[Line], unit: str) -> tuple[list[Line], str]:
-    """The same lines in milliseconds if most values are short."""
-    typical = [float(np.median(line.series.values_N)) for line in lines if len(line.series.values_N)]
-    if not typical or max(typical) >= 0.1:
-        return lines, f"seconds {unit}".strip()
-    return [replace(line, series=Series(line.series.steps_N, 1e3 * line.series.values_N)) for line in lines], f"milliseconds {unit}".strip()
-
-
-def _loss_legend(runs: Sequence[Run], frame: Frame) -> str:
-    """Legend of lines and marks; "" if none is needed."""
-    first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
-    keys = []
-    if any(len(run.eval_loss.steps_N) for run in runs):
-        keys.append(f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out')
-    if any(marks.restarts for marks in frame.marks):
-        keys.append('<svg viewBox="0 0 16 16"><path class="restart c7" d="M8 0V16"/></svg>restart')
-    if any(marks.skips for marks in frame.marks):
-        keys.append('<svg viewBox="0 0 16 16"><path class="skip" d="M5 12l3 -7l3 7z"/></svg>skipped update')
-    return f'<p class="legend">{" ".join(keys)}</p>' if keys else ""
-
-
-def _legend(runs: Sequence[Run]) -> str:
-    return f'<p class="legend">{" ".join(f"<span>{_head(run)}</span>" for run in runs)}</p>'
+    if not rows:
+        return ""
+    alone = len(runs) == 1
+    drawn = table(["task", "value"], [[name, *cells] for name, cells in rows], numbers=True) if alone else _side_by_side(runs, "task", rows)
+    return f"<section><h2>Results of tasks</h2>{drawn}</section>"
 
 
 def _by_run(title: str, runs: Sequence[Run], block: Callable[[Run], str]) -> str:
     """A section with a block a run, each under the run's name if there are several; "" if all are empty."""
     blocks = [(run, text) for run in runs if (text := block(run))]
-    drawn = "".join(f"<h3>{escape(run.label)}</h3>{text}" if len(runs) > 1 else text for run, text in blocks)
+    heading = "<h3>{}</h3>{}" if len(runs) <= FEW_RUNS else "<details><summary>{}</summary>{}</details>"
+    drawn = "".join(heading.format(_head(run), text) if len(runs) > 1 else text for run, text in blocks)
     return f"<section><h2>{title}</h2>{drawn}</section>" if drawn else ""
 
 
@@ -257,12 +196,12 @@ def _goodput(run: Run) -> str:
 def _differences(runs: Sequence[Run]) -> str:
     if len(runs) < 2:
         return ""
-    rows = []
+    rows: list[tuple[str, list[str]]] = []
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         cells = [f"<code>{escape(_yaml_text(run.settings[key]))}</code>" if key in run.settings else "–" for run in runs]
         if len(set(cells)) > 1:
-            rows.append([f"<code>{escape(key)}</code>", *cells])
-    text = table(["setting", *map(_head, runs)], rows) if rows else "<p>None: the configs are equal.</p>"
+            rows.append((f"<code>{escape(key)}</code>", cells))
+    text = _side_by_side(runs, "setting", rows, numbers=False) if rows else "<p>None: the configs are equal.</p>"
     return f"<section><h2>Differing settings</h2>{text}</section>"
 
 

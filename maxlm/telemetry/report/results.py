@@ -51,11 +51,11 @@ def _outcome(values: Any, step: int, n: Any) -> Outcome | None:
     return Outcome(float(values["value"]), float(stderr) if is_number(stderr) else None, step, n if is_step(n) else None)
 
 
-def rows(results: Sequence[Outcomes]) -> list[list[str]]:
-    """Rows of HTML: task and metric, then a cell for each of the runs."""
+def rows(results: Sequence[Outcomes]) -> list[tuple[str, list[str]]]:
+    """HTML of each task and metric, with a cell for each of the runs."""
     keys = dict.fromkeys(key for of_run in results for key in of_run)
     return [
-        [f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>", *(_cell(of_run.get((task, metric))) for of_run in results)]
+        (f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>", [_cell(of_run.get((task, metric))) for of_run in results])
         for task, metric in keys
     ]
 

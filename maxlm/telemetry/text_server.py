@@ -1,4 +1,4 @@
-"""A very small HTTP server: `GET /metrics` and nothing else, for neighbours that nobody vouches for.
+"""A very small HTTP server: texts at fixed paths and nothing else, for neighbours that nobody vouches for.
 
 One thread serves all. Connections, their bytes, their time and the work per second are bounded, so that a flood or garbage costs the
 sender an answer, and the training beside it no more than a few milliseconds a second.
@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 MAX_CONNECTIONS = 16
 MAX_REQUEST = 8192  # bytes
@@ -26,12 +27,13 @@ _TICK_S = 0.5
 _ANSWERS = {
     200: "OK",
     400: "Bad Request",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     431: "Request Header Fields Too Large",
     500: "Error",
 }
-_REASONS = {400: "malformed", 404: "path", 405: "method", 431: "too_large", 500: "error"}
+_REASONS = {400: "malformed", 403: "host", 404: "path", 405: "method", 431: "too_large", 500: "error"}
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +47,34 @@ class _Connection:
         self.answer: memoryview | None = None
 
 
-class MetricsServer:
-    """Serve `text()` at http://host:port/metrics, once `bind` and `start` were called. `refused` counts requests by why they were."""
+class Text(NamedTuple):
+    """What is served at a path: its media type, and a function that makes it, in the server's thread."""
 
-    def __init__(self, host: str, port: int) -> None:
+    kind: str
+    make: Callable[[], str]
+
+
+class TextServer:
+    """Serve texts by path at http://host:port, once `bind` and `start` were called. `refused` counts requests by why they were."""
+
+    def __init__(self, host: str, port: int, *, names: frozenset[str] = frozenset(), request_s: float = REQUEST_S) -> None:
+        """`names`: of hosts that a request may be for, any if there are none: a page of another site that resolves its name to this address
+        gets nothing. `request_s`: seconds from the first byte of a request to the last of its answer.
+        """
         self.address = host, port
         self.refused: Counter[str] = Counter()
         self.served = 0
-        self._text: Callable[[], str] = lambda: ""
+        self._names, self._request_s = names, request_s
+        self._texts: Mapping[str, Text] = {}
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._open: dict[int, _Connection] = {}  # oldest first
-        self._cached: tuple[float, bytes] = (float("-inf"), b"")
+        self._cached: dict[str, tuple[float, bytes]] = {}
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="metrics-server", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="text-server", daemon=True)
 
     def bind(self) -> None:
-        """Listen. Raises OSError if the port is taken, or the address is not this machine's."""
+        """Listen; `address` then has the port, if it was 0. Raises OSError if it is taken, or the address is not this machine's."""
         family = socket.AF_INET6 if ipaddress.ip_address(self.address[0]).version == 6 else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -73,10 +86,11 @@ class MetricsServer:
             listener.close()
             raise
         self._listener = listener
+        self.address = self.address[0], listener.getsockname()[1]
 
-    def start(self, text: Callable[[], str]) -> None:
-        """Serve in a thread. Where `bind` has failed, it is tried again until the port is free."""
-        self._text = text
+    def start(self, texts: Mapping[str, Text]) -> None:
+        """Serve `texts` by path in a thread. Where `bind` has failed, it is tried again until the port is free."""
+        self._texts = texts
         self._thread.start()
 
     def close(self) -> None:
@@ -98,7 +112,7 @@ class MetricsServer:
             try:
                 busy = self._round(self._listener)
             except Exception:  # whatever a neighbour has found: the next round goes on without it
-                log.warning("a request for metrics failed", exc_info=True)
+                log.warning("a request failed", exc_info=True)
                 self._drop_all()
                 busy = True
             if busy:
@@ -115,7 +129,7 @@ class MetricsServer:
             elif key.fd in self._open:
                 self._advance(self._open[key.fd])
         now = time.monotonic()
-        for connection in [one for one in self._open.values() if now - one.began > REQUEST_S]:
+        for connection in [one for one in self._open.values() if now - one.began > self._request_s]:
             self._refuse("slow", connection)
         return bool(ready)
 
@@ -160,36 +174,44 @@ class MetricsServer:
             self._drop(connection)
 
     def _answer(self, request: bytes) -> bytes:
-        code, body = self._judge(request), b""
+        code, path = self._judge(request)
+        kind, body = "text/plain; charset=utf-8", b""
         if code == 200:
             try:
-                body = self._body()
+                kind, body = self._texts[path].kind, self._body(path)
             except Exception:
-                log.warning("the text of metrics cannot be made", exc_info=True)
+                log.warning("the text of %s cannot be made", path, exc_info=True)
                 code = 500
         if code == 200:
             self.served += 1
         else:
             self.refused[_REASONS[code]] += 1
-        kind = "text/plain; version=0.0.4; charset=utf-8"
         head = f"HTTP/1.1 {code} {_ANSWERS[code]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         return head.encode() + body
 
-    def _judge(self, request: bytes) -> int:
+    def _judge(self, request: bytes) -> tuple[int, str]:
+        """Status code, and the path that is asked for."""
         if len(request) > MAX_REQUEST:
-            return 431
-        words = request.split(b"\n", 1)[0].rstrip(b"\r").split(b" ")
+            return 431, ""
+        first, *headers = request.replace(b"\r", b"").split(b"\n")
+        words = first.split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return 400
+            return 400, ""
         if words[0] != b"GET":
-            return 405
-        return 200 if words[1] == b"/metrics" else 404
+            return 405, ""
+        hosts = [line.partition(b":")[2].strip() for line in headers if line.lower().startswith(b"host:")]
+        if self._names and [_without_port(host) for host in hosts] not in [[name] for name in self._names]:
+            return 403, ""
+        path = words[1].decode("latin-1")
+        return (200, path) if path in self._texts else (404, path)
 
-    def _body(self) -> bytes:
+    def _body(self, path: str) -> bytes:
         now = time.monotonic()
-        if now - self._cached[0] > CACHE_S:
-            self._cached = now, self._text().encode()
-        return self._cached[1]
+        made, body = self._cached.get(path, (float("-inf"), b""))
+        if now - made > CACHE_S:
+            made, body = now, self._texts[path].make().encode()
+            self._cached[path] = made, body
+        return body
 
     def _refuse(self, reason: str, connection: _Connection) -> None:
         self.refused[reason] += 1
@@ -207,9 +229,7 @@ class MetricsServer:
             self._drop(connection)
 
 
-def sample(name: str, labels: Mapping[str, str], value: float) -> str:
-    """A line of Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
-    escaped = {key: text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for key, text in labels.items()}
-    inside = ",".join(f'{key}="{text}"' for key, text in escaped.items())
-    number = str(value).replace("inf", "Inf").replace("nan", "NaN")
-    return f"{name}{{{inside}}} {number}" if inside else f"{name} {number}"
+def _without_port(host: bytes) -> str:
+    """127.0.0.1:8000 -> 127.0.0.1; [::1]:8000 -> [::1]."""
+    name, colon, port = host.decode("latin-1").lower().rpartition(":")
+    return name if colon and port.isdecimal() else f"{name}{colon}{port}"

@@ -1,0 +1,322 @@
+"""The report in a browser: what charts show, and what pointer, controls and tables do."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import tempfile
+from html import unescape
+
+import pytest
+
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.render import render
+from maxlm.telemetry.run_dir import RunDirectory
+
+pytestmark = pytest.mark.soak
+
+EVIL = "<img src=x onerror=evil=1>"
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --window-size=1200,2400"
+
+# Runs before the script of a test, and draws all charts, where a page waits until they are near the window. A pointer that does not exist
+# cannot be captured. `times`: milliseconds from asking for the page to its start, and for drawing.
+TOOLS = """
+const times = [performance.now()];
+const timed = action => { const began = performance.now(); action(); times.push(performance.now() - began); };
+for (const chart of charts) chart.near = true;
+timed(refresh);
+Element.prototype.setPointerCapture = () => {};
+onerror = (_, __, line, ___, error) => { document.title = `error: ${error?.stack ?? line}`; };
+function tell(found) { make('pre', {id: 'found'}, document.body, JSON.stringify(found)); }
+const byTitle = title => charts.find(chart => chart.spec.title === title);
+function pointer(type, chart, share, more = {}) {
+  const box = chart.svg.getBoundingClientRect(), clientX = box.left + LEFT + share * chart.w, clientY = box.top + TOP + chart.h / 2;
+  chart.svg.dispatchEvent(new PointerEvent(type, {clientX, clientY, button: 0, bubbles: true, ...more}));
+}
+function drag(chart, from, to) { pointer('pointerdown', chart, from); pointer('pointermove', chart, to); pointer('pointerup', chart, to); }
+function choose(name, value) {
+  const found = [...document.querySelectorAll(`.controls [name=${name}]`)].find(one => one.type !== 'radio' || one.value === value);
+  if (found.type === 'checkbox' || found.type === 'radio') found.checked = value !== false; else found.value = value;
+  found.dispatchEvent(new Event('input', {bubbles: true}));
+}
+const count = (chart, what) => chart.svg.querySelectorAll(what).length;
+const order = (table, column) => [...table.tBodies[0].rows].map(row => row.cells[column].textContent);
+"""
+
+
+@pytest.fixture
+def look(tmp_path):
+    """Opens a report of runs, and returns what a script finds in it."""
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+
+    def look_at(runs, script, address="", version=""):
+        page = tmp_path / "report.html"
+        probe = f"<script>{TOOLS}tell((() => {{ {script} }})());</script></body>"  # no timers: a busy browser may end before they are due
+        page.write_text(render(list(map(load_run, runs)), version).replace("</body>", probe))
+        command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tempfile.mkdtemp(dir=tmp_path)}", "--dump-dom", f"file://{page}{address}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        answer = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.S)
+        assert answer, f"{ended.returncode} {ended.stdout[-300:]} {ended.stderr[-300:]}"
+        return json.loads(unescape(answer[1]))
+
+    return look_at
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Writes a run that has been restarted, has skipped an update and was rolled back, and gives its folder."""
+
+    def run_of(name, steps=400, level=3.0, spike=True):
+        run = RunDirectory(tmp_path / name, primary=True)
+        run.path.mkdir()
+        run.config.write_text(f"optimizer: {{peak_lr: {level}}}\n")
+        with run.metrics.open("w") as file:
+            for step in range(1, steps + 1):
+                loss = 100.0 if spike and step == steps // 2 else level + 5 * math.exp(-8 * step / steps) + 0.01 * (step % 7)
+                now = 1000.0 + 2 * step + 3600 * (step > steps // 4)
+                file.write(
+                    json.dumps({"step": step, "loss": loss, "tokens": 1000 * step, "grad_norm": 1.0 + 0.01 * (step % 5), "time": now})
+                    + "\n"
+                )
+        events = [
+            Event("start", 0, 1000.0),
+            Event("eval", steps // 2, 1000.0 + steps, {"eval_loss": level + 0.5}),
+            Event("start", 0, 1000.0 + steps // 2 + 3600),
+            Event("restore", steps // 4, 1000.0 + steps // 2 + 3601),
+            Event("skip", steps // 2, 1000.0 + steps + 3600, {"reason": EVIL}),
+            Event("rollback", 3 * steps // 4, 1000.0 + 3 * steps // 2 + 3600, {"from_step": 3 * steps // 4 + 2}),
+        ]
+        run.events.write_text("".join(event.to_json() + "\n" for event in events))
+        return run.path
+
+    return run_of
+
+
+def test_a_range_is_zoomed_into_on_all_charts_and_a_double_click_resets_it(look, make):
+    found = look(
+        [make("r")],
+        """
+        const [loss, norm] = [byTitle('Loss'), byTitle('Gradient norm')], before = loss.range;
+        const reset = document.querySelector('[name=reset]'), said = [reset.hidden];
+        drag(loss, 0.5, 0.25);
+        const zoomed = [loss.range, norm.range], address = location.hash, ticks = loss.svg.textContent;
+        said.push(reset.hidden);
+        drag(norm, 0.5, 0.501);  // less than a few pixels: a click
+        const still = loss.range;
+        pointer('dblclick', norm, 0.5);
+        return {before, zoomed, address, said, still, after: loss.range, ticks, reset: location.hash};
+        """,
+    )
+    assert found["before"] == found["after"] == [1, 400]
+    assert found["zoomed"][0] == found["zoomed"][1] == found["still"] == pytest.approx([100.75, 200.5], abs=0.01)
+    assert found["address"].startswith("#zoom=100.7") and found["reset"] in ("", "#")
+    assert found["said"] == [True, False]
+    assert "150" in found["ticks"] and "400" not in found["ticks"]
+
+
+def test_the_pointer_shows_values_marks_and_no_markup(look, make):
+    found = look(
+        [make("a"), make(EVIL, level=4.0)],
+        """
+        const loss = byTitle('Loss'), norm = byTitle('Gradient norm');
+        choose('smoothing', 0);
+        pointer('pointermove', norm, 299 / 399);
+        const shown = [...tip.children].map(one => one.textContent), line = loss.cursor.getAttribute('visibility');
+        pointer('pointermove', norm, 199 / 399);
+        const evil = tip.textContent, images = document.querySelectorAll('img').length;
+        pointer('pointerleave', norm, 0.5);
+        return {shown, line, evil, images, hidden: tip.hidden, ran: typeof globalThis.evil};
+        """,
+    )
+    assert found["shown"][0] == "step 300 · 300k tokens · 70 min"
+    assert sorted(found["shown"][1:3]) == [f"{EVIL}1", "a1"]
+    assert "Rolled back from step 302 to step 300" in found["shown"][3:]
+    assert EVIL in found["evil"]
+    assert (found["images"], found["line"], found["hidden"], found["ran"]) == (0, "visible", True, "undefined")
+
+
+def test_axes_are_steps_tokens_or_time(look, make):
+    found = look(
+        [make("r")],
+        """
+        const loss = byTitle('Loss'), seen = {};
+        for (const kind of ['tokens', 'seconds', 'step']) {
+          choose('x', kind);
+          seen[kind] = [loss.range, loss.svg.textContent, location.hash];
+        }
+        choose('x', 'seconds');
+        seen.jump = [along(runs[0].seconds, 100), along(runs[0].seconds, 101)];
+        seen.marks = Object.fromEntries(loss.marks().map(([mark, px]) => [mark.kind, (px - LEFT) / loss.w]));
+        return seen;
+        """,
+    )
+    assert found["tokens"][0] == [1000, 400_000] and "tokens" in found["tokens"][1] and found["tokens"][2] == "#x=tokens"
+    assert found["seconds"][0] == [2, 4400] and "time since the first start, min" in found["seconds"][1]
+    assert found["step"][0] == [1, 400]
+    assert found["jump"] == [200, 3802]  # the pause lies between two steps
+    assert found["marks"] == pytest.approx({"restart": 3798 / 4398, "skip": 3998 / 4398, "rollback": 4198 / 4398}, abs=0.002)
+
+
+def test_a_run_that_recorded_no_time_is_named_where_it_is_missing(look, make, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step":7,"loss":3.0}\n{"step":8,"loss":3.0}\n')
+    script = """
+        const hint = document.querySelector('.hint'), seen = [count(byTitle('Loss'), 'g[data-run="1"]'), hint.textContent];
+        choose('x', 'seconds');
+        return [...seen, count(byTitle('Loss'), 'g[data-run="1"]'), hint.textContent];
+    """
+    found = look([make("r"), tmp_path / "old"], script)
+    assert found == [1, "drag to zoom, double-click to reset", 0, "not recorded, so not shown here: old"]
+
+
+def test_smoothing_logarithm_outliers_and_marks_are_chosen(look, make):
+    found = look(
+        [make("r")],
+        """
+        const loss = byTitle('Loss'), seen = {};
+        const state = () => ({raw: count(loss, '.raw'), marks: count(loss, '.restart, .skip, .rollback'), beyond: count(loss, '.beyond'),
+          high: loss.yAxis.high, log: loss.yAxis.log, bend: bend(loss.shapes[0].main.y.slice(220))});
+        const bend = ys => ys.slice(1).reduce((sum, y, i) => sum + Math.abs(y - ys[i]), 0);
+        seen.first = state();
+        choose('smoothing', 6); seen.smooth = state();
+        choose('smoothing', 0); seen.off = state();
+        choose('marks', false); choose('outliers', true); seen.all = state();
+        loss.figure.querySelector('figcaption button').click(); seen.log = state();
+        return {...seen, address: location.hash};
+        """,
+    )
+    assert (found["first"]["raw"], found["first"]["marks"], found["first"]["beyond"], found["first"]["log"]) == (1, 3, 1, False)
+    assert found["first"]["high"] < 12  # one spike of 100 does not flatten the rest
+    assert (found["smooth"]["raw"], found["off"]["raw"]) == (1, 0)
+    assert found["smooth"]["bend"] < found["first"]["bend"] < found["off"]["bend"]
+    assert (found["all"]["marks"], found["all"]["beyond"]) == (0, 0) and found["all"]["high"] > 100
+    assert found["log"]["log"] and found["log"]["high"] == pytest.approx(105)
+    assert dict(part.split("=") for part in found["address"][1:].split("&")) == {
+        "smoothing": "0",
+        "marks": "0",
+        "outliers": "1",
+        "log": "Loss",
+    }
+
+
+def test_an_address_brings_back_the_view_and_a_bad_one_nothing(look, make):
+    script = (
+        "return {x: view.x, range: byTitle('Loss').range, hidden: [...view.hidden], smoothing: view.smoothing, log: byTitle('Loss').log}"
+    )
+    run = make("r")
+    found = look([run], script, "#x=tokens&zoom=1000,2000&smoothing=0&log=Loss&marks=0")
+    assert found == {"x": "tokens", "range": [1000, 2000], "hidden": [], "smoothing": 0, "log": True}
+    found = look([run], script, "#x=constructor&zoom=9,NaN&smoothing=99&log=%3Cimg%3E&hidden=77&zoom=")
+    assert found == {"x": "step", "range": [1, 400], "hidden": [77], "smoothing": 3, "log": False}
+
+
+def test_a_run_is_hidden_from_all_charts_and_tables_are_sorted(look, make):
+    runs = [make(name, level=level) for name, level in (("a", 3.0), ("b", 2.5), ("c", 10.0), ("d", 4.0))]
+    found = look(
+        runs,
+        """
+        const norm = byTitle('Gradient norm'), before = count(norm, 'g[data-run]');
+        document.querySelectorAll('button[data-run]')[2].click();
+        const after = count(norm, 'g[data-run]'), losses = byTitle('Loss').yAxis.high;
+        const table = document.querySelector('table'), orders = [order(table, 0)];
+        const head = [...table.tHead.rows[0].cells].find(one => one.textContent === 'Training loss');
+        for (let i = 0; i < 2; i++) { head.click(); orders.push(order(table, 0)); }
+        const amounts = ['5.77 M', '1 h 5 min', '42.0%', '12,345', '<0.1%', 'adamw', '1e-3', '100 of 200', '12 ms', '~1.5 MWh'].map(amount);
+        return {before, after, losses, orders, amounts};
+        """,
+    )
+    assert (found["before"], found["after"]) == (4, 3)
+    assert found["losses"] < 12
+    assert found["orders"] == [["a", "b", "c", "d"], ["b", "a", "d", "c"], ["c", "d", "a", "b"]]
+    assert found["amounts"] == pytest.approx([5.77e6, 3900, 0.42, 12345, 0.001, None, 1e-3, 100, 0.012, 1.5e6])
+
+
+def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
+    runs = [make(name, level=level) for name, level in (("a", 3.0), ("b", 2.5), ("c", 10.0), ("d", 4.0))]
+    newer = json.dumps(render([load_run(make(f"{run.name}2", steps=500)) for run in runs], "8")).replace("<", "\\u003c")
+    found = look(
+        runs,
+        f"""
+        const one = what => document.querySelector(what);
+        const state = () => ({{points: byTitle('Loss').lines[0].steps.length, range: byTitle('Loss').range,
+          version: one('main').dataset.version, x: one('[name=x]:checked').value, lines: count(byTitle('Loss'), '.line'),
+          order: order(one('table'), 0),
+          open: document.querySelectorAll('details[open]').length}});
+        choose('x', 'tokens');
+        drag(byTitle('Loss'), 0.5, 0.75);
+        document.querySelectorAll('button[data-run]')[2].click();
+        document.querySelectorAll('details')[1].open = true;
+        for (let i = 0; i < 2; i++) document.querySelector('th').click();
+        const before = state();
+        replacePage({newer});
+        return [before, state()];
+        """,
+        version="7",
+    )
+    before, after = found
+    assert (before.pop("points"), before.pop("version"), before.pop("order")) == (400, "7", ["d", "c", "b", "a"])
+    assert (after.pop("points"), after.pop("version"), after.pop("order")) == (500, "8", ["d2", "c2", "b2", "a2"])
+    assert before == after
+    assert (after["x"], after["lines"], after["open"]) == ("tokens", 3, 1)
+    assert after["range"] == pytest.approx([200_500, 300_250], abs=1)
+
+
+def test_ticks_are_round_few_and_within(look, make):
+    found = look(
+        [make("r")],
+        """
+        const ranges = [[0, 1], [3.1, 8.3], [0, 3e-4], [1, 3e5], [-5, 5], [1e-9, 2e-9], [7, 7.001]];
+        const logs = [[2.9, 8.5], [3, 3.2], [1e-6, 10], [0.5, 600]];
+        const texts = [0, 0.0003, 2.5, 500, 2000, 50000, 1500000, -0.001, 2.5e14].map(short);
+        return {ranges: ranges.map(([a, b]) => [a, b, ticks(a, b, 5)]), logs: logs.map(([a, b]) => [a, b, logTicks(a, b, 6)]), texts};
+        """,
+    )
+    for low, high, values in found["ranges"] + found["logs"]:
+        assert 2 <= len(values) <= 12
+        assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in values)
+    assert found["texts"] == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250000000000000"]
+
+
+def test_any_series_is_drawn_with_finite_numbers(look, tmp_path):
+    """A single step, constants, zeros, negative and enormous values, logarithmic or not."""
+    runs = []
+    for name, values in {
+        "one": [3.0],
+        "same": [3.0] * 60,
+        "zero": [0.0] * 60,
+        "huge": [1.0] * 60 + [1e300],
+        "signs": [-1.0, 2.0, -3.0],
+    }.items():
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "loss": value, "grad_norm": value}) for step, value in enumerate(values, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+        runs.append(tmp_path / name)
+    script = """
+        const drawn = [];
+        for (const log of [false, true]) for (const outliers of [false, true]) {
+          view.outliers = outliers; view.logs.set('Loss', log); refresh(); drawn.push(byTitle('Loss').svg.outerHTML);
+        }
+        return {bad: drawn.filter(text => /NaN|Infinity|undefined/.test(text)).length, lines: count(byTitle('Loss'), '.line')};
+    """
+    for run in runs:
+        assert look([run], script)["bad"] == 0, run.name
+    assert look(runs, script) == {"bad": 0, "lines": 5}
+
+
+def test_a_million_steps_answer_at_once(look, make):
+    found = look(
+        [make("long", steps=1_000_000)],
+        """
+        const loss = byTitle('Loss'), spike = Math.max(...loss.shapes[0].high);
+        timed(() => drag(loss, 0.495, 0.505));
+        return {times, spike, range: loss.range, zoomed: Math.max(...loss.shapes[0].high), size: document.documentElement.outerHTML.length};
+        """,
+    )
+    assert found["range"] == pytest.approx([495_000, 505_000], abs=1500)
+    assert found["spike"] == found["zoomed"] == 100  # one step of a million
+    assert found["size"] < 5_000_000
+    assert max(found["times"]) < 2000, found["times"]  # milliseconds
