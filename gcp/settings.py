@@ -102,7 +102,7 @@ def _vm_of(config: Config) -> str:
     if not names:
         topology = rules.topology_of(config).name
         raise ConfigError(
-            "cluster.topology", topology, "is not a known machine of Google Cloud", "use h100:1x1x8, or name a TPU's accelerator"
+            "cluster.topology", topology, "is not a known machine of Google Cloud", "use h100:1x8, or name a TPU's accelerator"
         )
     return names[0]
 

@@ -46,25 +46,26 @@ def missing() -> str:
     return f"{' and '.join(tools)} of the package index are not installed: make gpu-compiler" if tools else ""
 
 
+def why_not(topology: Topology) -> str:
+    """Reason why nothing can be compiled for these GPUs here; empty if it can."""
+    if topology.chip.name not in DESCRIBED:
+        return f"only {' and '.join(f'{name.lower()}:1x8' for name in DESCRIBED)} and the like can be compiled for"
+    return missing() and f"{missing()} (no GPU is needed)"
+
+
 def devices(topology: Topology) -> tuple["jax.Device", ...]:
     """The GPUs of `topology`, without the hardware. Raises UserError for a chip that is not described, or without the compiler.
 
     Only in a process whose jax has not looked for devices yet: it then looks for plugins, once.
     """
-    if topology.chip.name not in DESCRIBED:
-        known = " and ".join(f"{name.lower()}:1x1x8" for name in DESCRIBED)
-        raise UserError(f"{topology.name}: only GPUs of {known} can be compiled for.")
-    if topology.slices > 1:
-        hosts = f"{topology.chip.name.lower()}:{topology.slices}x{'x'.join(map(str, topology.sides[1:]))}"
-        raise UserError(f"mesh.slices = {topology.slices}: GPUs have hosts, which their topology counts, and no slices; write {hosts}.")
-    if missing():
-        raise UserError(f"{topology.name}: {missing()} (no GPU is needed).")
+    if reason := why_not(topology):
+        raise UserError(f"{topology.name}: {reason}.")
     make_ready()
     from jax.experimental import topologies
 
     chip = topology.chip
     target = _HOPPER.format(bandwidth=chip.hbm_bytes_per_s, memory=chip.driver_bytes, kind=chip.device_kinds[0])
-    shape = "x".join(map(str, topology.sides))
+    shape = "x".join(map(str, (1, *topology.sides)))  # partitions, nodes, GPUs a node
     return tuple(topologies.get_topology_desc(platform="cuda", topology_name=chip.name, target_config=target, topology=shape).devices)
 
 

@@ -22,7 +22,7 @@ TPUS = [chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU")]
         ("v6e:2x4", 1, 8, 8, 2),
         ("tpu7x:2x2x1", 1, 4, 8, 1),
         ("v5p:16x20x28", 1, 8960, 8960, 2240),
-        ("H200:1x2x8", 1, 16, 16, 2),
+        ("H200:2x8", 1, 16, 16, 2),
     ],
 )
 def test_chips_devices_and_hosts(name, slices, chips, devices, hosts):
@@ -42,7 +42,7 @@ def test_chips_devices_and_hosts(name, slices, chips, devices, hosts):
         ("v5e:16x16", (True, True)),
         ("v5e:8x16", (False, True)),
         ("v6e:8x8", (False, False)),
-        ("h100:1x1x8", (False, False, False)),
+        ("h100:1x8", (False, False, False)),
     ],
 )
 def test_which_dims_close_to_rings(name, wraps):
@@ -61,7 +61,7 @@ def test_which_dims_close_to_rings(name, wraps):
         ("v5e:0x4", "2 sizes", "v5e:4x4"),
         ("v5e:-4x4", "2 sizes", "v5e:4x4"),
         ("v5e:٤x4", "2 sizes", "v5e:4x4"),
-        ("h100:8", "3 sizes", "h100:1x1x8"),
+        ("h100:8", "3 sizes", "h100:1x8"),
         ("v5p:3x5x7", "hosts of 2x2", "v5p:4x4x8"),
         ("v5e:1x2", "hosts of 2x2", "v5e:2x2"),
         ("v5e:8x32", "side above 16", "v5e:16x16"),

@@ -25,7 +25,7 @@ def test_the_machine_that_is_promised_is_taken():
     check_devices(config("v5p:2x2x1"), devices("TPU v5", 4))
     check_devices(config("v5p:2x2x1", slices=2), devices("TPU v5", 8))
     check_devices(config("tpu7x:2x2x1"), devices("TPU7x", 8))
-    check_devices(config("h200:1x1x8"), devices("NVIDIA H200", 8))
+    check_devices(config("h200:1x8"), devices("NVIDIA H200", 8))
     check_devices(config(None), devices("cpu", 1))
 
 
