@@ -39,7 +39,8 @@ class Achieved:
 
     matmul: float | None = None  # of the bf16 peak
     hbm: float | None = None  # of the stated bandwidth
-    links: float | None = None  # of the NVLink bandwidth one way, by an all-gather
+    links: float | None = None  # of the NVLink bandwidth one way, by an all-gather and a reduce-scatter
+    source: str = ""  # machine and date
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,9 @@ class Plan:
 
     @property
     def picked(self) -> Point | None:
-        """The chosen layout; where nothing can be compiled, the fastest that is predicted to fit with `IN_HAND` to spare, else the leanest."""
+        """The chosen layout. Where nothing can be compiled: the fastest that is predicted to fit with `IN_HAND` to spare, else the leanest
+        that is predicted to fit.
+        """
         if self.chosen is not None:
             return next(point for point in self.points if point.compiled and point.layout == self.chosen.layout)
         if not self.uncompiled:

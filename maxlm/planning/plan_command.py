@@ -15,6 +15,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
+from maxlm.cost.calibration import calibrated
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip
 from maxlm.hardware.topologies import is_tpu, near, parse
@@ -39,6 +40,7 @@ class Request:
     tokens: float | None
     out: Path | None
     any_format: bool = False
+    calibration: Path | None = None  # a file of `maxlm plan --calibrate`
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not math.isfinite(self.tokens):
@@ -52,6 +54,8 @@ class Request:
 def run(request: Request, *, as_json: bool) -> int:
     """Find the layout, print and write it; 0 if one fits, else 2. Raises UserError."""
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
+    if request.calibration is not None:
+        topology = calibrated(topology, request.calibration)
     _check_trained(loaded.config)
     folder = request.file.absolute().parent
     if not folder.is_dir():
@@ -86,9 +90,9 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
         return plan
     format = min(plan.quantized, key=lambda name: plan.quantized[name])
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
-    loaded, topology = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
+    loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
-        other = make_plan(loaded, topology, request.tokens, start=plan.chosen.layout)
+        other = make_plan(loaded, plan.topology, request.tokens, start=plan.chosen.layout)
     except UserError:  # nothing fits
         return plan
     if other.chosen is None:
@@ -102,6 +106,8 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
     if request.any_format:
         raise UserError("--any-format goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
+    if request.calibration is not None:
+        raise UserError("--calibration goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)
     _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
-from maxlm.hardware.chips import GIB, Achieved
+from maxlm.hardware.chips import GIB
 from maxlm.planning.explore import Point, rows
 from maxlm.planning.plan import Plan, Scale, crossing_axes, describe, machine_name
 from maxlm.telemetry.atomic import replacing
@@ -58,7 +58,8 @@ def _sources(plan: Plan) -> str:
     seconds = "Seconds are XLA's estimates, or a model's that they correct"
     if plan.topology.is_tpu:
         return f"{seconds}; nothing was measured."
-    shares = "shares of peak as measured by --calibrate" if plan.topology.chip.achieved != Achieved() else "assumed shares of peak"
+    source = plan.topology.chip.achieved.source
+    shares = f"shares of peak as measured ({source})" if source else "shares of peak that others measured"
     if plan.uncompiled:
         return f"Seconds and memory are a model's estimates, from {shares}."
     return f"Seconds are a guess from the compiled program and {shares}, or a model's that it corrects."
@@ -138,6 +139,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
         },
         "end": search.end,
         "uncompiled": plan.uncompiled or None,
+        "calibration": topology.chip.achieved.source or None,
         "chosen": as_json(plan.picked) if plan.picked else None,
         "own": as_json(own) if own is not None else None,
         "quantized": dict(plan.quantized),
