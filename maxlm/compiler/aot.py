@@ -100,7 +100,7 @@ def build(config: Config, topology: Topology) -> "Program":
 
 def why_not(topology: Topology) -> str:
     """Reason why nothing can be compiled for `topology` here although its time can be estimated; empty if it can (TPUs: assumed)."""
-    return "" if topology.is_tpu else gpu_compiler.why_not(topology)
+    return "" if topology.is_tpu else gpu_compiler.missing()
 
 
 def compile_step(config: Config, topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
