@@ -62,7 +62,9 @@ def _row(name: str, entry: Mapping[str, Any], groups: Mapping[str, list[str]]) -
     topology = rules.topology_of(config)
     model = Analytic(config, topology, lambda layout: node_links(layout.sizes, topology), flash=True)
     published_s = entry.get("step_s") or config.tokens_per_step / (entry["tokens_per_s"] * topology.devices)
-    return Row(name, topology.name, published_s, model.estimate(layout_of(config, topology.devices)), entry["source"], entry.get("note", ""))
+    return Row(
+        name, topology.name, published_s, model.estimate(layout_of(config, topology.devices)), entry["source"], entry.get("note", "")
+    )
 
 
 def table(found: list[Row]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.config.errors import UserError
+from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:
@@ -58,11 +59,15 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
     make_ready()
     from jax.experimental import topologies
 
-    chip = topology.chip
-    facts = {"bandwidth": chip.hbm_bytes_per_s, "memory": chip.driver_bytes, "kind": chip.device_kinds[0]}
-    target = _TARGET.format(**facts, **_ARCHITECTURES[chip.name])
+    name, target = topology.chip.name, target_of(topology.chip)
     shape = "x".join(map(str, (1, *topology.sides)))  # partitions, nodes, GPUs a node
-    return tuple(topologies.get_topology_desc(platform="cuda", topology_name=chip.name, target_config=target, topology=shape).devices)
+    return tuple(topologies.get_topology_desc(platform="cuda", topology_name=name, target_config=target, topology=shape).devices)
+
+
+def target_of(chip: Chip) -> str:
+    """The GPU's description, as the compiler reads it."""
+    facts = {"bandwidth": chip.hbm_bytes_per_s, "memory": chip.driver_bytes, "kind": chip.device_kinds[0]}
+    return _TARGET.format(**facts, **_ARCHITECTURES[chip.name])
 
 
 def make_ready() -> None:

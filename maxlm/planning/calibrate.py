@@ -55,7 +55,7 @@ def calibrate(out: Path | None, *, as_json: bool) -> int:
         all_gather_bytes_per_s=gathered,
         reduce_scatter_bytes_per_s=scattered,
     )
-    found = _record(measured, link_share)
+    found = record(measured, link_share)
     path = out if out is not None else Path(f"calibration-{(found.chip or jax.default_backend()).lower()}.json")
     text = json.dumps(found.model_dump(mode="json"), indent=2) + "\n"
     try:
@@ -69,7 +69,7 @@ def calibrate(out: Path | None, *, as_json: bool) -> int:
     return 0
 
 
-def _record(measured: Measured, link_share: float | None) -> Calibration:
+def record(measured: Measured, link_share: float | None) -> Calibration:
     """The measurement beside the peaks of the chip. Raises UserError for a share that no machine reaches."""
     kind = jax.local_devices()[0].device_kind
     chip, factors = chip_of(kind), None

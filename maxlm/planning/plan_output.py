@@ -13,6 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.hardware.chips import GIB
 from maxlm.planning.explore import Point, rows
+from maxlm.planning.gpu_attention import kernel_runs
 from maxlm.planning.plan import Plan, Scale, crossing_axes, describe, machine_name
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import count, duration, percent
@@ -42,6 +43,10 @@ def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
     console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
     mfu = f"MFU {plan.scale.mfu(step_s):.1%}{_of_peak(plan.scale)}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
+    if not plan.topology.is_tpu and not kernel_runs(plan.loaded.config, plan.topology.chip):
+        console.print(
+            f"Attention runs as XLA's operations here, not as a kernel: each score goes to the memory of {plan.topology.chip.name}."
+        )
     for format, compiled_s in plan.formats.items():
         console.print(f"The fastest layout in {format}: {duration(compiled_s)}, compiled.")
     for format, predicted_s in plan.quantized.items():
