@@ -23,7 +23,8 @@ _APART = Path(sys.prefix) / "gpu-compiler"  # what `make gpu-compiler` makes
 _PACKAGES = _APART if _APART.exists() else Path(sysconfig.get_paths()["purelib"])
 _TOOLS = _PACKAGES / "nvidia" / "cu13" / "bin"  # where the package index's ptxas and nvdisasm lie
 
-# stream_executor's GpuTargetConfigProto, as NVIDIA's white papers and XLA's own descriptions (xla/backends/gpu/target_config/specs) have it.
+# stream_executor's GpuTargetConfigProto, as NVIDIA's white papers and XLA's own descriptions have it
+# (xla/backends/gpu/target_config/specs).
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}

@@ -62,7 +62,7 @@ def test_which_dims_close_to_rings(name, wraps):
         ("v5e:٤x4", "2 sizes", "v5e:4x4"),
         ("h100:8", "nodes and GPUs a node", "h100:2x8"),
         ("h100:1x2x8", "nodes and GPUs a node", "h100:2x8"),
-        ("a100:2x8", "no chip 'a100'", "a100-40gb or a100-80gb"),
+        ("a100:2x8", "no chip 'a100'", "a100-80gb or a100-40gb"),
         ("b200:99999x8", "131,072 are the most", "b200:2x8"),
         ("v5p:3x5x7", "hosts of 2x2", "v5p:4x4x8"),
         ("v5e:1x2", "hosts of 2x2", "v5e:2x2"),
