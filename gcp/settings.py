@@ -82,7 +82,7 @@ def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) 
         own += [f"cluster={{topology: '{topology}', accelerator: {accelerator}}}"] if topology else []
     config = load(name, [*overrides, *own]).config
     if config.cluster is None and accelerator is not None:  # a TPU's has set it
-        own += [f"cluster.topology={find_machine(accelerator).chip}:1x1x{GPUS_A_VM}"]
+        own += [f"cluster.topology={find_machine(accelerator).chip}:1x{GPUS_A_VM}"]
         config = load(name, [*overrides, *own]).config
     if config.cluster is None:
         raise UserError(

@@ -42,7 +42,7 @@ def _links(lines: Mapping[str, Sequence[Place]], topology: Topology) -> Mapping[
 def node_links(sizes: Mapping[str, int], topology: Topology) -> Mapping[str, AxisLinks]:
     """Links of every axis of more than one GPU, of a mesh of these `sizes`, outermost first: GPUs are laid in it in order, node by node."""
     links, stride, (_, gpus) = {}, 1, topology.sides
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed(list(sizes.items())):
         if size > 1:
             links[axis] = AxisLinks(slices=len({place * stride // gpus for place in range(size)}))
         stride *= size
