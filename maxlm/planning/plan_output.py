@@ -178,7 +178,8 @@ def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, availab
     axes = figure.add_subplot(title=title, xlabel="HBM that a device needs, GiB", ylabel="step time, s")
     axes.scatter(*_coordinates(predicted[:: 1 + len(predicted) // MOST_PREDICTED]), s=8, color="0.8", label="predicted")
     if leaner:
-        axes.plot(*_coordinates(leaner), color="0.45", linewidth=1, linestyle="--", label="predicted, with less memory than was compiled")
+        label = "predicted, with less memory than was compiled" if compiled else "predicted: no other is faster and smaller"
+        axes.plot(*_coordinates(leaner), color="0.45", linewidth=1, linestyle="--", label=label)
     if compiled:
         axes.scatter(*_coordinates(compiled), s=45, color="tab:blue", zorder=3, label="compiled")
     axes.scatter(*_coordinates([chosen]), s=190, color="tab:orange", marker="*", zorder=4, label=f"chosen: {duration(chosen.step_s)}")
