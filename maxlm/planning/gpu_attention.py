@@ -8,10 +8,10 @@ from maxlm.hardware.chips import Chip
 FORWARD, BACKWARD = 2, 7
 # XLA's: backward, the scores of a block of queries are computed again, and four matmuls make the gradients.
 XLA_BACKWARD = 6
-# Bytes a score that XLA's operations move, (forward, backward): float32 scores written and read, weights in bf16 likewise; backward the
-# same again, and the gradients of both. Assumed: read off no program.
-SCORE_MOVES = (12, 36)
-SCORE_BYTES = 10  # of a score that exists at one time: in float32, its weight, and their gradients in bf16. Assumed
+# Bytes a score that XLA's operations move, (forward, backward), and that a score occupies while it exists: of Llama 3.2 1B as XLA:GPU
+# compiled it for B200 (jax 0.10.2; docs/truth_gpu.md).
+SCORE_MOVES = (24, 58)
+SCORE_BYTES = 4
 QUERY_BLOCK = 1024  # queries whose scores exist at one time (`maxlm.kernels.attention.xla`)
 
 

@@ -16,6 +16,7 @@ from maxlm.planning.plan import IN_HAND, analytic_model
 KEPT = "memory.remat=[layer_input,query,key,value,attention,attention_out,gate,up]"
 COMMON = ("data.store=none", "data.seq_len=8192", "train.steps=1000")
 ONE = (*COMMON, "train.loss_chunks=16", "cluster.topology=h200:1x1")
+B200 = (*COMMON, "train.loss_chunks=16", "cluster.topology=b200:1x1", "train.global_batch=2")
 NODES = (*COMMON, "train.loss_chunks=8", KEPT)
 TINY = """
 model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
@@ -38,10 +39,12 @@ def estimate(name, *settings):
         ("models/llama3-1b", (*ONE, "train.global_batch=4", "memory.remat=none"), 0.677, 103.76),
         ("models/llama3-8b", (*NODES, "train.global_batch=16", "cluster.topology=h200:1x8", "mesh.fsdp=8"), 1.56, 68.72),
         ("models/llama3-8b", (*NODES, "train.global_batch=32", "cluster.topology=h200:2x8", "mesh.fsdp=16"), 1.56, 60.63),
+        ("models/llama3-1b", (*B200, "memory.remat=full"), 1.22, 24.89),
+        ("models/llama3-1b", (*B200, "memory.remat=[layer_input,attention]"), 0.969, 26.52),
     ],
 )
-def test_the_estimate_is_near_the_program_compiled_for_h200(name, settings, step_s, gib):
-    """Figures of docs/benchmarks.md, of XLA:GPU's programs."""
+def test_the_estimate_is_near_the_compiled_program(name, settings, step_s, gib):
+    """Figures of docs/benchmarks.md and docs/truth_gpu.md, of XLA:GPU's programs for H200, and for B200 with attention in XLA's operations."""
     said = estimate(name, *settings)
     assert sum(said.parts) == pytest.approx(step_s, rel=0.1)
     assert (said.state + said.temporaries) / 2**30 == pytest.approx(gib, rel=0.06)
@@ -66,7 +69,7 @@ def test_attention_without_a_kernel_is_slower_and_needs_room_for_scores():
     shape = (*COMMON, "train.global_batch=1", "memory.remat=full")
     kernel, plain = (estimate("models/llama3-1b", *shape, f"cluster.topology={one}:1x1") for one in ("h200", "b200"))
     assert plain.attention_s > kernel.attention_s, "though a B200 is twice as fast"
-    assert plain.temporaries - kernel.temporaries >= 4 * 32 * 1024 * 8192
+    assert plain.temporaries - kernel.temporaries > 0.9 * 4 * 32 * 1024 * 8192
 
 
 @pytest.fixture
