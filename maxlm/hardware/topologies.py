@@ -80,7 +80,8 @@ def parse(name: str, slices: int = 1) -> Topology:
     chip = known.get(chip_name.lower())
     if chip is None:
         near = get_close_matches(chip_name.lower(), known, n=3, cutoff=0.4) or list(known)
-        raise TopologyError(f"no chip {chip_name!r} is known", f"use {either([known[key].name.lower() for key in near])}, as in v5p:4x4x4")
+        example = "v5p:4x4x4" if is_tpu(known[near[0]]) else f"{near[0]}:2x{_A_NODE}"
+        raise TopologyError(f"no chip {chip_name!r} is known", f"use {either([known[key].name.lower() for key in near])}, as in {example}")
     sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit() and len(side) < 9]
     count = 3 if is_tpu(chip) and chip.ici_links == 6 else 2  # a torus has two links a dim
     if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
