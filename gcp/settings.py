@@ -82,7 +82,7 @@ def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) 
         own += [f"cluster={{topology: '{topology}', accelerator: {accelerator}}}"] if topology else []
     config = load(name, [*overrides, *own]).config
     if config.cluster is None and accelerator is not None:  # a TPU's has set it
-        own += [f"cluster.topology={find_machine(accelerator).chip}:1x1x{GPUS_A_VM}"]
+        own += [f"cluster.topology={find_machine(accelerator).chip}:1x{GPUS_A_VM}"]
         config = load(name, [*overrides, *own]).config
     if config.cluster is None:
         raise UserError(
@@ -102,7 +102,7 @@ def _vm_of(config: Config) -> str:
     if not names:
         topology = rules.topology_of(config).name
         raise ConfigError(
-            "cluster.topology", topology, "is not a known machine of Google Cloud", "use h100:1x1x8, or name a TPU's accelerator"
+            "cluster.topology", topology, "is not a known machine of Google Cloud", "use h100:1x8, or name a TPU's accelerator"
         )
     return names[0]
 

@@ -46,9 +46,8 @@ def _shipped(incomplete: str) -> list[str]:
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
-ConfigName = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
-]
+CONFIG = typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
+ConfigName = Annotated[str, CONFIG]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
 Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")]
 Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")]
@@ -137,7 +136,7 @@ def compile_(
 
 @app.command(name="plan")
 def plan_(
-    config: ConfigName,
+    config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     topology: Topology = None,
     slices: Slices = None,
@@ -158,14 +157,24 @@ def plan_(
         float | None, typer.Option(help="Choose size and length for so many model FLOPs, such as 1e22; needs --ladder.")
     ] = None,
     ladder: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The `folder` of a ladder that `maxlm ladder` has fitted.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine instead, and write --calibration's FILE.")] = False,
+    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="What --calibrate measured on such a GPU.")] = None,
     json_: Json = False,
 ) -> None:
-    """Find the fastest mesh, microbatches and remat policy for a TPU topology, with no TPU, and write them as a config."""
+    """Find the fastest mesh, microbatches and remat policy for TPUs or GPUs, with none of them, and write them as a config."""
     from maxlm.planning import plan_command
     from maxlm.planning.price_file import read_prices
     from maxlm.planning.run_cost import Wanted
     from maxlm.runtime import deadline
 
+    if calibrate:
+        if config is not None or topology is not None or calibration is not None:
+            raise UserError("--calibrate measures this machine, and goes with --out and --json alone.")
+        from maxlm.planning.calibrate import calibrate as measure
+
+        raise typer.Exit(measure(out, as_json=json_))
+    if config is None:
+        raise UserError("maxlm plan needs a CONFIG, such as runs/quickstart; only --calibrate goes without.")
     wanted = Wanted(read_prices(prices), cast("Term", buy), region, days_at_most, dollars_at_most)
     settings = tuple(overrides or ())
     if (flops is None) != (ladder is None):
@@ -179,7 +188,7 @@ def plan_(
         for line in recommended.sentences:
             typer.echo(line, err=json_)
         settings, tokens = (*settings, *recommended.overrides), recommended.tokens
-    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format)
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))

@@ -98,6 +98,11 @@ def build(config: Config, topology: Topology) -> "Program":
     return build_program(config, build_mesh(config, all_devices))
 
 
+def why_not(topology: Topology) -> str:
+    """Reason why nothing can be compiled for `topology` here although its time can be estimated; empty if it can (TPUs: assumed)."""
+    return "" if topology.is_tpu else gpu_compiler.missing()
+
+
 def compile_step(config: Config, topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
     """The step of `config`, compiled for `topology` or read from the cache; `options` override those that training passes.
 
@@ -131,7 +136,7 @@ def available_hbm(topology: Topology) -> int:
     XLA:TPU states it when it refuses a program that no chip can hold. XLA:GPU refuses none: it is the share that our runs let jax take.
     """
     if not topology.is_tpu:
-        assert topology.chip.driver_bytes is not None, "`devices` refuses the others"
+        assert topology.chip.driver_bytes is not None, "stated of every GPU"
         return int(GPU_MEMORY_SHARE * topology.chip.driver_bytes)
     import jax
     import jax.numpy as jnp

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.config.errors import UserError
+from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:
@@ -22,20 +23,23 @@ _APART = Path(sys.prefix) / "gpu-compiler"  # what `make gpu-compiler` makes
 _PACKAGES = _APART if _APART.exists() else Path(sysconfig.get_paths()["purelib"])
 _TOOLS = _PACKAGES / "nvidia" / "cu13" / "bin"  # where the package index's ptxas and nvdisasm lie
 
-# stream_executor's GpuTargetConfigProto, as NVIDIA's H100 white paper, the H200 data sheet and XLA's own
-# descriptions (xla/backends/gpu/target_config/specs) have it.
-_HOPPER = """
+# stream_executor's GpuTargetConfigProto, as NVIDIA's white papers and XLA's own descriptions have it
+# (xla/backends/gpu/target_config/specs).
+_TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {optin}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
-  cuda_compute_capability {{ major: 9 }}
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} }}
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
 """
-DESCRIBED = ("H100", "H200")
+_AMPERE = {"cores": 108, "fpus": 64, "shared": 167936, "optin": 166912, "cache": 41943040, "clock": 1.41, "major": 8}
+_HOPPER = {"cores": 132, "fpus": 128, "shared": 233472, "optin": 232448, "cache": 52428800, "clock": 1.98, "major": 9}
+_BLACKWELL = {"cores": 148, "fpus": 128, "shared": 233472, "optin": 232448, "cache": 132644864, "clock": 1.965, "major": 10}
+_ARCHITECTURES = {"A100-40GB": _AMPERE, "A100-80GB": _AMPERE, "H100": _HOPPER, "H200": _HOPPER, "B200": _BLACKWELL}
 
 
 def missing() -> str:
@@ -47,25 +51,24 @@ def missing() -> str:
 
 
 def devices(topology: Topology) -> tuple["jax.Device", ...]:
-    """The GPUs of `topology`, without the hardware. Raises UserError for a chip that is not described, or without the compiler.
+    """The GPUs of `topology`, without the hardware. Raises UserError without the compiler.
 
     Only in a process whose jax has not looked for devices yet: it then looks for plugins, once.
     """
-    if topology.chip.name not in DESCRIBED:
-        known = " and ".join(f"{name.lower()}:1x1x8" for name in DESCRIBED)
-        raise UserError(f"{topology.name}: only GPUs of {known} can be compiled for.")
-    if topology.slices > 1:
-        hosts = f"{topology.chip.name.lower()}:{topology.slices}x{'x'.join(map(str, topology.sides[1:]))}"
-        raise UserError(f"mesh.slices = {topology.slices}: GPUs have hosts, which their topology counts, and no slices; write {hosts}.")
     if missing():
         raise UserError(f"{topology.name}: {missing()} (no GPU is needed).")
     make_ready()
     from jax.experimental import topologies
 
-    chip = topology.chip
-    target = _HOPPER.format(bandwidth=chip.hbm_bytes_per_s, memory=chip.driver_bytes, kind=chip.device_kinds[0])
-    shape = "x".join(map(str, topology.sides))
-    return tuple(topologies.get_topology_desc(platform="cuda", topology_name=chip.name, target_config=target, topology=shape).devices)
+    name, target = topology.chip.name, target_of(topology.chip)
+    shape = "x".join(map(str, (1, *topology.sides)))  # partitions, nodes, GPUs a node
+    return tuple(topologies.get_topology_desc(platform="cuda", topology_name=name, target_config=target, topology=shape).devices)
+
+
+def target_of(chip: Chip) -> str:
+    """The GPU's description, as the compiler reads it."""
+    facts = {"bandwidth": chip.hbm_bytes_per_s, "memory": chip.driver_bytes, "kind": chip.device_kinds[0]}
+    return _TARGET.format(**facts, **_ARCHITECTURES[chip.name])
 
 
 def make_ready() -> None:

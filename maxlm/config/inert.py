@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
-from maxlm.hardware.topologies import is_tpu, parse
+from maxlm.hardware.topologies import parse
 
 STDLIB = "python-stdlib"  # the one source of data.prepare that is no file
 
@@ -77,8 +77,14 @@ def _mesh(config: Config) -> Iterator[Inert]:
         yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
     if mesh.fsdp == mesh.expert == 1:
         yield Inert("mesh.zero", "mesh.fsdp = 1 splits nothing", "raise mesh.fsdp")
-    if config.cluster is not None and not is_tpu(parse(config.cluster.topology, mesh.slices).chip):
-        yield Inert("cluster.accelerator", f"{config.cluster.topology} is no TPU", "name a TPU's topology")
+    if config.cluster is None:
+        return
+    topology = parse(config.cluster.topology, mesh.slices)
+    if not topology.is_tpu:
+        yield Inert("cluster.accelerator", f"{topology.name} is no TPU", "name a TPU's topology")
+    if (topology.slices if topology.is_tpu else topology.hosts) == 1:
+        unit = "slice" if topology.is_tpu else "node"
+        yield Inert("cluster.network_gbit_per_s", f"{topology.name} is one {unit}, which no network leaves", f"name several {unit}s")
 
 
 def _data(config: Config) -> Iterator[Inert]:

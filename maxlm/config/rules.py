@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from maxlm.config import axes, inert, mixture_rules, parametrization_rules, paths, precision_rules, schedule_free_rules, schedule_rules
 from maxlm.config.errors import ConfigError, Problem
@@ -62,9 +63,13 @@ def topology_of(config: Config, source: str = "") -> Topology:
     """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
     assert config.cluster is not None, "asked about a cluster that the config does not name"
     try:
-        return topologies.parse(config.cluster.topology, config.mesh.slices)
+        topology = topologies.parse(config.cluster.topology, config.mesh.slices)
     except TopologyError as error:
         raise ConfigError("cluster.topology", config.cluster.topology, error.rule, error.fix, source) from None
+    network = config.cluster.network_gbit_per_s
+    if network is None:
+        return topology
+    return replace(topology, chip=replace(topology.chip, dcn_bytes_per_s=network * 1e9 / 8))
 
 
 def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:

@@ -550,8 +550,9 @@ class WandbConfig(Section):
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
-    topology: Text  # as the compiler names it: v5p:4x4x4
+    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8
     accelerator: Text | None = None  # as Cloud TPU names it: v5p-128
+    network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/chips.py states
 
 
 class Config(Section):

@@ -5,7 +5,7 @@ Shares are of the bf16 peak and of the stated HBM bandwidth of a chip in `maxlm.
 
 from collections.abc import Mapping
 
-from maxlm.hardware.chips import MatmulFormat
+from maxlm.hardware.chips import Chip, MatmulFormat
 
 # Attention, of the FLOPs that a causal mask leaves. By the machine code of libtpu 0.0.51 and 0.0.42 splash kernels reach at best 0.42 to
 # 0.58 and 0.71 to 0.76 on v5e and v5p, 0.19 to 0.23 and 0.31 to 0.36 on v6e and tpu7x: the vector unit, which softmax keeps busy, did not
@@ -38,3 +38,14 @@ GPU_ATTENTION_SHARES = (0.5, 0.4)  # of what causality leaves; cuDNN's: 0.65 and
 GPU_HBM_SHARE = 0.85  # copies on an H200 reach 0.9
 GPU_LAUNCH_S = 2e-6  # from a kernel to the next
 NVLINK_SHARE = 0.8  # NCCL, of a GPU's links
+# All but the launch and attention are replaced by what `maxlm plan --calibrate` measured (`Chip.achieved`), where it is given.
+
+
+def gpu_matmul_share(chip: Chip) -> float:
+    """Share of the peak of a large matmul on a GPU."""
+    return chip.achieved.matmul or GPU_MATMUL_SHARE
+
+
+def gpu_hbm_share(chip: Chip) -> float:
+    """Share of the stated bandwidth of a long copy on a GPU."""
+    return chip.achieved.hbm or GPU_HBM_SHARE

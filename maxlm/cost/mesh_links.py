@@ -39,6 +39,16 @@ def _links(lines: Mapping[str, Sequence[Place]], topology: Topology) -> Mapping[
     return {axis: links_of(line, topology) for axis, line in lines.items() if len(line) > 1}
 
 
+def node_links(sizes: Mapping[str, int], topology: Topology) -> Mapping[str, AxisLinks]:
+    """Links of every axis of more than one GPU, of a mesh of these `sizes`, outermost first: GPUs are laid in it in order, node by node."""
+    links, stride, (_, gpus) = {}, 1, topology.sides
+    for axis, size in reversed(list(sizes.items())):
+        if size > 1:
+            links[axis] = AxisLinks(slices=len({place * stride // gpus for place in range(size)}))
+        stride *= size
+    return links
+
+
 def _lines(mesh: "Mesh") -> dict[str, list[Place]]:
     """Axis -> the places of the devices along it, from the first device of the mesh."""
     lines = {}
@@ -51,11 +61,15 @@ def _lines(mesh: "Mesh") -> dict[str, list[Place]]:
 def _place(device: "jax.Device") -> Place:
     if device.platform == "tpu":
         return getattr(device, "slice_index", None) or 0, tuple(device.coords)
-    return device.process_index, tuple(device.coords)
+    return device.process_index, ()
 
 
 def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
-    """Links of a row of devices. A dim that they fill closes to a ring where the slice does; two cores of one chip count as a ring."""
+    """Links of a row of devices; of GPUs, the nodes that it crosses. A dim that they fill closes to a ring where the slice does; two cores
+    of one chip count as a ring.
+    """
+    if not topology.is_tpu:
+        return AxisLinks(slices=len({node for node, _ in line}))
     seen = [{place[dim] for _, place in line} for dim in range(len(topology.sides))]
     spanned = [dim for dim, values in enumerate(seen) if len(values) > 1]
     wrapped = all(len(seen[dim]) == topology.sides[dim] and topology.wraps[dim] for dim in spanned)

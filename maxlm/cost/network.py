@@ -119,7 +119,8 @@ class Network:
     @property
     def _switch(self) -> float:
         """Bytes/s that a chip sends into the switch of its host; 0 where a torus joins the chips."""
-        return 0.0 if is_tpu(self.chip) else self.switch_share * self.chip.ici_links * self.chip.ici_bytes_per_s_per_link
+        share = self.chip.achieved.links or self.switch_share
+        return 0.0 if is_tpu(self.chip) else share * self.chip.ici_links * self.chip.ici_bytes_per_s_per_link
 
     def _inside(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
         if self._switch:

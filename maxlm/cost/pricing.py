@@ -143,13 +143,13 @@ class GpuPricing(_Pricing):
     """Seconds of operations on a GPU: XLA:GPU states no cycles, so each takes as long as its FLOPs or its bytes, whichever is longer."""
 
     def __init__(self, module: Module, chip: Chip) -> None:
-        super().__init__(module, chip, efficiency.GPU_HBM_SHARE)
+        super().__init__(module, chip, efficiency.gpu_hbm_share(chip))
 
     def seconds(self, op: Op, computation: Computation) -> float:
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot"):
             return 0.0
         flops, kind = self.flops(op, computation), self.kind(op, computation)
-        share = efficiency.GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else efficiency.GPU_MATMUL_SHARE
+        share = efficiency.GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else efficiency.gpu_matmul_share(self.chip)
         if op.opcode == "custom-call":
             (self.assumed if flops else self.uncharged).add(op.where.split("/")[-2] if "/" in op.where else op.name)
         return efficiency.GPU_LAUNCH_S + max(self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm)

@@ -34,6 +34,16 @@ WORTH = 1.1  # least of these speeds with which quantizing operands pays for its
 
 
 @dataclass(frozen=True)
+class Achieved:
+    """Shares of a GPU's stated peaks that large operations reached on one machine (`maxlm plan --calibrate`); None: not measured."""
+
+    matmul: float | None = None  # of the bf16 peak
+    hbm: float | None = None  # of the stated bandwidth
+    links: float | None = None  # of the NVLink bandwidth one way, by an all-gather and a reduce-scatter
+    source: str = ""  # machine and date
+
+
+@dataclass(frozen=True)
 class Chip:
     """Peaks of one chip. A jax device is a chip, unless `devices_per_chip` is above 1: use the `*_per_device` figures.
 
@@ -55,9 +65,10 @@ class Chip:
     clock_hz: float | None = None  # of a TensorCore
     host_bytes_per_s: float | None = None  # between a chip and its host, one way
     host_bytes: float | None = None  # host memory a chip, where Google's documentation states it
-    driver_bytes: int | None = None  # GPU memory that NVIDIA's driver reports
+    driver_bytes: int | None = None  # GPU memory that NVIDIA's driver reports (A100, B200: XLA's target_config/specs)
     peak_int8_ops: float | None = None  # OP/s, dense; None where none is published
     peak_fp8_flops: float | None = None  # FLOP/s, dense, of e4m3 and e5m2; None where none is published
+    achieved: Achieved = Achieved()
 
     @property
     def hbm_bytes_per_s_per_device(self) -> float:
@@ -99,6 +110,7 @@ _A100 = Chip(
     ici_links=12,
     dcn_bytes_per_s=2.5e10,
     source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
+    driver_bytes=42_331_013_120,
 )
 _H100 = Chip(
     name="H100",
@@ -200,7 +212,14 @@ CHIPS: tuple[Chip, ...] = (
         host_bytes_per_s=3.2e10,
     ),
     _A100,
-    replace(_A100, name="A100-80GB", device_kinds=("NVIDIA A100-SXM4-80GB",), hbm_bytes=80_000_000_000, hbm_bytes_per_s=2.039e12),
+    replace(
+        _A100,
+        name="A100-80GB",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        hbm_bytes=80_000_000_000,
+        hbm_bytes_per_s=2.039e12,
+        driver_bytes=85_100_068_864,
+    ),
     _H100,
     replace(
         _H100,
@@ -223,6 +242,7 @@ CHIPS: tuple[Chip, ...] = (
         ici_links=18,
         dcn_bytes_per_s=5e10,
         source="NVIDIA DGX B200 data sheet (1,000 W, without sparsity; 1,440 GB and 64 TB/s for 8 GPUs; 400 Gbit/s a GPU)",
+        driver_bytes=191_514_411_008,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Topologies such as `v5p:4x4x4`: their chips, hosts, and the dims along which links close to a ring. No jax here."""
+"""Topologies such as `v5p:4x4x4` and `h100:16x8`: chips, hosts, and the dims along which links close to a ring. No jax here."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ CHIPS_PER_HOST = 4  # TPU VMs hold 2x2; a v5e or v6e VM may hold 1 or 8, which t
 # Largest pods in chips, and the shapes that Cloud TPU lends. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}.
 _MOST = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
 _MOST_GPUS = 2**17
+_A_NODE = 8  # GPUs of a DGX or HGX node, which the NVLink switches of the node join
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}  # a chip, which Cloud TPU counts in the names of these; chips in all others
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x20x28")
+_NODES = ("1x1", "1x2", "1x4", *(f"{2**power}x{_A_NODE}" for power in range(12)))
 
 
 class TopologyError(ValueError):
@@ -27,7 +29,7 @@ class TopologyError(ValueError):
 
 @dataclass(frozen=True)
 class Topology:
-    """One slice or several alike. `sides` are chips along each dim of a slice; of GPUs they are slices x hosts x GPUs, as XLA counts."""
+    """One slice or several alike. `sides`: chips along each dim of a slice; of GPUs, which have no slices, nodes and GPUs a node."""
 
     chip: Chip
     sides: tuple[int, ...]
@@ -35,7 +37,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """The compiler's name of one slice: v5p:4x4x4."""
+        """Name of one slice, of TPUs as the compiler has it: v5p:4x4x4."""
         return f"{self.chip.name.lower()}:{'x'.join(map(str, self.sides))}"
 
     @property
@@ -54,8 +56,8 @@ class Topology:
 
     @property
     def hosts(self) -> int:
-        """Virtual machines, all slices, at 4 chips each (GPU nodes: as in the topology's name)."""
-        return math.prod(self.sides[:-1]) * self.slices if not self.is_tpu else max(1, self.chips // CHIPS_PER_HOST)
+        """Virtual machines, all slices, at 4 chips each; of GPUs, nodes."""
+        return max(1, self.chips // CHIPS_PER_HOST) if self.is_tpu else self.sides[0]
 
     @property
     def wraps(self) -> tuple[bool, ...]:
@@ -78,17 +80,19 @@ def parse(name: str, slices: int = 1) -> Topology:
     chip = known.get(chip_name.lower())
     if chip is None:
         near = get_close_matches(chip_name.lower(), known, n=3, cutoff=0.4) or list(known)
-        raise TopologyError(f"no chip {chip_name!r} is known", f"use {either([known[key].name.lower() for key in near])}, as in v5p:4x4x4")
-    count = 2 if chip.ici_links == 4 else 3  # a torus has two links a dim
+        example = "v5p:4x4x4" if is_tpu(known[near[0]]) else f"{near[0]}:2x{_A_NODE}"
+        raise TopologyError(f"no chip {chip_name!r} is known", f"use {either([known[key].name.lower() for key in near])}, as in {example}")
     sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit() and len(side) < 9]
+    count = 3 if is_tpu(chip) and chip.ici_links == 6 else 2  # a torus has two links a dim
     if not colon or len(sides) != len(shape.split("x")) or len(sides) != count or 0 in sides:
-        example = f"{chip.name.lower()}:{'x'.join('4' * count) if is_tpu(chip) else '1x1x8'}"
-        raise TopologyError(f"must be a chip, a colon and {count} sizes with `x` between them", f"write it as in {example}")
+        example = f"{chip.name.lower()}:{'x'.join('4' * count) if is_tpu(chip) else f'2x{_A_NODE}'}"
+        sizes = f"{count} sizes" if is_tpu(chip) else "2 sizes, nodes and GPUs a node,"
+        raise TopologyError(f"must be a chip, a colon and {sizes} with `x` between them", f"write it as in {example}")
     topology = Topology(chip, tuple(sides), slices)
     if topology.is_tpu:
         _check_shape(topology)
-    elif topology.chips > _MOST_GPUS:
-        raise TopologyError(f"has {topology.chips:,} GPUs, and {_MOST_GPUS:,} are the most", f"write it as in {chip.name.lower()}:1x1x8")
+    else:
+        _check_nodes(topology)
     return topology
 
 
@@ -101,10 +105,12 @@ def accelerator(topology: Topology) -> str | None:
 
 
 def near(chip: Chip, chips: int, most: int = 3) -> list[str]:
-    """Names of the topologies of `chip` that Cloud TPU lends, nearest in size to `chips`, smallest first."""
-    shapes = [shape for shape in (_FLAT if chip.ici_links == 4 else _DEEP) if _count(shape) <= _MOST[chip.name]]
+    """Names of topologies of `chip`, nearest in size to `chips`, smallest first: those that Cloud TPU lends; of GPUs, nodes of up to 8,
+    alone or a power of two of them.
+    """
+    shapes = [shape for shape in (_FLAT if chip.ici_links == 4 else _DEEP) if _count(shape) <= _MOST[chip.name]] if is_tpu(chip) else _NODES
     nearest = sorted(shapes, key=lambda shape: abs(math.log(_count(shape) / max(chips, 1))))[:most]
-    return [f"{chip.name}:{shape}" for shape in sorted(nearest, key=_count)]
+    return [f"{chip.name.lower()}:{shape}" for shape in sorted(nearest, key=_count)]
 
 
 def _check_shape(topology: Topology) -> None:
@@ -117,6 +123,15 @@ def _check_shape(topology: Topology) -> None:
         raise TopologyError("cannot be made of hosts of 2x2 chips", fix)
     if len(sides) == 2 and max(sides) > 16:
         raise TopologyError(f"has a side above 16, and a {chip.name} pod is 16x16", fix)
+
+
+def _check_nodes(topology: Topology) -> None:
+    chip, (nodes, gpus) = topology.chip.name.lower(), topology.sides
+    if topology.slices > 1:
+        rule = f"is of GPUs, which have no slices, and mesh.slices = {topology.slices}"
+        raise TopologyError(rule, f"write {chip}:{nodes * topology.slices}x{gpus}, and mesh.slices=1")
+    if topology.chips > _MOST_GPUS:
+        raise TopologyError(f"has {topology.chips:,} GPUs, and {_MOST_GPUS:,} are the most", f"write it as in {chip}:2x{_A_NODE}")
 
 
 def is_tpu(chip: Chip) -> bool:

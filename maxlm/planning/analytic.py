@@ -2,7 +2,8 @@
 
 Its constants were read off Llama 3.1 8B as XLA compiled it for v5p (libtpu 0.0.42; seconds of `cost.step_cost`). They only rank layouts:
 the best are compiled, and what was compiled corrects the others (`explore`). The two `least_*` figures are true lower bounds, by which
-layouts are dropped.
+layouts are dropped. On GPUs matmuls, attention and links are charged as `cost.pricing` charges compiled programs: shares of peak that
+others measured, or that `maxlm plan --calibrate` did.
 """
 
 import math
@@ -22,6 +23,7 @@ from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.parallel.experts import sends
+from maxlm.planning import gpu_attention
 from maxlm.planning.layouts import Layout, divisors
 from maxlm.training.split_masters import difference_dtype
 
@@ -39,7 +41,7 @@ LOGIT_BYTES = 4
 TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
 STATE_BYTES = 40  # a parameter, once a step
 # Exposed share of a collective's seconds, where there is enough to compute meanwhile. A SparseCore, on chips that have one, runs those over
-# fsdp and data.
+# fsdp and data; GPUs run them beside matmuls as well, and are assumed to hide as much of them.
 GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
 TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
 EVERYWHERE: tuple[str, ...] = ("fsdp", "expert")  # axes that weights are gathered over
@@ -71,9 +73,13 @@ class Estimate:
 
 
 class Analytic:
-    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh."""
+    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh. `flash`: on GPUs, True for
+    attention by kernels that keep scores on the chip, default what this repository runs there.
+    """
 
-    def __init__(self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]]) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]], flash: bool | None = None
+    ) -> None:
         self.config, self.topology = config, topology
         self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
         self._comm = lru_cache(maxsize=None)(self._comm_seconds)
@@ -84,8 +90,11 @@ class Analytic:
         chip = topology.chip
         passes = PASSES[config.precision.float32_matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
-        self.share = efficiency.PREDICTED_MATMUL_SHARES.get(chip.name, efficiency.PREDICTED_MATMUL_SHARE)
-        self.hbm = efficiency.HBM_SHARE * chip.hbm_bytes_per_s_per_device
+        predicted = efficiency.PREDICTED_MATMUL_SHARES.get(chip.name, efficiency.PREDICTED_MATMUL_SHARE)
+        self.share = predicted if topology.is_tpu else efficiency.gpu_matmul_share(chip)
+        hbm_share = efficiency.HBM_SHARE if topology.is_tpu else efficiency.gpu_hbm_share(chip)
+        self.hbm = hbm_share * chip.hbm_bytes_per_s_per_device
+        self.writes_scores = False if topology.is_tpu else not (gpu_attention.kernel_runs(config, chip) if flash is None else flash)
         self.layers = model_shapes.layers(config.model)
         self.quantized = quantization_of(config)
         self.fastest = max(chip.peak_flops(format) for format in self.quantized.formats) / chip.peak_bf16_flops
@@ -94,7 +103,6 @@ class Analytic:
         self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
-        self.kernel_attention_flops = model_shapes.kernel_attention_flops(config.model, config.data.seq_len, chip)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
@@ -118,20 +126,28 @@ class Analytic:
         )
 
     def fits_host(self, layout: Layout) -> bool:
-        """True if what `layout` offloads fits in the hosts' memory."""
+        """True if what `layout` offloads fits in the hosts' memory, and the time of its copies is known (of GPUs it is not)."""
         chip = self.topology.chip
+        if layout.offload and chip.host_bytes_per_s is None:
+            return False
         room = (chip.host_bytes or chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
         return self._host_bytes(layout, self.config.tokens_per_step // layout.shards) <= room
 
     # Time
 
     @cached_property
-    def attention_shares(self) -> tuple[float, float]:
-        """Shares of peak, forward and backward: those of our kernel where it runs, else of splash."""
+    def attention_s(self) -> tuple[float, float]:
+        """Seconds of attention of a token on one device that has all heads, forward and backward: by our kernel where it runs, else by
+        splash; of GPUs see `gpu_attention`.
+        """
         chip, model = self.topology.chip, self.config.model
+        if not self.topology.is_tpu:
+            return gpu_attention.seconds_a_token(self.config, chip, not self.writes_scores, self.peak, self.hbm)
         ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
-        return shares.get(chip.name, shares["v5p"])
+        forward, backward = shares.get(chip.name, shares["v5p"])
+        work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)
+        return work_forward / forward / self.peak, work_backward / backward / self.peak
 
     def recomputes(self, layout: Layout, matmul: Matmul) -> bool:
         """True if a matmul of a layer is recomputed, since its result was not kept."""
@@ -202,10 +218,8 @@ class Analytic:
         return self.peak * self.topology.chip.matmul_speed(format)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
-        forward, backward = self.attention_shares
-        work_forward, work_backward = self.kernel_attention_flops
-        work = (1 + self.recomputes_attention(layout)) * work_forward / forward + work_backward / backward
-        return work * tokens / layout.sizes["tensor"] / self.peak
+        forward, backward = self.attention_s
+        return ((1 + self.recomputes_attention(layout)) * forward + backward) * tokens / layout.sizes["tensor"]
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor = self.config.model, layout.sizes["tensor"]
@@ -239,7 +253,7 @@ class Analytic:
         gathers, sums, crossing = self._comm(layout.mesh, layout.across_slices)
         gathers, sums = layout.microbatches * gathers, layout.microbatches * sums
         shared = crossing * tokens  # between tensor-parallel regions, and between tokens and experts
-        driven = set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
+        driven = not self.topology.is_tpu or set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
         waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if driven else ALONE_WAIT * (gathers + sums)
         waits += TENSOR_WAIT * shared
         return max(waits, gathers + sums + shared - compute_s)
@@ -358,7 +372,8 @@ class Analytic:
         stack = self._stack_bytes(layout, rows)
         vocab = model.vocab_size // sizes["tensor"]
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
-        backward = self._inside(layout.mesh, rows) + 4 * numbers
+        scores = gpu_attention.score_bytes(self.config, rows) // sizes["tensor"] if self.writes_scores else 0
+        backward = self._inside(layout.mesh, rows) + scores + 4 * numbers
         gradients = 4 * numbers if layout.microbatches > 1 else 0
         cast = 0 if difference_dtype(self.config) is not None else number * numbers  # masters in two parts hold them already
         return int(stack + max(loss, backward) + gradients + cast)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxlm.compiler.aot import available_hbm
+from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler
@@ -127,7 +127,8 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
     with Compiler() as compiler:
         for number in range(CHECKED):
             rank = (lambda one: (one.breaks_a_limit, one.dear)) if number % 2 else (lambda one: (one.breaks_a_limit, (False, one.wall_s)))
-            machine = min((one for one in machines if one.point and not one.search.trials), key=rank, default=None)
+            some = (one for one in machines if one.point and not one.search.trials and not why_not(one.topology))
+            machine = min(some, key=rank, default=None)
             if machine is None:
                 return
             here = machine.topology

@@ -5,14 +5,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maxlm.compiler.aot import available_hbm, devices
+from maxlm.compiler.aot import available_hbm, devices, why_not
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
 from maxlm.cost.advice import changed
 from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
-from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.mesh_links import axis_links, node_links
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.verify import Compiler
@@ -27,6 +27,7 @@ from maxlm.planning.layouts import Layout, layout_of, layouts
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
+IN_HAND = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/truth_gpu.md)
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
 
@@ -66,6 +67,7 @@ class Plan:
     points: tuple[Point, ...]
     quantized: Mapping[str, float]  # formats that are faster on this chip: predicted seconds of a step in the chosen layout
     formats: Mapping[str, float] = field(default_factory=dict)  # others that were searched: seconds of a step in their fastest layout
+    uncompiled: str = ""  # why nothing can be compiled for this machine here, so that all figures are the analytic model's
 
     @property
     def chosen(self) -> Trial | None:
@@ -74,10 +76,23 @@ class Plan:
 
     def cost(self, wanted: Wanted) -> RunCost | None:
         """Cost of the run in the chosen layout."""
-        if self.chosen is None:
+        if self.picked is None:
             return None
-        step_s = self.chosen.verdict.step_s
+        step_s = self.picked.step_s
         return run_cost(self.topology, self.loaded.config, self.scale.seconds(step_s), step_s, wanted)
+
+    @property
+    def picked(self) -> Point | None:
+        """The chosen layout. Where nothing can be compiled: the fastest that is predicted to fit with `IN_HAND` to spare, else the leanest
+        that is predicted to fit.
+        """
+        if self.chosen is not None:
+            return next(point for point in self.points if point.compiled and point.layout == self.chosen.layout)
+        if not self.uncompiled:
+            return None
+        safe = [point for point in self.points if point.needed <= (1 - IN_HAND) * self.search.available]
+        fastest = min(safe, key=lambda point: (point.step_s, point.needed), default=None)
+        return fastest or min(self.points, key=lambda point: point.needed, default=None)
 
 
 def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:
@@ -101,8 +116,11 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
             spent = duration(time.monotonic() - started)
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
-        explore.explore(search, config, first, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
-        return Plan(loaded, topology, search, own, scale_of(config, topology, tokens), points(search), _quantized(config, topology, search))
+        uncompiled = why_not(topology)
+        if not uncompiled:
+            explore.explore(search, config, first, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
+        scale, quantized = scale_of(config, topology, tokens), _quantized(config, topology, search)
+        return Plan(loaded, topology, search, own, scale, points(search), quantized, uncompiled=uncompiled)
 
 
 def _quantized(config: Config, topology: Topology, search: Search) -> dict[str, float]:
@@ -119,7 +137,9 @@ def _quantized(config: Config, topology: Topology, search: Search) -> dict[str, 
 
 
 def analytic_model(config: Config, topology: Topology) -> Analytic:
-    """The analytic model of `config` on `topology`; the links of each mesh are read off its devices."""
+    """The analytic model of `config` on `topology`; the links of each mesh are read off its devices, and of GPUs off its sizes."""
+    if not topology.is_tpu:
+        return Analytic(config, topology, lambda layout: node_links(layout.sizes, topology))
 
     def links(layout: Layout) -> Mapping[str, AxisLinks]:
         return axis_links(build_mesh(layout.apply(config), devices(topology)), topology)
@@ -167,7 +187,15 @@ def describe(layout: Layout) -> str:
     return f"{mesh}{microbatches}, loss in {layout.loss_chunks}; {saved}{host}"
 
 
+def crossing_axes(topology: Topology, layout: Layout) -> list[str]:
+    """Mesh axes of `layout` whose collectives leave a node of GPUs, outermost first; none of TPUs."""
+    links = {} if topology.is_tpu else node_links(layout.sizes, topology)
+    return [axis for axis in layout.sizes if axis in links and links[axis].slices > 1]
+
+
 def machine_name(topology: Topology) -> str:
-    """`2 slices of v5p:4x4x4 (128 chips)`."""
+    """`2 slices of v5p:4x4x4 (128 chips)`, `h100:16x8 (128 GPUs; 400 Gbit/s a GPU between nodes)`."""
     slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
-    return f"{slices}{topology.name} ({topology.chips:,} chip{'s' if topology.chips > 1 else ''})"
+    network = f"; {8 * topology.chip.dcn_bytes_per_s / 1e9:g} Gbit/s a GPU between nodes" if topology.hosts > 1 else ""
+    unit = f"chip{'s' if topology.chips > 1 else ''}" if topology.is_tpu else f"GPU{'s' if topology.chips > 1 else ''}{network}"
+    return f"{slices}{topology.name} ({topology.chips:,} {unit})"

@@ -13,7 +13,9 @@ from ruamel.yaml import YAML
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
-from maxlm.config.schema import Config
+from maxlm.config.rules import topology_of
+from maxlm.config.schema import ClusterConfig, Config
+from maxlm.cost.calibration import calibrated
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip
 from maxlm.hardware.topologies import is_tpu, near, parse
@@ -40,6 +42,7 @@ class Request:
     out: Path | None
     wanted: Wanted
     any_format: bool = False
+    calibration: Path | None = None  # a file of `maxlm plan --calibrate`
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not math.isfinite(self.tokens):
@@ -56,8 +59,8 @@ def run(request: Request, *, as_json: bool) -> int:
         if limit is not None:
             raise UserError(f"{option} chooses between topologies: give --chips-at-most N with it.")
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
-    if not topology.is_tpu:
-        raise UserError(f"{topology.name} is not a TPU, and maxlm plan has no cost model for GPUs; use for example --topology v5p:4x4x4.")
+    if request.calibration is not None:
+        topology = calibrated(topology, request.calibration)
     _check_trained(loaded.config)
     folder = request.file.absolute().parent
     if not folder.is_dir():
@@ -78,7 +81,7 @@ def run(request: Request, *, as_json: bool) -> int:
         show(plan, written, request.wanted)
     if error is not None:
         raise error
-    return 0 if plan.chosen else 2
+    return 0 if plan.picked else 2
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
@@ -86,13 +89,15 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
     from maxlm.planning import explore
     from maxlm.planning.plan import make_plan
 
+    if plan.uncompiled:
+        raise UserError(f"--any-format compiles layouts of each format, and {plan.topology.name}: {plan.uncompiled}.")
     if plan.chosen is None or not plan.quantized or plan.search.end == explore.STOPPED:
         return plan
     format = min(plan.quantized, key=lambda name: plan.quantized[name])
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
-    loaded, topology = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
+    loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
-        other = make_plan(loaded, topology, request.tokens, start=plan.chosen.layout)
+        other = make_plan(loaded, plan.topology, request.tokens, start=plan.chosen.layout)
     except UserError:  # nothing fits
         return plan
     if other.chosen is None:
@@ -106,11 +111,15 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
     if request.any_format:
         raise UserError("--any-format goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
+    if request.calibration is not None:
+        raise UserError("--calibration goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)
     _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]
-    slices = config.mesh.slices
-    asked = [topology for topology in (parse(name, slices) for name in names) if topology.chips <= chips_at_most]
+    slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
+    clusters = (ClusterConfig(topology=name, network_gbit_per_s=network) for name in names)
+    possible = (topology_of(config.model_copy(update={"cluster": cluster})) for cluster in clusters)
+    asked = [topology for topology in possible if topology.chips <= chips_at_most]
     if not asked:
         least = min(parse(name, slices).chips for name in names)
         raise UserError(
@@ -145,16 +154,16 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     from maxlm.planning.plan import machine_name
     from maxlm.planning.plan_output import draw
 
-    chosen, config = plan.chosen, request.file
-    if chosen is None:
+    picked, config = plan.picked, request.file
+    if picked is None:
         return None, None
     chart, machine = config.with_suffix(".png"), machine_name(plan.topology)
-    size = f"{chosen.verdict.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
-    remark = f"Chosen by `maxlm plan` for {machine}: {duration(chosen.verdict.step_s)} a step, {size} a device, as compiled."
+    size = f"{picked.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
+    how = "as compiled" if picked.compiled else "estimated, not compiled"
+    remark = f"Chosen by `maxlm plan` for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
     try:
-        _write_config(config, as_yaml(request.name, plan.loaded, chosen.layout, config, remark), may_replace=request.out is not None)
-        star = next(point for point in plan.points if point.compiled and point.layout == chosen.layout)
-        draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, star, plan.search.available)
+        _write_config(config, as_yaml(request.name, plan.loaded, picked.layout, config, remark), may_replace=request.out is not None)
+        draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)
     except UserError as error:
         return None, error
     except OSError as error:

@@ -14,7 +14,8 @@ from maxlm.cost.compile_command import output_console
 from maxlm.hardware.chips import GIB
 from maxlm.planning import run_cost
 from maxlm.planning.explore import Point, rows
-from maxlm.planning.plan import Plan, Scale, describe, machine_name
+from maxlm.planning.gpu_attention import kernel_runs
+from maxlm.planning.plan import Plan, Scale, crossing_axes, describe, machine_name
 from maxlm.planning.run_cost import Wanted
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import count, duration, percent
@@ -28,20 +29,26 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console, search = output_console(), plan.search
     console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
     dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
-    console.print(f"{search.counted:,} layouts: {dropped}, {len(search.trials)} compiled; {search.end}.")
+    end = f"none compiled: {plan.uncompiled}" if plan.uncompiled else f"{len(search.trials)} compiled; {search.end}"
+    console.print(f"{search.counted:,} layouts: {dropped}, {end}.")
     console.print()
-    show_frontier(rows(plan.points), plan.scale, console)
+    show_frontier(rows(plan.points), plan.scale, console, _sources(plan))
     console.print()
-    chosen = plan.chosen
-    if chosen is None:
-        advice = "No compiled layout fits: use a smaller train.global_batch or data.seq_len, or more chips."
-        console.print(advice if search.trials else "No layout was compiled: these are predictions.", style="bold")
+    picked = plan.picked
+    if picked is None:
+        advice = "No layout fits: use a smaller train.global_batch or data.seq_len, or more chips."
+        console.print(advice if search.trials or plan.uncompiled else "No layout was compiled: these are predictions.", style="bold")
         return
-    step_s, size = chosen.verdict.step_s, f"{chosen.verdict.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
+    step_s, size = picked.step_s, f"{picked.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
-    console.print(f"Chosen: {describe(chosen.layout)}", style="bold")
+    crossing = f"; between nodes: {' and '.join(crossed)}" if (crossed := crossing_axes(plan.topology, picked.layout)) else ""
+    console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
     mfu = f"MFU {plan.scale.mfu(step_s):.1%}{_of_peak(plan.scale)}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
+    if not plan.topology.is_tpu and not kernel_runs(plan.loaded.config, plan.topology.chip):
+        console.print(
+            f"Attention runs as XLA's operations here, not as a kernel: each score goes to the memory of {plan.topology.chip.name}."
+        )
     for format, compiled_s in plan.formats.items():
         console.print(f"The fastest layout in {format}: {duration(compiled_s)}, compiled.")
     for format, predicted_s in plan.quantized.items():
@@ -52,7 +59,20 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
             console.print(line)
     if written is not None:
         config, chart = written
-        console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}; look closer: maxlm compile {config}")
+        look = "" if plan.uncompiled else f"; look closer: maxlm compile {config}"
+        console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}{look}")
+
+
+def _sources(plan: Plan) -> str:
+    """Where the seconds of a plan come from, in a sentence or two."""
+    seconds = "Seconds are XLA's estimates, or a model's that they correct"
+    if plan.topology.is_tpu:
+        return f"{seconds}; nothing was measured."
+    source = plan.topology.chip.achieved.source
+    shares = f"shares of peak as measured ({source})" if source else "shares of peak that others measured"
+    if plan.uncompiled:
+        return f"Seconds and memory are a model's estimates, from {shares}."
+    return f"Seconds are a guess from the compiled program and {shares}, or a model's that it corrects."
 
 
 def _of_peak(scale: Scale) -> str:
@@ -63,6 +83,11 @@ def _compare_to_own(plan: Plan) -> str:
     own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
         return "the mesh of your own settings does not match"
+    if plan.uncompiled:
+        mine = next((point for point in plan.points if point.layout == plan.own), None)
+        if mine is None:
+            return "your own settings do not fit, by estimate"
+        return "these are your own settings" if mine == plan.picked else f"your own settings: {duration(mine.step_s)}"
     if own is None and plan.formats:
         return "your own settings were compiled in another format alone"
     if own is None or not own.verdict.fits:
@@ -70,8 +95,8 @@ def _compare_to_own(plan: Plan) -> str:
     return "these are your own settings" if own is plan.chosen else f"your own settings: {duration(own.verdict.step_s)}"
 
 
-def show_frontier(points: Sequence[Point], scale: Scale, console: Console) -> None:
-    """Print `points`, one a line, in their order; a narrow console gets fewer columns."""
+def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sources: str) -> None:
+    """Print `points`, one a line, in their order; a narrow console gets fewer columns. `sources`: where the figures come from."""
     rates = ("tokens/s", "run") if console.width >= WIDE else ()
     table = layout_table("step", "MFU", *rates, "HBM")
     for point in points:
@@ -84,10 +109,7 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console) -> No
         table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
     console.print(table)
     mfu = f" MFU is a share of the {scale.peak_name} peak." if scale.peak_name != "bf16" else ""
-    note = (
-        f"*: no other is both faster and smaller.{mfu} Seconds are XLA's estimates, or a model's that they correct; nothing was measured."
-    )
-    console.print(note, style="dim")
+    console.print(f"*: no other is both faster and smaller.{mfu} {sources}", style="dim")
 
 
 def layout_table(*figures: str) -> Table:
@@ -126,7 +148,9 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
             "compiled": len(search.trials),
         },
         "end": search.end,
-        "chosen": as_json(by_layout[plan.chosen.layout]) if plan.chosen else None,
+        "uncompiled": plan.uncompiled or None,
+        "calibration": topology.chip.achieved.source or None,
+        "chosen": as_json(plan.picked) if plan.picked else None,
         "cost": run_cost.to_json(cost, wanted) if (cost := plan.cost(wanted)) else None,
         "own": as_json(own) if own is not None else None,
         "quantized": dict(plan.quantized),
@@ -149,9 +173,10 @@ def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
 
 
 def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, available: int) -> None:
-    """Write a PNG of step time against memory; `available`: HBM of a device, `chosen`: the fastest compiled point. Raises OSError."""
+    """Write a PNG of step time against memory; `available`: HBM of a device, `chosen`: the chosen point. Raises OSError."""
     compiled = [point for point in points if point.compiled and point.fits]
-    top = 1.1 * max(point.step_s for point in compiled if point.step_s < 2 * chosen.step_s)  # slower ones are of no interest
+    top = 1.1 * max(point.step_s for point in (chosen, *compiled) if point.step_s < 2 * chosen.step_s)  # slower ones are of no interest
+    top = top if compiled else 1.5 * chosen.step_s
     predicted = [point for point in points if not point.compiled and point.step_s < top]
     leaner = sorted((point for point in predicted if point.frontier), key=lambda point: point.needed)
     refused = [point.needed / GIB for point in points if not point.fits]
@@ -159,8 +184,10 @@ def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, availab
     axes = figure.add_subplot(title=title, xlabel="HBM that a device needs, GiB", ylabel="step time, s")
     axes.scatter(*_coordinates(predicted[:: 1 + len(predicted) // MOST_PREDICTED]), s=8, color="0.8", label="predicted")
     if leaner:
-        axes.plot(*_coordinates(leaner), color="0.45", linewidth=1, linestyle="--", label="predicted, with less memory than was compiled")
-    axes.scatter(*_coordinates(compiled), s=45, color="tab:blue", zorder=3, label="compiled")
+        label = "predicted, with less memory than was compiled" if compiled else "predicted: no other is faster and smaller"
+        axes.plot(*_coordinates(leaner), color="0.45", linewidth=1, linestyle="--", label=label)
+    if compiled:
+        axes.scatter(*_coordinates(compiled), s=45, color="tab:blue", zorder=3, label="compiled")
     axes.scatter(*_coordinates([chosen]), s=190, color="tab:orange", marker="*", zorder=4, label=f"chosen: {duration(chosen.step_s)}")
     if refused:
         axes.scatter(refused, [chosen.step_s] * len(refused), s=45, color="tab:red", marker="x", zorder=3, label="compiled, does not fit")

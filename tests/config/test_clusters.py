@@ -37,7 +37,7 @@ def test_topology_has_the_chips_of_the_name(path):
     chip, shape = read_cluster(path).topology.split(":")
     sides = [int(side) for side in shape.split("x")]
     assert (chip, math.prod(sides)) == chip_and_count(path)
-    assert len(sides) == (2 if chip in ("v5e", "v6e") else 3)
+    assert len(sides) == (3 if chip in ("v4", "v5p", "tpu7x") else 2)
 
 
 @each_cluster

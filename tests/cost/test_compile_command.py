@@ -179,7 +179,7 @@ def test_a_model_no_mesh_holds_is_told_by_how_much(capfd):
         (["--topology", "v5p:3x5x7"], ["v5p:3x5x7", "v5p:4x4x4, v5p:4x4x8, v5p:4x8x8"]),
         (["--topology", "v7:4x4"], ["no chip 'v7'", "v5p:4x4x4"]),
         (["--topology", "["], ["cluster.topology", "no chip"]),
-        (["--topology", "a100-80gb:1x1x8"], ["a100-80gb:1x1x8", "h100:1x1x8 and h200:1x1x8"]),
+        (["--topology", "a100-80gb:1x2x8"], ["cluster.topology = a100-80gb:1x2x8", "write it as in a100-80gb:2x8"]),
         (["--topology", "v5e:2x2", "mesh.fsdp=3"], ["mesh = fsdp 3", "number of devices, 4"]),
         (["--topology", "v5e:2x2", "--slices", "3"], ["mesh.slices = 3"]),
         (["--topology", "v5e:2x2", "--slices", "0"], ["--slices"]),

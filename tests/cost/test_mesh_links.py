@@ -1,8 +1,11 @@
 """A mesh axis is as fast as the links under it: how many dims it spans, whether they close, whether it leaves the slice."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
-from maxlm.cost.mesh_links import links_of
+from maxlm.cost.mesh_links import axis_links, links_of, node_links
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, with_slices
 from maxlm.hardware.chips import chip_named
@@ -26,6 +29,17 @@ from maxlm.hlo.parser import read
 )
 def test_an_axis_knows_its_links(topology, line, links):
     assert links_of(line, parse(topology)) == links
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 8}, {"data": 8, "tensor": 2}, {"fsdp": 16}, {"data": 1, "fsdp": 2, "tensor": 8}])
+@pytest.mark.parametrize("topology", ["h100:2x8", "h100:4x4", "h100:8x2", "h100:1x16", "h100:16x1"])
+def test_nodes_that_an_axis_crosses_are_those_of_its_devices(sizes, topology):
+    """Reckoned from the sizes alone, as read off a mesh of devices numbered node by node."""
+    gpus = parse(topology).sides[1]
+    grid = np.arange(16).reshape(tuple(sizes.values()))
+    there = np.vectorize(lambda number: SimpleNamespace(platform="cuda", process_index=number // gpus))(grid)
+    mesh = SimpleNamespace(shape=sizes, devices=there)
+    assert node_links(sizes, parse(topology)) == axis_links(mesh, parse(topology))
 
 
 def step_between_slices(cycles: int, kind: str = "ALL_REDUCE") -> StepCost:

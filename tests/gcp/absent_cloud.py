@@ -14,7 +14,7 @@ OWNER = "ada"
 MINE = "extends: runs/llama3-8b-v5p-128\n"
 GPUS = """\
 extends: [runs/quickstart]
-cluster: {topology: "h200:1x2x8"}
+cluster: {topology: "h200:2x8"}
 data: {store: gs://mine/store, prepare: null}
 train: {global_batch: 16}
 """

@@ -70,7 +70,7 @@ def test_several_slices_are_one_request(cloud):
 
 @pytest.mark.parametrize(
     ("topology", "machine"),
-    [("h100:1x2x8", "a3-megagpu-8g"), ("h100:1x2x8", "a3-highgpu-8g"), ("h200:1x2x8", "a3-ultragpu-8g"), ("b200:1x2x8", "a4-highgpu-8g")],
+    [("h100:2x8", "a3-megagpu-8g"), ("h100:2x8", "a3-highgpu-8g"), ("h200:2x8", "a3-ultragpu-8g"), ("b200:2x8", "a4-highgpu-8g")],
 )
 def test_gpu_machines(cloud, topology, machine):
     chosen = ["--accelerator", machine] if machine == "a3-highgpu-8g" else []

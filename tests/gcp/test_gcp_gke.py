@@ -7,7 +7,7 @@ from maxlm.runtime import cluster_env
 
 IMAGE = ("--gke", "--image", "i:1")
 TPU = "runs/llama3-8b-tpu7x-128"
-GPU = ("runs/quickstart", "cluster.topology=h100:1x2x8", "data.store=gs://corpus/s", "train.global_batch=16")
+GPU = ("runs/quickstart", "cluster.topology=h100:2x8", "data.store=gs://corpus/s", "train.global_batch=16")
 
 
 def manifest(cloud, *words):

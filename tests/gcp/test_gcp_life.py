@@ -8,7 +8,7 @@ import pytest
 RUN = "runs/llama3-8b-v5p-128"
 NAME = "maxlm-llama3-8b-v5p-128"
 SLICES, SLICES_NAME = "runs/llama3-405b-2x-v6e-256", "maxlm-llama3-405b-2x-v6e-256"
-GPUS = ("runs/quickstart", "cluster.topology=h100:1x2x8", "data.store=gs://corpus/s", "train.global_batch=16")
+GPUS = ("runs/quickstart", "cluster.topology=h100:2x8", "data.store=gs://corpus/s", "train.global_batch=16")
 GKE = ("runs/llama3-8b-tpu7x-128", "--gke", "--image", "i")
 TPU_VM = ["gcloud", "compute", "tpus", "tpu-vm"]
 

@@ -9,8 +9,6 @@ import pytest
 from maxlm.hardware.chips import CHIPS
 from maxlm.hardware.topologies import TopologyError, near, parse
 
-TPUS = [chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU")]
-
 
 @pytest.mark.parametrize(
     ("name", "slices", "chips", "devices", "hosts"),
@@ -22,7 +20,8 @@ TPUS = [chip for chip in CHIPS if chip.device_kinds[0].startswith("TPU")]
         ("v6e:2x4", 1, 8, 8, 2),
         ("tpu7x:2x2x1", 1, 4, 8, 1),
         ("v5p:16x20x28", 1, 8960, 8960, 2240),
-        ("H200:1x2x8", 1, 16, 16, 2),
+        ("H200:2x8", 1, 16, 16, 2),
+        ("a100-80gb:3x4", 1, 12, 12, 3),
     ],
 )
 def test_chips_devices_and_hosts(name, slices, chips, devices, hosts):
@@ -42,7 +41,7 @@ def test_chips_devices_and_hosts(name, slices, chips, devices, hosts):
         ("v5e:16x16", (True, True)),
         ("v5e:8x16", (False, True)),
         ("v6e:8x8", (False, False)),
-        ("h100:1x1x8", (False, False, False)),
+        ("h100:1x8", (False, False)),
     ],
 )
 def test_which_dims_close_to_rings(name, wraps):
@@ -61,7 +60,10 @@ def test_which_dims_close_to_rings(name, wraps):
         ("v5e:0x4", "2 sizes", "v5e:4x4"),
         ("v5e:-4x4", "2 sizes", "v5e:4x4"),
         ("v5e:٤x4", "2 sizes", "v5e:4x4"),
-        ("h100:8", "3 sizes", "h100:1x1x8"),
+        ("h100:8", "nodes and GPUs a node", "h100:2x8"),
+        ("h100:1x2x8", "nodes and GPUs a node", "h100:2x8"),
+        ("a100:2x8", "no chip 'a100'", "a100-80gb or a100-40gb"),
+        ("b200:99999x8", "131,072 are the most", "b200:2x8"),
         ("v5p:3x5x7", "hosts of 2x2", "v5p:4x4x8"),
         ("v5e:1x2", "hosts of 2x2", "v5e:2x2"),
         ("v5e:8x32", "side above 16", "v5e:16x16"),
@@ -76,7 +78,12 @@ def test_a_wrong_name_is_answered_with_a_right_one(name, rule, fix):
     assert fix in caught.value.fix
 
 
-@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+def test_gpus_have_nodes_and_no_slices():
+    with pytest.raises(TopologyError, match=r"mesh.slices = 2; write h200:4x8, and mesh.slices=1"):
+        parse("h200:2x8", 2)
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 @pytest.mark.parametrize("wanted", [1, 7, 64, 100, 5000, 10**6])
 def test_what_is_offered_exists_and_is_near(chip, wanted):
     offered = near(chip, wanted)

@@ -215,7 +215,9 @@ def test_topologies_are_compared(capfd, answers):
     [
         (["--topology", "v5p:3x5x7"], ["v5p:3x5x7", "v5p:4x4x4"]),
         ([], ["names no cluster", "--topology v5p:4x4x4"]),
-        (["--topology", "h100:1x1x8"], ["h100:1x1x8 is not a TPU"]),
+        (["--topology", "h100:1x2x8"], ["h100:1x2x8", "write it as in h100:2x8"]),
+        (["--topology", "v5e:2x2", "--calibration", "absent.json"], ["--calibration absent.json cannot be read"]),
+        (["--calibrate"], ["--calibrate measures this machine"]),
         (["--topology", "v5e:8x16", "train.global_batch=7"], ["128 devices", "train.global_batch = 7"]),
         (["--topology", "v5e:2x2", "train.global_batch=7.5"], ["train.global_batch = 7.5"]),
         (["--topology", "v5e:2x2", "--out", "nowhere/x.yml"], ["nowhere/x.yml", "make it first"]),

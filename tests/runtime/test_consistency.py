@@ -6,6 +6,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config import UserError
+from maxlm.config.schema import ClusterConfig
 from maxlm.runtime import consistency
 from maxlm.runtime.consistency import check_devices, require_same
 
@@ -13,7 +14,7 @@ from maxlm.runtime.consistency import check_devices, require_same
 def config(topology: str | None, slices: int = 1):
     plain = tiny_config(mesh={"fsdp": 8})
     mesh = plain.mesh.model_copy(update={"slices": slices})
-    cluster = None if topology is None else SimpleNamespace(topology=topology)
+    cluster = None if topology is None else ClusterConfig(topology=topology)
     return plain.model_copy(update={"cluster": cluster, "mesh": mesh})
 
 
@@ -25,7 +26,7 @@ def test_the_machine_that_is_promised_is_taken():
     check_devices(config("v5p:2x2x1"), devices("TPU v5", 4))
     check_devices(config("v5p:2x2x1", slices=2), devices("TPU v5", 8))
     check_devices(config("tpu7x:2x2x1"), devices("TPU7x", 8))
-    check_devices(config("h200:1x1x8"), devices("NVIDIA H200", 8))
+    check_devices(config("h200:1x8"), devices("NVIDIA H200", 8))
     check_devices(config(None), devices("cpu", 1))
 
 

@@ -1,0 +1,172 @@
+"""`maxlm plan --calibrate`: measure matmuls, memory and collectives of the devices of this machine, and write them beside their peaks."""
+
+import datetime
+import functools
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxlm.config.errors import UserError
+from maxlm.config.schema import MeshConfig
+from maxlm.cost.calibration import Calibration, Factors, Measured
+from maxlm.cost.compile_command import output_console, progress
+from maxlm.cost.mesh_links import bus_limit
+from maxlm.hardware.chips import chip_of
+from maxlm.parallel.mesh import lay_mesh
+from maxlm.runtime.comm.measure import OPERATIONS, TimedLoop, fitting_sizes, measure, time_loop
+from maxlm.runtime.jax_setup import select_platform
+from maxlm.telemetry.atomic import write_text
+
+MATMUL_SIZES = (1024, 2048, 4096, 8192)  # grown until a matmul takes `LONG_S`; the fastest counts
+LONG_S = 0.02
+COPY_BYTES = {"cpu": 2**28}  # beyond any cache
+DEFAULT_COPY_BYTES = 2**30
+COLLECTIVE_BYTES = {"cpu": (2**20, 2**24)}
+DEFAULT_COLLECTIVE_BYTES = (2**26, 2**28)
+OPERATION_NAMES = ("all-gather", "reduce-scatter")
+GB = 1e9
+
+
+def calibrate(out: Path | None, *, as_json: bool) -> int:
+    """Measure, write the file `out` (default: calibration-CHIP.json) and print it; 0. Raises UserError."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}; make it first.")
+    select_platform()
+    with progress() as show_progress:
+        show_progress("measuring matmuls")
+        dtype, size, flops = _matmul()
+        show_progress("measuring memory")
+        moved = _copy()
+        show_progress("measuring collectives")
+        gathered, scattered, link_share = _collectives()
+    measured = Measured(
+        matmul_dtype=dtype,
+        matmul_size=size,
+        matmul_flops=flops,
+        hbm_bytes_per_s=moved,
+        all_gather_bytes_per_s=gathered,
+        reduce_scatter_bytes_per_s=scattered,
+    )
+    found = record(measured, link_share)
+    path = out if out is not None else Path(f"calibration-{(found.chip or jax.default_backend()).lower()}.json")
+    text = json.dumps(found.model_dump(mode="json"), indent=2) + "\n"
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
+    if as_json:
+        sys.stdout.write(text)
+    else:
+        _show(found, path)
+    return 0
+
+
+def record(measured: Measured, link_share: float | None) -> Calibration:
+    """The measurement beside the peaks of the chip. Raises UserError for a share that no machine reaches."""
+    kind = jax.local_devices()[0].device_kind
+    chip, factors = chip_of(kind), None
+    if chip is not None:
+        flops, hbm = chip.peak_bf16_flops_per_device, chip.hbm_bytes_per_s_per_device
+        shares = {"matmul": measured.matmul_flops / flops, "hbm": measured.hbm_bytes_per_s / hbm, "links": link_share}
+        try:
+            factors = Factors.model_validate(shares)
+        except ValueError:
+            said = ", ".join(f"{name} {share:.2f}" for name, share in shares.items() if share is not None)
+            raise UserError(
+                f"{kind} reached shares of its peaks that are impossible ({said}): nothing is written; measure again."
+            ) from None
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "maxlm")}
+    return Calibration(
+        chip=None if chip is None else chip.name,
+        device_kind=kind,
+        devices=jax.local_device_count(),
+        machine=platform.node(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        versions={**versions, "platform": jax.local_devices()[0].client.platform_version.splitlines()[0]},
+        measured=measured,
+        factors=factors,
+    )
+
+
+def _matmul() -> tuple[str, int, float]:
+    """(dtype, size, FLOP/s) of the fastest square matmul on one device: bf16, as models multiply; on a CPU, which emulates it, float32."""
+    dtype, best = "float32" if jax.default_backend() == "cpu" else "bfloat16", (0, 0.0)
+    for size in MATMUL_SIZES:
+        w_NN = jnp.full((size, size), 1 / size, dtype)  # keeps products of ones at one
+        seconds, _ = time_loop(_timed(functools.partial(_multiply, w_NN), jnp.ones((size, size), dtype)))
+        best = max(best, (size, 2 * size**3 / seconds), key=lambda one: one[1])
+        if seconds > LONG_S:
+            break
+    return dtype, *best
+
+
+def _multiply(w_NN: jax.Array, x_NN: jax.Array) -> jax.Array:
+    return x_NN @ w_NN
+
+
+def _copy() -> float:
+    """Bytes/s that one device reads and writes, counted together, in a loop that adds to a long array."""
+    count = COPY_BYTES.get(jax.default_backend(), DEFAULT_COPY_BYTES) // 4
+    seconds, _ = time_loop(_timed(lambda x_N: x_N + 1, jnp.ones(count, jnp.float32)))
+    return 2 * 4 * count / seconds
+
+
+def _timed(step: Callable[[jax.Array], jax.Array], x: jax.Array) -> TimedLoop:
+    """Seconds of so many steps in a row, each of which reads what the one before wrote."""
+    program = jax.jit(lambda x, count: lax.fori_loop(0, count, lambda _, y: lax.optimization_barrier(step(y)), x), donate_argnums=0)
+    x = jax.block_until_ready(program(x, 1))
+
+    def run(count: int) -> float:
+        nonlocal x
+        began = time.perf_counter()
+        x = jax.block_until_ready(program(x, count))
+        return time.perf_counter() - began
+
+    return run
+
+
+def _collectives() -> tuple[float | None, float | None, float | None]:
+    """(bus bytes/s of an all-gather, of a reduce-scatter, the slower as a share of the links' bandwidth) over all local devices."""
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        return None, None, None
+    sizes = COLLECTIVE_BYTES.get(jax.default_backend(), DEFAULT_COLLECTIVE_BYTES)
+    mesh = lay_mesh(MeshConfig(), {**dict.fromkeys(MeshConfig().sizes(), 1), "data": len(devices)}, devices)
+    names = [platform.node()]
+    rows = list(measure(mesh, [OPERATIONS[name] for name in OPERATION_NAMES], fitting_sizes(mesh, sizes, names)))
+    best = {name: max((row for row in rows if row.operation == name), key=lambda row: row.bus_bytes_per_s) for name in OPERATION_NAMES}
+    shares = []
+    for name, row in best.items():
+        limit = bus_limit(mesh, row.axis, name, row.bus_factor, names)
+        shares += [row.bus_bytes_per_s / limit] if limit else []
+    return best["all-gather"].bus_bytes_per_s, best["reduce-scatter"].bus_bytes_per_s, min(shares, default=None)
+
+
+def _show(found: Calibration, path: Path) -> None:
+    console, measured, factors = output_console(), found.measured, found.factors
+    console.print(f"{found.devices} x {found.device_kind} in {found.machine}", style="bold")
+    of = (lambda share: "" if share is None else f", {share:.1%} of what is stated") if factors else lambda share: ""
+    size = f"{measured.matmul_dtype}, {measured.matmul_size} x {measured.matmul_size}"
+    console.print(f"matmul ({size}): {measured.matmul_flops / 1e12:.3g} TFLOP/s{of(factors and factors.matmul)}")
+    console.print(f"memory: {measured.hbm_bytes_per_s / GB:.4g} GB/s{of(factors and factors.hbm)}")
+    if measured.all_gather_bytes_per_s is None or measured.reduce_scatter_bytes_per_s is None:
+        console.print("collectives: not measured on one device; the assumed share of its links stays")
+    else:
+        rates = f"{measured.all_gather_bytes_per_s / GB:.4g} and {measured.reduce_scatter_bytes_per_s / GB:.4g} GB/s"
+        console.print(f"all-gather and reduce-scatter (bus bandwidth): {rates}{of(factors and factors.links)}")
+    if factors is None:
+        console.print(
+            f"No peak of {found.device_kind} is known, so these are no factors: {path} holds what was measured, and no plan reads it."
+        )
+    elif found.chip is not None:
+        console.print(
+            f"{path} holds the factors. Use them: maxlm plan CONFIG --topology {found.chip.lower()}:1x{found.devices} --calibration {path}"
+        )

@@ -1,0 +1,61 @@
+"""`maxlm plan --calibrate` on this CPU: a file with what was measured, which no plan takes for a GPU's."""
+
+import json
+import sys
+
+import jax
+import pytest
+
+from maxlm import cli
+from maxlm.cost.calibration import Measured, read
+from maxlm.planning import calibrate
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrate, "MATMUL_SIZES", (64,))
+    monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr(calibrate, "COLLECTIVE_BYTES", {"cpu": (2**12,)})
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["maxlm", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return run
+
+
+def test_the_file_holds_what_was_measured_and_says_that_it_is_no_factor(command, tmp_path):
+    code, out, err = command("--calibrate")
+    assert code == 0, err
+    found = read(tmp_path / "calibration-cpu.json")
+    assert (found.chip, found.factors, found.devices) == (None, None, jax.local_device_count())
+    assert found.measured.matmul_flops > 1e6 and found.measured.hbm_bytes_per_s > 1e6
+    assert (found.measured.all_gather_bytes_per_s is None) == (jax.local_device_count() == 1)
+    assert found.versions["jax"] == jax.__version__
+    assert "no plan reads it" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(("--out", "no/x.json"), "make it first"), (("runs/quickstart",), "measures this machine")]
+)
+def test_bad_input_is_one_line(command, arguments, said):
+    code, out, err = command(*arguments, "--calibrate")
+    assert (code, out) == (2, "") and said in err.splitlines()[-1]
+
+
+def test_a_gpu_gets_factors_and_impossible_ones_are_not_written(monkeypatch):
+    """A stand-in for the device: achieved over stated, and a refusal where a share is impossible."""
+    device = jax.local_devices()[0]
+    stand_in = type("Device", (), {"device_kind": "NVIDIA H200", "client": device.client})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [stand_in])
+    figures = {"matmul_dtype": "bfloat16", "matmul_size": 8192, "all_gather_bytes_per_s": None, "reduce_scatter_bytes_per_s": None}
+    good = calibrate.record(Measured(**figures, matmul_flops=0.8 * 989e12, hbm_bytes_per_s=0.9 * 4.8e12), None)
+    assert good.chip == "H200" and good.factors is not None
+    assert (good.factors.matmul, good.factors.hbm, good.factors.links) == (pytest.approx(0.8), pytest.approx(0.9), None)
+    assert json.loads(good.model_dump_json())["device_kind"] == "NVIDIA H200"
+    with pytest.raises(calibrate.UserError, match="impossible"):
+        calibrate.record(Measured(**figures, matmul_flops=5 * 989e12, hbm_bytes_per_s=4e12), None)

@@ -1,0 +1,143 @@
+"""Plans for GPUs: the analytic model against programs compiled for H200, what it depends on, and a plan where nothing can be compiled."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxlm import cli
+from maxlm.compiler import gpu_compiler
+from maxlm.config.loader import load
+from maxlm.config.rules import topology_of
+from maxlm.planning.layouts import layout_of
+from maxlm.planning.plan import IN_HAND, analytic_model
+
+KEPT = "memory.remat=[layer_input,query,key,value,attention,attention_out,gate,up]"
+COMMON = ("data.store=none", "data.seq_len=8192", "train.steps=1000")
+ONE = (*COMMON, "train.loss_chunks=16", "cluster.topology=h200:1x1")
+B200 = (*COMMON, "train.loss_chunks=16", "cluster.topology=b200:1x1", "train.global_batch=2")
+NODES = (*COMMON, "train.loss_chunks=8", KEPT)
+TINY = """
+model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
+data: {store: unused, seq_len: 512}
+train: {steps: 10, global_batch: 64}
+"""
+
+
+def estimate(name, *settings):
+    config = load(name, settings).config
+    topology = topology_of(config)
+    return analytic_model(config, topology).estimate(layout_of(config, topology.devices))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "step_s", "gib"),
+    [
+        ("models/llama3-1b", (*ONE, "train.global_batch=4", KEPT), 0.617, 46.25),
+        ("models/llama3-1b", (*ONE, "train.global_batch=8", KEPT), 1.22, 74.08),
+        ("models/llama3-1b", (*ONE, "train.global_batch=4", "memory.remat=none"), 0.677, 103.76),
+        ("models/llama3-8b", (*NODES, "train.global_batch=16", "cluster.topology=h200:1x8", "mesh.fsdp=8"), 1.56, 68.72),
+        ("models/llama3-8b", (*NODES, "train.global_batch=32", "cluster.topology=h200:2x8", "mesh.fsdp=16"), 1.56, 60.63),
+        ("models/llama3-1b", (*B200, "memory.remat=full"), 1.22, 24.89),
+        ("models/llama3-1b", (*B200, "memory.remat=[layer_input,attention]"), 0.969, 26.52),
+    ],
+)
+def test_the_estimate_is_near_the_compiled_program(name, settings, step_s, gib):
+    """Figures of docs/truth_gpu.md: XLA:GPU's programs for H200, and for B200 with attention in XLA's operations."""
+    said = estimate(name, *settings)
+    assert sum(said.parts) == pytest.approx(step_s, rel=0.1)
+    assert (said.state + said.temporaries) / 2**30 == pytest.approx(gib, rel=0.06)
+
+
+EIGHT = ("models/llama3-8b", *COMMON, "train.global_batch=64", "memory.remat=full")
+
+
+def exposed(topology, network, mesh):
+    more = () if network is None else (f"cluster.network_gbit_per_s={network}",)
+    return estimate(*EIGHT, f"cluster.topology={topology}", *more, *mesh).exposed_s
+
+
+def test_the_network_slows_what_crosses_nodes_and_nothing_else():
+    for mesh, slower in ((("mesh.fsdp=64",), 3), (("mesh.data=8", "mesh.fsdp=8"), 3), (("mesh.data=8", "mesh.tensor=8"), 1.01)):
+        assert exposed("h100:8x8", 50, mesh) > slower * exposed("h100:8x8", None, mesh), mesh
+    crossing = exposed("h100:32x2", None, ("mesh.data=8", "mesh.tensor=8"))
+    assert crossing > 3 * exposed("h100:8x8", None, ("mesh.data=8", "mesh.tensor=8")), "tensor leaves nodes of two"
+
+
+def test_attention_without_a_kernel_is_slower_and_needs_room_for_scores():
+    shape = (*COMMON, "train.global_batch=1", "memory.remat=full")
+    kernel, plain = (estimate("models/llama3-1b", *shape, f"cluster.topology={one}:1x1") for one in ("h200", "b200"))
+    assert plain.attention_s > kernel.attention_s, "though a B200 is twice as fast"
+    assert plain.temporaries - kernel.temporaries > 0.9 * 4 * 32 * 1024 * 8192
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch, capfd):
+    """`maxlm plan tiny ARGUMENTS` -> (exit code, stdout, stderr), without the compiler for GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_compiler, "missing", lambda: "jax's CUDA plugin is not installed: make gpu-compiler")
+    (tmp_path / "tiny.yml").write_text(TINY, encoding="utf-8")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["maxlm", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return run
+
+
+def test_without_the_compiler_a_plan_is_an_estimate_and_says_so(plan):
+    code, out, _ = plan("tiny", "--topology", "h100:2x8", "--json")
+    said = json.loads(out)
+    assert code == 0
+    assert said["uncompiled"] == "jax's CUDA plugin is not installed: make gpu-compiler"
+    assert not any(row["compiled"] for row in (*said["frontier"], said["chosen"]))
+    assert said["chosen"]["needed_bytes"] <= (1 - IN_HAND) * said["available_bytes"]
+    assert said["chosen"]["step_s"] == min(row["step_s"] for row in said["frontier"])
+    assert not said["chosen"]["settings"]["memory.offload"], "the link to a GPU's host is not known"
+    config = load(said["config"]).config
+    assert (config.cluster.topology, config.mesh.data * config.mesh.fsdp * config.mesh.tensor) == ("h100:2x8", 16)
+    assert "estimated, not compiled" in Path(said["config"]).read_text(encoding="utf-8")
+    code, page, _ = plan("tiny", "--topology", "h100:2x8", "--out", "again.yml")
+    assert code == 0 and "Chosen by estimate: " in page and "400 Gbit/s" in page and "maxlm compile" not in page
+    code, page, _ = plan("tiny", "--topology", "h100:2x8", "--out", "again.yml", "cluster.network_gbit_per_s=100")
+    assert code == 0 and "100 Gbit/s" in page
+
+
+def test_factors_are_seen_in_the_plan(plan, tmp_path):
+    shares = {"matmul": 0.375, "hbm": 0.425, "links": 0.4}  # half of what is assumed
+    measured = {"matmul_dtype": "bfloat16", "matmul_size": 1, "matmul_flops": 1.0, "hbm_bytes_per_s": 1.0}
+    unmeasured = {"all_gather_bytes_per_s": None, "reduce_scatter_bytes_per_s": None}
+    found = {"chip": "H100", "device_kind": "x", "devices": 1, "machine": "node7", "date": "2026-11-25", "versions": {}}
+    (tmp_path / "f.json").write_text(json.dumps({**found, "measured": {**measured, **unmeasured}, "factors": shares}), encoding="utf-8")
+    arguments = ("tiny", "--topology", "h100:1x8", "--json", "--out", "o.yml")
+    plain, slower = (json.loads(plan(*arguments, *more)[1]) for more in ((), ("--calibration", "f.json")))
+    assert slower["calibration"] == "node7, 2026-11-25" and plain["calibration"] is None
+    assert 1.5 < slower["chosen"]["step_s"] / plain["chosen"]["step_s"] <= 2.01, "all but attention and latencies takes twice as long"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tiny", "--topology", "h100:1x8", "cluster.network_gbit_per_s=100"), "h100:1x8 is one node"),
+        (("tiny", "--topology", "h100:2x8", "cluster.network_gbit_per_s=0"), "cluster.network_gbit_per_s = 0"),
+        (("tiny", "--topology", "h100:2x8", "--slices", "2"), "write h100:4x8"),
+        (("tiny", "--topology", "h100:2x8", "--any-format"), "--any-format compiles"),
+        (("tiny", "--topology", "h100:2x8", "--chips-at-most", "8", "--calibration", "f.json"), "--calibration goes with one topology"),
+        (("--json",), "needs a CONFIG"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_fix(plan, arguments, said):
+    code, out, err = plan(*arguments)
+    assert (code, out) == (2, "") and said in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_families_of_gpus_are_compared(plan):
+    code, out, _ = plan("tiny", "--topology", "b200:1x8", "--chips-at-most", "16", "--json")
+    machines = json.loads(out)["machines"]
+    assert code == 0
+    assert {one["topology"] for one in machines} <= {f"b200:{shape}" for shape in ("1x1", "1x2", "1x4", "1x8", "2x8")}
+    assert len(machines) > 2 and not any(one["compiled"] for one in machines)
