@@ -1,5 +1,6 @@
 """The fast model behind `maxlm plan`: which layouts there are, what is exact about them, and which way its predictions go."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -20,7 +21,7 @@ from maxlm.hardware.topologies import parse
 from maxlm.models import abstract_parameters, parameter_axes, token_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate
-from maxlm.planning.layouts import Layout, layout_of, layouts, meshes
+from maxlm.planning.layouts import Layout, frames, layout_of, layouts, meshes
 from maxlm.training.program import build_program
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -60,24 +61,48 @@ def test_every_layout_keeps_the_rules_and_comes_once(devices):
 
 
 def test_every_mesh_that_the_rules_allow_is_found():
-    config = tiny_config(train={"global_batch": 48})
-    found = {tuple(sizes[axis] for axis in ("data", "fsdp", "tensor")) for sizes, _ in meshes(config, 12)}
+    config = tiny_config(train={"global_batch": 48}, model={"n_layers": 3, "moe": EXPERTS})
+    found = {one.mesh for one in meshes(config, 12)}
     allowed = set()
-    for data, fsdp, tensor in ((a, b, c) for a in range(1, 13) for b in range(1, 13) for c in range(1, 13)):
-        try:
-            rules.check_devices(tiny_config(train={"global_batch": 48}, mesh={"data": data, "fsdp": fsdp, "tensor": tensor}), 12)
-        except rules.ConfigError:
-            continue
-        allowed.add((data, fsdp, tensor))
+    for counts in itertools.product([1, 2, 3, 4, 6, 12], repeat=len(AXES)):
+        mesh = dict(zip(AXES, counts, strict=True))
+        with contextlib.suppress(rules.ConfigError):
+            if math.prod(counts) == 12:
+                rules.check_devices(tiny_config(train={"global_batch": 48}, model={"n_layers": 3, "moe": EXPERTS}, mesh=mesh), 12)
+                allowed.add(tuple(mesh.items()))
     assert found == allowed
-    assert len(found) == 6
+    assert all(any(dict(one)[axis] > 1 for one in found) for axis in AXES)
+
+
+def test_what_an_axis_leaves_to_choose_is_searched():
+    config = tiny_config(train={"global_batch": 8}, model={"n_layers": 4, "n_kv_heads": 2})
+    some = list(frames(config, 4))
+    assert {one.attention for one in some if one.sizes["context"] == 2} == {"ring", "gather", "ulysses"}
+    assert {one.attention for one in some if one.sizes["context"] == 4} == {"ring", "gather"}  # there are two heads of keys
+    fsdp = [one for one in some if one.sizes["fsdp"] == 4]
+    assert {(one.zero, one.microbatches) for one in fsdp} == {(1, 1), (2, 1), (3, 1), (1, 2), (3, 2)}
+    assert {one.zero for one in some if one.sizes["fsdp"] == 1} == {3}
+    piped = {(one.sizes["stage"], one.microbatches, one.chunks) for one in some if one.sizes["stage"] > 1}
+    assert {(2, 1, 1), (2, 4, 2), (4, 4, 1)} <= piped
+    assert (2, 1, 2) not in piped  # rounds of two microbatches
+    assert not any(one.offload for one in layouts(config, 4) if one.sizes["stage"] > 1)
+
+
+def test_a_pipeline_of_the_config_is_left_when_a_layout_has_none():
+    config = tiny_config(mesh={"stage": 2, "fsdp": 2}, train={"microbatches": 4, "global_batch": 8}, pipeline={"schedule": "gpipe"})
+    own = layout_of(config, 4)
+    assert own.schedule == "gpipe"
+    assert own.settings(config).keys().isdisjoint({"pipeline", "mesh.zero", "mesh.context_attention"})
+    assert own.apply(config) == config
+    other = next(one for one in layouts(config, 4) if one.sizes["stage"] == 1)
+    assert other.apply(config).pipeline is None
 
 
 def test_slices_are_joined_along_an_axis_that_they_divide():
     config = tiny_config(mesh={"slices": 2, "data": 2})
-    for sizes, across in meshes(config, 8):
-        assert sizes[across] % 2 == 0
-    assert {across for _, across in meshes(config, 8)} == {"data", "fsdp"}
+    for one in meshes(config, 8):
+        assert one.sizes[one.across_slices] % 2 == 0
+    assert {one.across_slices for one in meshes(config, 8)} == {"data", "fsdp", "stage"}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -218,11 +243,10 @@ def of_mixtral(config=None, topology="v5p:4x4x8", **changes) -> Estimate:
 
 def test_experts_are_split_in_every_way_that_the_rules_allow():
     config = tiny_config(model={"moe": EXPERTS})
-    found = {(sizes["data"], sizes["fsdp"], sizes["tensor"], sizes["expert"]) for sizes, _ in meshes(config, 8)}
+    found = {tuple(one.sizes[axis] for axis in ("data", "fsdp", "tensor", "expert")) for one in meshes(config, 8)}
     assert {(1, 1, 1, 8), (1, 4, 1, 2), (2, 1, 1, 4), (1, 2, 2, 2), (1, 8, 1, 1)} <= found
     assert {expert for *_, expert in found} == {1, 2, 4, 8}
-    for sizes, _ in meshes(tiny_config(), 8):
-        assert sizes["expert"] == 1
+    assert {one.sizes["expert"] for one in meshes(tiny_config(), 8)} == {1}
 
 
 def test_an_axis_that_a_plan_gives_up_is_said():
