@@ -7,7 +7,7 @@ layouts are dropped.
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
@@ -21,7 +21,7 @@ from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
-from maxlm.planning.layouts import Layout, divisors, periods
+from maxlm.planning.layouts import LOSS_CHUNKS, Layout, divisors, periods
 from maxlm.planning.traffic import MESSAGE, Collectives, Traffic
 from maxlm.training.split_masters import difference_dtype
 
@@ -43,6 +43,7 @@ STATE_BYTES = 40  # a parameter, once a step
 GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
 TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
 ONCE_WAIT, RING_WAIT = 0.5, 0.01  # of what an update has once; of what attention sends round a ring while it computes
+MERGED_BYTES = 73  # a number of attention's output, for each other device of `context`: partial outputs, and gradients of queries and keys
 ACCUMULATED_BYTES = 12  # a number of a gradient that microbatches are added up in, each time
 
 HOST_SHARE = 0.75  # of host memory; the rest is for the loader and the checkpoints
@@ -72,6 +73,11 @@ class Estimate:
     least_s: float  # the same of its time
 
     @property
+    def needed(self) -> int:
+        """Bytes of a device."""
+        return self.state + self.temporaries
+
+    @property
     def parts(self) -> tuple[float, ...]:
         """Seconds: matmul, attention, memory-bound, waiting for other chips, waiting for the host."""
         return self.matmul_s, self.attention_s, self.memory_s, self.exposed_s, self.host_s
@@ -83,6 +89,7 @@ class Analytic:
     def __init__(self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]]) -> None:
         self.config, self.topology = config, topology
         self._shares = lru_cache(maxsize=None)(self._shares_of)
+        self._attention_shares = lru_cache(maxsize=None)(self._attention_shares_of)
         self._waiting = lru_cache(maxsize=None)(lambda schedule: schedule.depth)
         self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
         self._inside = lru_cache(maxsize=None)(self._inside_bytes)
@@ -123,6 +130,14 @@ class Analytic:
             least_s=self._least_s(layout, tokens),
         )
 
+    def frame_bounds(self, frame: Layout) -> tuple[float, int]:
+        """(seconds that `estimate` predicts at least, bytes that a device needs at least) for all layouts of a frame."""
+        tokens, kept = self.tokens(frame), replace(frame, loss_chunks=LOSS_CHUNKS[0], remat="none")
+        rows = tokens // frame.microbatches
+        moved = KEPT_MOVES * self.passes(frame) * frame.microbatches * self._stack_bytes(kept, rows) / self.hbm
+        compute_s = self._matmul_s(kept, tokens) + self._attention_s(kept, tokens) + self._memory_s(kept, tokens) - moved
+        return compute_s + self._exposed_s(kept, tokens, compute_s), self._least_beside(frame, 0)
+
     def fits_host(self, layout: Layout) -> bool:
         """True if what `layout` offloads fits in the hosts' memory."""
         chip = self.topology.chip
@@ -148,11 +163,10 @@ class Analytic:
 
     # Time
 
-    @cached_property
-    def attention_shares(self) -> tuple[float, float]:
-        """Shares of peak, forward and backward: those of our kernel where it runs, else of splash."""
+    def _attention_shares_of(self, parts: int) -> tuple[float, float]:
+        """Shares of peak, forward and backward: those of our kernel where it runs, on so many parts of a sequence, else of splash."""
         chip, model = self.topology.chip, self.config.model
-        ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
+        ours = any(not why_not(self.config.data.seq_len // parts, model.head_dim, kind) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
         return shares.get(chip.name, shares["v5p"])
 
@@ -226,19 +240,22 @@ class Analytic:
         return self.peak * self.topology.chip.matmul_speed(format)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
-        forward, backward = self.attention_shares
+        chunked = layout.sizes["context"] > 1 and layout.attention != "ulysses"
+        forward, backward = self._attention_shares(2 * layout.sizes["context"] if chunked else 1)
         work_forward, work_backward = self.kernel_attention_flops
         work = (1 + self.recomputes_attention(layout)) * work_forward / forward + work_backward / backward
         return self.passes(layout) * work * tokens / layout.sizes["tensor"] / self.peak
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor, parts, passes = self.config.model, layout.sizes["tensor"], layout.microbatches, self.passes(layout)
+        sizes, chunked = layout.sizes, layout.attention != "ulysses"
         together = model.qk_norm or model.latent is not None
         common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
             share = passes if kind.pattern else 1
-            wide = common + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
+            merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
             moved += share * tokens * self._quantizing(kind, layout)
@@ -370,7 +387,10 @@ class Analytic:
         for kind in self.layers:
             inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
             inside += round(
-                sum(self.collectives.travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
+                sum(
+                    self.collectives.travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes)
+                    for matmul in kind.matmuls
+                )
             )
             if kind.experts:
                 inside += 3 * number * routed * (kind.expert_width // sizes["tensor"] + model.d_model)
@@ -391,7 +411,10 @@ class Analytic:
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
         stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
-        stack = self._waits_bytes(layout, stack)
+        return self._least_beside(layout, self._waits_bytes(layout, stack))
+
+    def _least_beside(self, layout: Layout, stack: int) -> int:
+        """`_least_bytes` of a layout that keeps `stack` bytes for the backward pass."""
         weights = self.number * self._computed_with(layout).matrices if layout.zero < 3 or layout.sizes["stage"] > 1 else 0
         gradients = self._summed(layout).matrices
         beside = 4 * gradients + weights + stack if self._accumulates(layout) else max(self.number * gradients, weights + stack)

@@ -1,4 +1,4 @@
-"""Every layout of one batch of one model on one machine: mesh, ZeRO stage, pipeline, microbatches, saved and offloaded tensors. No jax here."""
+"""Every layout of one batch of one model on one machine: mesh, ZeRO stage, pipeline, microbatches, what is saved and where. No jax here."""
 
 import itertools
 import math
@@ -117,14 +117,17 @@ def layout_of(config: Config, devices: int) -> Layout:
 
 def layouts(config: Config, devices: int) -> Iterator[Layout]:
     """All layouts of `config` on `devices` that the rules allow, each once. The batch, the sequence and the model stay."""
-    kept = list(_memory(config))
-    chunks = sorted({*LOSS_CHUNKS, config.train.loss_chunks})
     for frame in frames(config, devices):
-        sizes = frame.sizes
-        tokens = config.data.seq_len // sizes["context"]  # of a sequence, on a device
-        offered = [one for one in kept if not one[1]] if sizes["stage"] > 1 else kept
-        for loss_chunks, (remat, offload) in itertools.product((n for n in chunks if tokens % n == 0), offered):
+        for loss_chunks, remat, offload in savings(config, frame):
             yield replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
+
+
+def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, ...], tuple[str, ...]]]:
+    """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
+    tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
+    chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
+    kept = [one for one in _memory(config) if not one[1] or frame.sizes["stage"] == 1]
+    return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
 
 
 def frames(config: Config, devices: int) -> Iterator[Layout]:

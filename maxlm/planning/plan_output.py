@@ -25,7 +25,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None) -> None:
     """Print the frontier, the chosen layout, and the paths of the config and the chart that were `written`."""
     console, search = output_console(), plan.search
     console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
-    dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
+    dropped = f"{search.cannot_fit + len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
+    dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""
     console.print(f"{search.counted:,} layouts: {dropped}, {len(search.trials)} compiled; {search.end}.")
     console.print()
     show_frontier(rows(plan.points), plan.scale, console)
@@ -116,7 +117,8 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None) -> dict[str, Any]:
         "available_bytes": search.available,
         "layouts": {
             "counted": search.counted,
-            "too_large": len(search.too_large),
+            "too_large": search.cannot_fit + len(search.too_large),
+            "set_aside": search.set_aside,
             "too_slow": len(search.too_slow),
             "compiled": len(search.trials),
         },

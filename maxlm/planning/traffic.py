@@ -150,8 +150,8 @@ class _Weights:
         self.once_s = 0.0
 
     def seconds(self, kinds: list[LayerKind], *, table: bool = False) -> tuple[float, float]:
-        """Seconds, a microbatch, of gathering the weights of these layers forward and backward, and of summing their gradients. `table`: and
-        of the embedding and the unembedding.
+        """Seconds, a microbatch, of gathering the weights of these layers forward and backward, and of summing their gradients; with
+        `table`, of embedding and unembedding as well.
         """
         gathers = sums = 0.0
         for gathered, travel, summed, size, split in self._moves(kinds, table=table):
