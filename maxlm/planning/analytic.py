@@ -42,7 +42,7 @@ STATE_BYTES = 40  # a parameter, once a step
 # fsdp and data.
 GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
 TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
-ONCE_WAIT, RING_WAIT = 0.5, 0.01  # of what an update has once; of what attention sends round a ring while it computes
+ONCE_WAIT, RING_WAIT = 0.1, 0.01  # of what an update has once; of what attention sends round a ring while it computes
 MERGED_BYTES = 73  # a number of attention's output, for each other device of `context`: partial outputs, and gradients of queries and keys
 ACCUMULATED_BYTES = 12  # a number of a gradient that microbatches are added up in, each time
 

@@ -64,7 +64,7 @@ def test_every_layout_keeps_the_rules_and_comes_once(devices):
     config = tiny_config(train={"global_batch": 48}, model={"n_kv_heads": 4})
     found = list(layouts(config, devices))
     assert len(found) == len(set(found)) > 50
-    for one in found:
+    for one in found[:: 1 + len(found) // 150]:
         applied = one.apply(config)
         rules.check_devices(applied, devices)
         assert layout_of(applied, devices) == one
@@ -174,7 +174,7 @@ def test_what_helps_is_predicted_to_help(before, after, faster, smaller):
 def test_bounds_are_below_predictions():
     config = load("models/llama3-8b", LARGE).config
     model = analytic(config, "v5p:4x4x4")
-    for one in some_layouts(config, 64, 499):
+    for one in some_layouts(config, 64, 1999):
         said = model.estimate(one)
         least_s, least_bytes = model.frame_bounds(one)
         assert least_s <= sum(said.parts) * (1 + 1e-9)
@@ -329,7 +329,7 @@ def test_the_state_of_experts_is_exact(mesh):
 def test_bounds_are_below_predictions_with_experts(router):
     config = tiny_config(model={**MIXTURE, "moe": {**EXPERTS, "router": router}}, precision={"compute": "bfloat16"})
     model = analytic(config)
-    for one in some_layouts(config, 8, 97):
+    for one in some_layouts(config, 8, 397):
         said = model.estimate(one)
         least_s, least_bytes = model.frame_bounds(one)
         assert least_s <= sum(said.parts) * (1 + 1e-9)
