@@ -1,5 +1,7 @@
 """What the search sets aside unseen is what it would have found too slow."""
 
+import itertools
+
 import pytest
 from test_plan_model import EXPERTS, analytic
 from tiny import tiny_config
@@ -7,11 +9,11 @@ from tiny import tiny_config
 from maxlm.planning.branching import SET_ASIDE, search_all
 from maxlm.planning.layouts import layouts
 
-SMALL = tiny_config(train={"global_batch": 16}, model={"n_kv_heads": 4}, precision={"compute": "bfloat16"})
-MIXED = tiny_config(train={"global_batch": 16}, model={"n_kv_heads": 4, "moe": EXPERTS}, precision={"compute": "bfloat16"})
+SMALL = tiny_config(train={"global_batch": 8}, model={"n_kv_heads": 4}, precision={"compute": "bfloat16"})
+MIXED = tiny_config(train={"global_batch": 8}, model={"n_kv_heads": 4, "moe": EXPERTS}, precision={"compute": "bfloat16"})
 
 
-@pytest.mark.parametrize(("config", "gib"), [(SMALL, 1.0), (SMALL, 0.00055), (MIXED, 1.0)], ids=["room", "little room", "experts"])
+@pytest.mark.parametrize(("config", "gib"), [(SMALL, 0.00055), (MIXED, 1.0)], ids=["little room", "experts"])
 def test_nothing_is_lost_that_the_model_thinks_well_of(config, gib):
     available = round(gib * 2**30)
     model = analytic(config, "v5p:2x2x1")
@@ -32,6 +34,7 @@ def test_nothing_is_lost_that_the_model_thinks_well_of(config, gib):
 
 def test_the_own_layout_is_kept_however_slow_it_is():
     model = analytic(SMALL, "v5p:2x2x1")
-    slowest = max(layouts(SMALL, 4), key=lambda one: sum(model.estimate(one).parts))
+    some = itertools.islice(layouts(SMALL, 4), 0, None, 50)
+    slowest = max(some, key=lambda one: sum(model.estimate(one).parts))
     assert slowest not in search_all(SMALL, model, 2**30).open
     assert slowest in search_all(SMALL, model, 2**30, slowest).open
