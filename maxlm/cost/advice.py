@@ -41,11 +41,14 @@ def as_arguments(settings: Settings) -> str:
 
 
 def changed(config: Config, settings: Settings) -> Config | None:
-    """`config` with `settings` over it; None where they break a rule."""
+    """`config` with `settings`, keys of sections or whole ones, over it; None where they break a rule."""
     values = config.model_dump()
     for key, value in settings.items():
         section, _, name = key.partition(".")
-        values[section][name] = value
+        if name:
+            values[section][name] = value
+        else:
+            values[section] = value
     try:
         result = Config.model_validate(values)
         rules.check(result)

@@ -38,6 +38,7 @@ class LayerKind:
     matmuls: tuple[Matmul, ...]
     widths: Mapping[str, int]  # numbers a token of the tensors that a remat policy may keep; of experts only what all rows share
     expert_width: int  # numbers of a row in each of `gate` and `up` of the experts
+    pattern: bool = True  # of the layer pattern, which stages divide: neither dense layers before it nor multi-token prediction
 
     def width(self, name: str, rows: float) -> int:
         """Numbers a token of a tensor, where experts compute `rows` rows for each token."""
@@ -66,7 +67,8 @@ def _layer_kind(model: ModelConfig, depths: range, looped: range, experts: bool)
     join = module.matmuls() if depths.start >= model.n_layers else ()
     widths = {"layer_input": model.d_model, **attention.saved_tensors(), **mlp.saved_tensors()}
     expert_width = mlp.up_DEF.shape[-1] if isinstance(mlp, Moe) else 0
-    return LayerKind(depths, looped, experts, (*join, *attention.matmuls(), *mlp.matmuls()), widths, expert_width)
+    pattern = model.n_dense <= depths.start < model.n_layers
+    return LayerKind(depths, looped, experts, (*join, *attention.matmuls(), *mlp.matmuls()), widths, expert_width, pattern)
 
 
 def rows_of(model: ModelConfig, expert: int, tokens: int) -> int:

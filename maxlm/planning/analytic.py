@@ -8,23 +8,23 @@ others measured, or that `maxlm plan --calibrate` did.
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from maxlm.config.schema import Config, RematName
 from maxlm.cost import efficiency, model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
-from maxlm.cost.network import AxisLinks, Network
+from maxlm.cost.network import AxisLinks
 from maxlm.cost.quantized_matmuls import quantization_of
 from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
-from maxlm.parallel.experts import sends
 from maxlm.planning import gpu_attention
-from maxlm.planning.layouts import Layout, divisors
+from maxlm.planning.layouts import LOSS_CHUNKS, Layout, divisors, periods
+from maxlm.planning.traffic import MESSAGE, Collectives, Traffic
 from maxlm.training.split_masters import difference_dtype
 
 # Bytes moved between HBM and the chip, a token and layer, as multiples of a tensor of that width in the dtype of the matmuls.
@@ -44,12 +44,20 @@ STATE_BYTES = 40  # a parameter, once a step
 # fsdp and data; GPUs run them beside matmuls as well, and are assumed to hide as much of them.
 GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
 TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
-EVERYWHERE: tuple[str, ...] = ("fsdp", "expert")  # axes that weights are gathered over
-OF_EXPERTS: tuple[str, ...] = ("fsdp",)
-MESSAGE = 1 << 14  # tokens of a message so large that hops do not count
+ONCE_WAIT, RING_WAIT = 0.1, 0.01  # of what an update has once; of what attention sends round a ring while it computes
+MERGED_BYTES = 73  # a number of attention's output, for each other device of `context`: partial outputs, and gradients of queries and keys
+ACCUMULATED_BYTES = 12  # a number of a gradient that microbatches are added up in, each time
 
 HOST_SHARE = 0.75  # of host memory; the rest is for the loader and the checkpoints
 PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of a float32 matmul
+
+
+class Shares(NamedTuple):
+    """Of one device: bytes of parameters and optimizer, parameters, parameters in matrices."""
+
+    state: int
+    numbers: int
+    matrices: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,11 @@ class Estimate:
     least_s: float  # the same of its time
 
     @property
+    def needed(self) -> int:
+        """Bytes of a device."""
+        return self.state + self.temporaries
+
+    @property
     def parts(self) -> tuple[float, ...]:
         """Seconds: matmul, attention, memory-bound, waiting for other chips, waiting for the host."""
         return self.matmul_s, self.attention_s, self.memory_s, self.exposed_s, self.host_s
@@ -81,9 +94,9 @@ class Analytic:
         self, config: Config, topology: Topology, links: Callable[[Layout], Mapping[str, AxisLinks]], flash: bool | None = None
     ) -> None:
         self.config, self.topology = config, topology
-        self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
-        self._comm = lru_cache(maxsize=None)(self._comm_seconds)
         self._shares = lru_cache(maxsize=None)(self._shares_of)
+        self._attention_of = lru_cache(maxsize=None)(self._attention_seconds)
+        self._waiting = lru_cache(maxsize=None)(lambda schedule: schedule.depth)
         self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
         self._inside = lru_cache(maxsize=None)(self._inside_bytes)
         self.number = 4 if config.precision.compute == "float32" else 2  # bytes of one in a matmul
@@ -103,6 +116,7 @@ class Analytic:
         self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
+        self.collectives = Collectives(config, topology, links, lambda: self.leaves, self.rows)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:
@@ -110,10 +124,9 @@ class Analytic:
         return model_shapes.parameter_leaves(self.config)
 
     def estimate(self, layout: Layout) -> Estimate:
-        sizes = layout.sizes
-        tokens = self.config.tokens_per_step // layout.shards  # of one device, in all microbatches
+        tokens = self.tokens(layout)
         compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
-        state = self._shares(layout.mesh)[0] + 20 * tokens // sizes["context"]
+        state = self._shares(layout.mesh).state + 20 * tokens
         least_bytes = self._least_bytes(layout, tokens)
         return Estimate(
             *compute,
@@ -125,25 +138,49 @@ class Analytic:
             least_s=self._least_s(layout, tokens),
         )
 
+    def frame_bounds(self, frame: Layout) -> tuple[float, int]:
+        """(seconds that `estimate` predicts at least, bytes that a device needs at least) for all layouts of a frame."""
+        tokens, kept = self.tokens(frame), replace(frame, loss_chunks=LOSS_CHUNKS[0], remat="none")
+        rows = tokens // frame.microbatches
+        moved = KEPT_MOVES * self.passes(frame) * frame.microbatches * self._stack_bytes(kept, rows) / self.hbm
+        compute_s = self._matmul_s(kept, tokens) + self._attention_s(kept, tokens) + self._memory_s(kept, tokens) - moved
+        return compute_s + self._exposed_s(kept, tokens, compute_s), self._least_beside(frame, 0)
+
     def fits_host(self, layout: Layout) -> bool:
         """True if what `layout` offloads fits in the hosts' memory, and the time of its copies is known (of GPUs it is not)."""
         chip = self.topology.chip
         if layout.offload and chip.host_bytes_per_s is None:
             return False
         room = (chip.host_bytes or chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
-        return self._host_bytes(layout, self.config.tokens_per_step // layout.shards) <= room
+        return self._host_bytes(layout, self.tokens(layout)) <= room
+
+    def tokens(self, layout: Layout) -> int:
+        """Tokens of one device, in all microbatches. The stages of a pipeline all have the same."""
+        return self.config.tokens_per_step // (layout.shards * layout.sizes["context"])
+
+    def passes(self, layout: Layout) -> float:
+        """Layers of the pattern that a device computes, padding and idle ticks included, as a share of all: 1 without a pipeline."""
+        stages = layout.sizes["stage"]
+        if stages == 1:
+            return 1.0
+        ticks = layout.pipeline.units + stages - 1  # forward; there are as many backward
+        return ticks * self._part(layout) / layout.microbatches
+
+    def _part(self, layout: Layout) -> float:
+        """Layers of a part of the depth, padding included, as a share of those of the pattern."""
+        count = periods(self.config.model)
+        return math.ceil(count / (layout.sizes["stage"] * layout.chunks)) / count
 
     # Time
 
-    @cached_property
-    def attention_s(self) -> tuple[float, float]:
-        """Seconds of attention of a token on one device that has all heads, forward and backward: by our kernel where it runs, else by
-        splash; of GPUs see `gpu_attention`.
+    def _attention_seconds(self, parts: int) -> tuple[float, float]:
+        """Seconds of attention of a token on one device that has all heads, forward and backward: by our kernel where it runs on so many
+        parts of a sequence, else by splash; of GPUs see `gpu_attention`.
         """
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
             return gpu_attention.seconds_a_token(self.config, chip, not self.writes_scores, self.peak, self.hbm)
-        ours = any(not why_not(self.config.data.seq_len, model.head_dim, kind) for kind in chip.device_kinds)
+        ours = any(not why_not(self.config.data.seq_len // parts, model.head_dim, kind) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
         forward, backward = shares.get(chip.name, shares["v5p"])
         work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)
@@ -164,22 +201,23 @@ class Analytic:
         return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
 
     def _matmul_s(self, layout: Layout, tokens: int) -> float:
-        model, tensor = self.config.model, layout.sizes["tensor"]
-        rows, parts = tokens // layout.microbatches, layout.microbatches
+        model, across = self.config.model, layout.sizes["tensor"] * layout.sizes["stage"]
+        rows, parts, share = tokens // layout.microbatches, layout.microbatches, self.passes(layout)
         blocks = 0.0
-        for matmul, forward_s, gradient_s in self._layers_s(layout.mesh, rows):
-            blocks += (1 + self.recomputes(layout, matmul)) * forward_s + 2 * gradient_s
+        for kind, matmul, forward_s, gradient_s in self._layers_s(layout.mesh, rows):
+            one = (1 + self.recomputes(layout, matmul)) * forward_s + 2 * gradient_s
+            blocks += one * (share if kind.pattern else 1)
         formats = self.quantized.formats if self.quantized.unembedding else ("bf16", "bf16")
-        shape = rows // layout.loss_chunks, model.d_model, model.vocab_size // tensor
+        shape = rows // layout.loss_chunks, model.d_model, model.vocab_size // across
         vocab = layout.loss_chunks * sum(times * self._one_s(*shape, format) for times, format in zip((1, 2), formats, strict=True))
         return parts * (blocks + self.heads * vocab)
 
-    def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[Matmul, float, float], ...]:
+    def _each_matmul_s(self, mesh: tuple[tuple[str, int], ...], rows: int) -> tuple[tuple[LayerKind, Matmul, float, float], ...]:
         """Every matmul of a layer, with its seconds in all layers of its kind: forward, and one of the two of its gradient."""
         sizes = dict(mesh)
         forward, gradient = self.quantized.formats
         return tuple(
-            (matmul, self._in_layers_s(rows, kind, matmul, sizes, forward), self._in_layers_s(rows, kind, matmul, sizes, gradient))
+            (kind, matmul, *(self._in_layers_s(rows, kind, matmul, sizes, format) for format in (forward, gradient)))
             for kind in self.layers
             for matmul in kind.matmuls
         )
@@ -218,24 +256,32 @@ class Analytic:
         return self.peak * self.topology.chip.matmul_speed(format)
 
     def _attention_s(self, layout: Layout, tokens: int) -> float:
-        forward, backward = self.attention_s
-        return ((1 + self.recomputes_attention(layout)) * forward + backward) * tokens / layout.sizes["tensor"]
+        chunked = layout.sizes["context"] > 1 and layout.attention != "ulysses"
+        forward, backward = self._attention_of(2 * layout.sizes["context"] if chunked else 1)
+        one = (1 + self.recomputes_attention(layout)) * forward + backward
+        return self.passes(layout) * one * tokens / layout.sizes["tensor"]
 
     def _memory_s(self, layout: Layout, tokens: int) -> float:
-        model, tensor = self.config.model, layout.sizes["tensor"]
+        model, tensor, parts, passes = self.config.model, layout.sizes["tensor"], layout.microbatches, self.passes(layout)
+        sizes, chunked = layout.sizes, layout.attention != "ulysses"
         together = model.qk_norm or model.latent is not None
         common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
-            wide = common + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
+            share = passes if kind.pattern else 1
+            merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
-            moved += self.number * len(kind.depths) * tokens * (wide / tensor + whole)
-            moved += tokens * self._quantizing(kind, layout)
-        moved += KEPT_MOVES * layout.microbatches * self._stack_bytes(layout, tokens // layout.microbatches)
+            moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
+            moved += share * tokens * self._quantizing(kind, layout)
+        moved += KEPT_MOVES * passes * parts * self._stack_bytes(layout, tokens // parts)
         moved += HOST_MOVES * self._host_bytes(layout, tokens)
-        moved += self.heads * tokens * model.vocab_size / tensor * LOGIT_BYTES
-        moved += layout.microbatches / tensor * model.vocab_size * model.d_model * TABLE_BYTES
-        moved += STATE_BYTES * self._shares(layout.mesh)[1]
+        across = tensor * layout.sizes["stage"]
+        moved += self.heads * tokens * model.vocab_size / across * LOGIT_BYTES
+        moved += parts / across * model.vocab_size * model.d_model * TABLE_BYTES
+        moved += STATE_BYTES * self._shares(layout.mesh).numbers
+        if self._accumulates(layout) and (layout.zero < 3 or layout.sizes["stage"] > 1):
+            moved += ACCUMULATED_BYTES * passes * parts * self._summed(layout).numbers
         return moved / self.hbm
 
     def _quantizing(self, kind: LayerKind, layout: Layout) -> float:
@@ -250,69 +296,23 @@ class Analytic:
         return moved
 
     def _exposed_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        gathers, sums, crossing = self._comm(layout.mesh, layout.across_slices)
-        gathers, sums = layout.microbatches * gathers, layout.microbatches * sums
-        shared = crossing * tokens  # between tensor-parallel regions, and between tokens and experts
+        traffic, share, parts = self._traffic(layout), self.passes(layout), layout.microbatches
+        gathers = parts * (share * traffic.gathers + traffic.end_gathers)
+        sums = parts * (share * traffic.sums + traffic.end_sums)
+        shared = (share * traffic.crossing + traffic.ends) * tokens  # of tensor-parallel regions, experts, and the ends of a pipeline
+        ring = share * tokens * ((1 + self.recomputes_attention(layout)) * traffic.ring + traffic.ring_backward)
         driven = not self.topology.is_tpu or set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
         waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if driven else ALONE_WAIT * (gathers + sums)
-        waits += TENSOR_WAIT * shared
-        return max(waits, gathers + sums + shared - compute_s)
+        waits += (ONCE_WAIT if driven else ALONE_WAIT) * traffic.once
+        waits += TENSOR_WAIT * shared + max(RING_WAIT * ring, ring - self._attention_s(layout, tokens))
+        return max(waits, gathers + sums + traffic.once + shared + ring - compute_s)
+
+    def _traffic(self, layout: Layout) -> Traffic:
+        return self.collectives.of(layout.mesh, layout.across_slices, layout.zero, layout.attention, layout.microbatches > 1)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
         one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
         return self._state_s(layout) + max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
-
-    def _comm_seconds(self, mesh: tuple[tuple[str, int], ...], across: str) -> tuple[float, float, float]:
-        """Seconds of gathering weights and of summing gradients, a microbatch; and of collectives of activations, a token."""
-        model, sizes = self.config.model, dict(mesh)
-        network = Network(self.topology.chip, sizes, self._links(mesh, across))
-        gathers = sums = 0.0
-        table = self.number * model.vocab_size * model.d_model // sizes["tensor"]
-        # Times gathered, bytes, times their gradients are summed, bytes, split over what.
-        travels = table // self.number if self.quantized.unembedding else table
-        weights = [(2 * self.heads, travels, 2 + self.heads, table, EVERYWHERE)]
-        for kind in self.layers:
-            for axes, inside in ((EVERYWHERE, False), (OF_EXPERTS, True)):
-                inside_of = [matmul for matmul in kind.matmuls if bool(matmul.experts) == inside]
-                moved = sum(self._travels(kind, matmul) * matmul.gathered(sizes) for matmul in inside_of)
-                size = self.number * sum(matmul.gathered(sizes) for matmul in inside_of)
-                weights.append((2 * len(kind.depths), round(moved), len(kind.depths), size, axes))
-        for gathered, travel, summed, size, split in weights:  # gathered forward and backward; then their gradients are summed
-            axes = tuple(axis for axis in split if sizes[axis] > 1)
-            shards = math.prod(sizes[axis] for axis in axes)
-            gathers += gathered * network.seconds("all-gather", travel, axes, shards)
-            sums += summed * network.seconds("reduce-scatter", size, axes, shards)
-            sums += summed * network.seconds("all-reduce", int(self._sent_share(sizes["data"]) * size) // shards, ("data",), sizes["data"])
-        return gathers, sums, self._crossing_s(network, sizes)
-
-    def _sent_share(self, replicas: int) -> float:
-        """Bytes of a gradient that are sent over `data`, as a share of those without compression, after its warm-up."""
-        settings = self.config.compression
-        if settings is None:
-            return 1.0
-        return settings.wire_bits / (8 * self.number) * (replicas / 2 if settings.kind == "top_k" else 1)
-
-    def _travels(self, kind: LayerKind, matmul: Matmul) -> float:
-        """Bytes of a number of gathered weights: quantized ones travel so."""
-        low = self.quantized.layers(kind, matmul) / len(kind.depths)
-        return low + (1 - low) * self.number
-
-    def _crossing_s(self, network: Network, sizes: Mapping[str, int]) -> float:
-        """Seconds a token of entering and leaving two tensor-parallel regions and of exchanges with experts, recomputation included."""
-        one = self.number * MESSAGE * self.config.model.d_model
-        regions = 10 * sum(len(kind.depths) for kind in self.layers) * network.seconds("all-gather", one, ("tensor",), sizes["tensor"])
-        exchanges = sum(len(kind.depths) for kind in self.layers if kind.experts)
-        devices, sent = sizes["expert"], self._sends(sizes["expert"])
-        to_experts, from_experts = ("all-to-all", "all-to-all") if sent else ("all-gather", "reduce-scatter")
-        size = int(one * (self.rows[devices] if sent else devices))
-        exchanged = exchanges * sum(
-            times * network.seconds(opcode, size, ("expert",), devices) for times, opcode in ((3, to_experts), (2, from_experts))
-        )
-        return (regions + exchanged) / MESSAGE
-
-    def _sends(self, devices: int) -> bool:
-        """True if each token is sent to its experts only, rather than gathered by all."""
-        return sends(devices, choices_of(self.config.model), "tpu" if self.topology.is_tpu else "gpu")
 
     # Memory
 
@@ -342,11 +342,28 @@ class Analytic:
         read = again + sum(self._held(leaf, ("host", "nvme"), size) for leaf, size in numbers)
         return read / (self.topology.chip.host_bytes_per_s or math.inf)
 
-    def _shares_of(self, mesh: tuple[tuple[str, int], ...]) -> tuple[int, int, int]:
-        """(bytes of parameters and optimizer, parameters, parameters in matrices) of one device."""
-        shares = [(leaf, leaf.on_device(dict(mesh))) for leaf in self.leaves]
+    def _shares_of(self, mesh: tuple[tuple[str, int], ...], *, whole: bool = False) -> Shares:
+        """What one device has of the state; `whole`: of the parameters, over `fsdp`."""
+        sizes = dict(mesh) | ({"fsdp": 1} if whole else {})
+        shares = [(leaf, leaf.on_device(sizes)) for leaf in self.leaves]
         state = sum(self._held(leaf, (None,), numbers) for leaf, numbers in shares)
-        return state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix)
+        return Shares(state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix))
+
+    def _computed_with(self, layout: Layout) -> Shares:
+        """Weights in the dtype of the matmuls, all of an update through."""
+        return self._shares(layout.mesh, whole=layout.zero < 3)
+
+    def _summed(self, layout: Layout) -> Shares:
+        """Gradients of a microbatch, before they are summed over devices; at ZeRO stage 2 they are scattered as they are formed."""
+        return self._shares(layout.mesh, whole=layout.zero == 1 or (layout.zero == 2 and self._accumulates(layout)))
+
+    def _accumulates(self, layout: Layout) -> bool:
+        """True if gradients are added up in float32."""
+        return layout.microbatches > 1 or layout.sizes["stage"] > 1
+
+    def _waits_bytes(self, layout: Layout, stack: int) -> int:
+        """Bytes kept for the backward passes, where `stack` are those of all layers and one microbatch."""
+        return stack if layout.sizes["stage"] == 1 else int(stack * self._part(layout) * self._waiting(layout.pipeline))
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:
         """Bytes of the tensors with these names, in layers of these kinds, by default all layers."""
@@ -367,15 +384,16 @@ class Analytic:
 
     def _temporaries(self, layout: Layout, tokens: int) -> int:
         model, sizes, number = self.config.model, layout.sizes, self.number
-        rows = tokens // layout.microbatches
-        numbers = self._shares(layout.mesh)[1]
-        stack = self._stack_bytes(layout, rows)
-        vocab = model.vocab_size // sizes["tensor"]
+        rows, piped = tokens // layout.microbatches, sizes["stage"] > 1
+        numbers, computed, summed = (one.numbers for one in (self._shares(layout.mesh), self._computed_with(layout), self._summed(layout)))
+        stack = self._waits_bytes(layout, self._stack_bytes(layout, rows))
+        vocab = model.vocab_size // (sizes["tensor"] * sizes["stage"])
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
         scores = gpu_attention.score_bytes(self.config, rows) // sizes["tensor"] if self.writes_scores else 0
-        backward = self._inside(layout.mesh, rows) + scores + 4 * numbers
-        gradients = 4 * numbers if layout.microbatches > 1 else 0
-        cast = 0 if difference_dtype(self.config) is not None else number * numbers  # masters in two parts hold them already
+        backward = self._inside(layout.mesh, rows) + scores + (4 * numbers if layout.zero == 3 else number * summed)
+        gradients = 4 * summed if self._accumulates(layout) else 0
+        kept = difference_dtype(self.config) is not None  # masters in two parts hold what is computed with already
+        cast = number * ((0 if kept and layout.zero == 3 else computed) + piped * computed)  # of a pipeline as it lies, and on the stages
         return int(stack + max(loss, backward) + gradients + cast)
 
     def _inside_bytes(self, mesh: tuple[tuple[str, int], ...], rows: int) -> int:
@@ -385,12 +403,15 @@ class Analytic:
         for kind in self.layers:
             inside = 4 * number * rows * kind.widths["up"] // sizes["tensor"] + 6 * number * rows * model.d_model
             inside += round(
-                sum(self._travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes) for matmul in kind.matmuls)
+                sum(
+                    self.collectives.travels(kind, matmul) * (1 if matmul.experts else 2) * matmul.gathered(sizes)
+                    for matmul in kind.matmuls
+                )
             )
             if kind.experts:
                 inside += 3 * number * routed * (kind.expert_width // sizes["tensor"] + model.d_model)
             if kind.experts and sizes["expert"] > 1:  # tokens of all, or choices, and sums
-                inside += 4 * number * (routed if self._sends(sizes["expert"]) else rows * sizes["expert"]) * model.d_model
+                inside += 4 * number * (routed if self.collectives.sends(sizes["expert"]) else rows * sizes["expert"]) * model.d_model
             most = max(most, inside)
         return most
 
@@ -406,18 +427,24 @@ class Analytic:
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
         stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
-        state, _, numbers = self._shares(layout.mesh)
-        beside = 4 * numbers + stack if layout.microbatches > 1 else max(self.number * numbers, stack)
-        return state + max(0, beside - MOST_VMEM_BYTES)
+        return self._least_beside(layout, self._waits_bytes(layout, stack))
+
+    def _least_beside(self, layout: Layout, stack: int) -> int:
+        """`_least_bytes` of a layout that keeps `stack` bytes for the backward pass."""
+        weights = self.number * self._computed_with(layout).matrices if layout.zero < 3 or layout.sizes["stage"] > 1 else 0
+        gradients = self._summed(layout).matrices
+        beside = 4 * gradients + weights + stack if self._accumulates(layout) else max(self.number * gradients, weights + stack)
+        return self._shares(layout.mesh).state + max(0, beside - MOST_VMEM_BYTES)
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
         """Seconds of the necessary FLOPs at peak, without waits. A loop iteration that XLA peels off may not be recomputed."""
         model, blocks = self.config.model, 0.0
         for kind in self.layers:
+            share = self.passes(layout) if kind.pattern else 1
             for matmul in kind.matmuls:
                 turns = 3 * len(kind.depths) + len(kind.looped) * self.recomputes(layout, matmul)
-                blocks += turns * matmul.multiply_adds / (self.fastest if self.quantized.layers(kind, matmul) else 1)
-        matmul_flops = 2 * (blocks + 3 * self.heads * model.d_model * model.vocab_size)
+                blocks += share * turns * matmul.multiply_adds / (self.fastest if self.quantized.layers(kind, matmul) else 1)
+        matmul_flops = 2 * (blocks + 3 * self.heads * model.d_model * model.vocab_size / layout.sizes["stage"])
         attention, looped = self.attention_flops
-        flops = matmul_flops + 3 * attention + self.recomputes_attention(layout) * looped
+        flops = matmul_flops + self.passes(layout) * (3 * attention + self.recomputes_attention(layout) * looped)
         return tokens * flops / layout.sizes["tensor"] / self.topology.chip.peak_bf16_flops_per_device

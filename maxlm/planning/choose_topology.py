@@ -13,8 +13,9 @@ from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology, near, parse
-from maxlm.planning.explore import Point, Search, begin, explore, points
-from maxlm.planning.layouts import Layout, layouts
+from maxlm.planning.branching import search_all
+from maxlm.planning.explore import Point, Search, explore, points
+from maxlm.planning.layouts import Layout
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
@@ -111,12 +112,16 @@ def frontier(machines: Sequence[Machine]) -> list[Machine]:
 
 def _machine(config: Config, topology: Topology, tokens: float | None, available: int, wanted: Wanted) -> Machine:
     """`config` on `topology`, its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
+    chunks = config.train.loss_chunks
+
+    def offered(layout: Layout) -> bool:
+        return not layout.offload and layout.loss_chunks == chunks
+
     on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
-    some = (one for one in layouts(on_topology, topology.devices) if not one.offload and one.loss_chunks == config.train.loss_chunks)
     return Machine(
         topology,
         on_topology,
-        begin(some, analytic_model(on_topology, topology), available),
+        search_all(on_topology, analytic_model(on_topology, topology), available, offered=offered),
         scale_of(on_topology, topology, tokens),
         wanted,
     )

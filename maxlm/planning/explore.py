@@ -1,7 +1,8 @@
 """The search: drop impossible layouts, predict the rest, compile the most promising, correct the predictions, repeat.
 
-A layout is dropped uncompiled only by a true lower bound: of its memory, above what the chip has, or of its time, above the best that was
-compiled. All others stay, and are compiled in the order of what the corrected model expects, as long as it expects anything better.
+A layout is dropped uncompiled by a true lower bound: of its memory, above what the chip has, or of its time, above the best that was
+compiled; or it is set aside, since the model expects far too little of it (`branching`). All others are compiled in the order of what the
+corrected model expects, as long as it expects anything better.
 
 The model is corrected by the ratios of a layout's compiled neighbours, part by part. Arrays: N layouts, K of them compiled, F features, P
 parts of a step.
@@ -14,7 +15,7 @@ from typing import get_args
 
 import numpy as np
 
-from maxlm.config.schema import Config, RematName
+from maxlm.config.schema import Config, ContextAttention, RematName
 from maxlm.cost.verify import Verdict
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.layouts import Layout
@@ -25,6 +26,7 @@ PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: s
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
 EARLY = 4  # times that margin after the first trial, fewer after each
+MOST_HOPE = EXPLORATION_MARGIN * (1 + EARLY)
 PREDICTED = 6  # rows of layouts that were only predicted
 SAME_S, SAME_BYTES = 0.01, 0.03  # least difference of a predicted layout from the rows above it
 PRIOR_WEIGHT = 0.3  # of the model as it is, in compiled layouts
@@ -63,6 +65,8 @@ class Search:
     counted: int = 0  # layouts that the rules allow
     too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
     too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
+    cannot_fit: int = 0  # others that were dropped unseen: no layout of their frame can fit
+    set_aside: int = 0
     leanest: int = 0  # least bytes that any layout needs
     end: str = ""  # why the search ended
 
@@ -206,6 +210,8 @@ def features(layout: Layout) -> list[float]:
     numbers = [0.3 * math.log2(size) for _, size in layout.mesh]
     numbers += [0.3 * math.log2(layout.microbatches), 0.1 * math.log2(layout.loss_chunks)]
     numbers += [0.15 * (axis == layout.across_slices) for axis in ("data", "fsdp", "stage")]
+    numbers += [0.15 * (layout.attention == how) for how in get_args(ContextAttention)]
+    numbers += [0.2 * (layout.zero == stage) for stage in (1, 2, 3)] + [0.1 * math.log2(layout.chunks), 0.2 * (layout.schedule == "gpipe")]
     numbers += [0.25 * (layout.remat == policy) for policy in ("none", "dots")] + [0.25 * (layout.remat not in ("none", "dots"))]
     numbers += [0.15 * (name in layout.kept) for name in names]
     return numbers + [0.4 * bool(layout.offload)] + [0.1 * (name in layout.offload) for name in names]

@@ -1,19 +1,20 @@
-"""Every layout of one batch of one model on one machine: mesh, microbatches, saved and offloaded tensors. No jax here."""
+"""Every layout of one batch of one model on one machine: mesh, ZeRO stage, pipeline, microbatches, what is saved and where. No jax here."""
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from maxlm.config import axes, rules
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import AXES, Config, RematName
+from maxlm.config.schema import AXES, Config, ContextAttention, ModelConfig, PipelineConfig, RematName
 from maxlm.cost.advice import changed
+from maxlm.parallel.schedule import Schedule
 
-SEARCHED = ("data", "fsdp", "tensor", "expert")  # mesh axes whose sizes are searched; others stay 1
 ALWAYS_NAMED = ("data", "fsdp", "tensor")  # axes that a plan names whatever their size
 LOSS_CHUNKS = (2, 4, 8, 16)
+PIPELINE_CHUNKS = (1, 2, 4)  # parts of the depth on a stage; gpipe takes as many ticks as 1f1b with one, and no less memory
 # Tensors that are saved or recomputed together: with one of them missing, the same matmul or input is recomputed all the same.
 GROUPS = (("attention",), ("attention_out",), ("query", "key", "value"), ("gate",), ("up",))
 OFFLOADS: tuple[tuple[str, ...], ...] = (
@@ -26,7 +27,9 @@ OFFLOADS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice. `mesh` holds every axis, outermost first; `remat` is a policy or the names saved on the device."""
+    """One choice. `mesh` holds every axis, outermost first; `remat` is a policy or the names saved on the device. What an axis of size 1
+    leaves without effect (`zero` of fsdp, `schedule` and `chunks` of stage, `attention` of context) has its default.
+    """
 
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
@@ -34,6 +37,10 @@ class Layout:
     remat: str | tuple[str, ...] = "full"
     offload: tuple[str, ...] = ()
     across_slices: str = "data"
+    zero: int = 3
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    chunks: int = 1  # of the depth on a stage
+    attention: ContextAttention = "ring"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,23 +59,36 @@ class Layout:
             return self.remat
         return () if self.remat == "full" else ("layer_input", "query", "key", "value", "attention_out", "gate", "up")
 
+    @property
+    def pipeline(self) -> Schedule:
+        """The schedule of its pipeline."""
+        return Schedule(self.schedule, self.sizes["stage"], self.microbatches, self.chunks)
+
     def settings(self, config: Config) -> dict[str, Any]:
         """As dotted settings over those of `config`, without axes of size 1 that it leaves at 1."""
         settings: dict[str, Any] = {
             f"mesh.{axis}": size for axis, size in self.mesh if axis in ALWAYS_NAMED or size > 1 or getattr(config.mesh, axis) != 1
         }
-        if self.sizes.get("context", 1) == 1 and config.mesh.context_attention != "ring":
-            settings["mesh.context_attention"] = "ring"  # the default, since no sequence is split
-        if self.sizes["fsdp"] == self.sizes.get("expert", 1) == 1 and config.mesh.zero != 3:
-            settings["mesh.zero"] = 3
+        if self.attention != config.mesh.context_attention:
+            settings["mesh.context_attention"] = self.attention
+        if self.zero != config.mesh.zero:
+            settings["mesh.zero"] = self.zero
         return {
             **settings,
+            **self._pipeline_settings(config),
             "mesh.across_slices": self.across_slices,
             "train.microbatches": self.microbatches,
             "train.loss_chunks": self.loss_chunks,
             "memory.remat": self.remat,
             "memory.offload": self.offload,
         }
+
+    def _pipeline_settings(self, config: Config) -> dict[str, Any]:
+        """Settings of the section `pipeline`, where they are not those of `config` already."""
+        wanted = {"schedule": self.schedule, "chunks": self.chunks}
+        if self.sizes["stage"] == 1:
+            return {} if config.pipeline is None else {"pipeline": None}
+        return {} if (config.pipeline or PipelineConfig()).model_dump() == wanted else {"pipeline": wanted}
 
     def apply(self, config: Config) -> Config:
         """`config` with this layout. It must come from `layouts` or `layout_of` for the same config."""
@@ -80,7 +100,7 @@ class Layout:
 def layout_of(config: Config, devices: int) -> Layout:
     """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
     sizes = rules.check_devices(config, devices)
-    remat = config.memory.remat
+    remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
     return Layout(
         mesh=tuple(sizes.items()),
         microbatches=config.train.microbatches,
@@ -88,30 +108,63 @@ def layout_of(config: Config, devices: int) -> Layout:
         remat=remat if isinstance(remat, str) else _ordered(remat) or "full",
         offload=_ordered(config.memory.offload),
         across_slices=config.mesh.across_slices,
+        zero=config.mesh.zero if sizes["fsdp"] > 1 else 3,
+        schedule=pipeline.schedule,
+        chunks=pipeline.chunks,
+        attention=config.mesh.context_attention if sizes["context"] > 1 else "ring",
     )
 
 
 def layouts(config: Config, devices: int) -> Iterator[Layout]:
     """All layouts of `config` on `devices` that the rules allow, each once. The batch, the sequence and the model stay."""
-    kept = list(_memory(config))
-    chunks = sorted({n for n in (*LOSS_CHUNKS, config.train.loss_chunks) if config.data.seq_len % n == 0})
-    for sizes, across in meshes(config, devices):
-        rows = config.train.global_batch // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
-        for parts, loss_chunks, (remat, offload) in itertools.product(divisors(rows), chunks, kept):
-            yield Layout(tuple(sizes.items()), parts, loss_chunks, remat, offload, across)
+    for frame in frames(config, devices):
+        for loss_chunks, remat, offload in savings(config, frame):
+            yield replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
 
 
-def meshes(config: Config, devices: int) -> Iterator[tuple[dict[str, int], str]]:
-    """(axis -> size, axis across slices) of every mesh of `devices` that the rules allow."""
+def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, ...], tuple[str, ...]]]:
+    """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
+    tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
+    chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
+    kept = [one for one in _memory(config) if not one[1] or frame.sizes["stage"] == 1]
+    return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
+
+
+def frames(config: Config, devices: int) -> Iterator[Layout]:
+    """Layouts that differ in more than what they save: each mesh, with what its axes leave to choose, and the microbatches."""
+    for mesh in meshes(config, devices):
+        sizes = mesh.sizes
+        rows = config.train.global_batch // mesh.shards
+        for parts, chunks in itertools.product(divisors(rows), PIPELINE_CHUNKS if sizes["stage"] > 1 else (1,)):
+            if chunks > 1 and (parts % sizes["stage"] or sizes["stage"] * chunks > periods(config.model)):
+                continue
+            # With several microbatches, or stages, gradients are summed once an update at stage 2 as they are at stage 1.
+            stages = (1, 2, 3) if parts == sizes["stage"] == 1 else (1, 3)
+            for zero in stages if sizes["fsdp"] > 1 else (3,):
+                yield replace(mesh, microbatches=parts, chunks=chunks, zero=zero)
+
+
+def meshes(config: Config, devices: int) -> Iterator[Layout]:
+    """A layout of one microbatch for every mesh of `devices` that the rules allow, with each axis across slices and each way to split
+    attention over `context`.
+    """
     slices = config.mesh.slices
-    searched = [axis for axis in SEARCHED if axis != "expert" or config.model.moe is not None]
-    for counts in _products(devices, [axes.largest(config, axis) for axis in searched]):
+    searched = [axis for axis in AXES if axis != "expert" or config.model.moe is not None]
+    bounds = [periods(config.model) if axis == "stage" else axes.largest(config, axis) for axis in searched]
+    for counts in _products(devices, bounds, [axis == "stage" for axis in searched]):
         sizes = dict.fromkeys(AXES, 1) | dict(zip(searched, counts, strict=True))
-        crossing = [axis for axis in ("data", "fsdp") if sizes[axis] % slices == 0] if slices > 1 else [config.mesh.across_slices]
-        for across in crossing:
-            settings = {f"mesh.{axis}": size for axis, size in sizes.items()} | {"train.microbatches": 1, "mesh.across_slices": across}
-            if _allowed(config, settings, devices):
-                yield sizes, across
+        crossing: list[Any] = [config.mesh.across_slices]
+        if slices > 1:
+            crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
+        for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
+            layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
+            if _allowed(config, layout.settings(config), devices):
+                yield layout
+
+
+def periods(model: ModelConfig) -> int:
+    """Periods of the layer pattern, which stages divide: an incomplete one counts."""
+    return math.ceil((model.n_layers - model.n_dense) / len(model.layer_pattern))
 
 
 def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
@@ -148,12 +201,13 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _products(total: int, bounds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to write `total` as a product of one divisor of each bound, in order."""
+def _products(total: int, bounds: Sequence[int], up_to: Sequence[bool]) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as a product, in order, of one divisor of each bound or, where `up_to` says so, one number up to it."""
     if not bounds:
         if total == 1:
             yield ()
         return
-    for first in divisors(math.gcd(total, bounds[0])):
-        for rest in _products(total // first, bounds[1:]):
+    of_total = divisors(total)
+    for first in (n for n in of_total if n <= bounds[0]) if up_to[0] else (n for n in of_total if bounds[0] % n == 0):
+        for rest in _products(total // first, bounds[1:], up_to[1:]):
             yield first, *rest

@@ -1,6 +1,5 @@
 """The search for a layout, from a config and a machine to a `Plan`. Nothing is printed but progress, and nothing is written."""
 
-import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic
+from maxlm.planning.branching import search_all
 from maxlm.planning.explore import Point, Search, Trial, points
-from maxlm.planning.layouts import Layout, layout_of, layouts
+from maxlm.planning.layouts import Layout, layout_of
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
@@ -105,8 +105,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
         model = analytic_model(config, topology)
         own = _own_layout(config, topology)
         first = start or own
-        candidates = itertools.chain([first] if first is not None else [], filter(model.fits_host, layouts(config, topology.devices)))
-        search = explore.begin(candidates, model, available_hbm(topology))
+        search = search_all(config, model, available_hbm(topology), first)
         if not search.open:
             raise UserError(_why_none(search, config, topology))
 
@@ -181,10 +180,14 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
 def describe(layout: Layout) -> str:
     """`fsdp 32 x tensor 2, 2 microbatches, loss in 4; attention out q k v, on the host: input`."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in layout.mesh if size > 1) or "one device"
+    ways = f" ({layout.attention})" if layout.sizes["context"] > 1 and layout.attention != "ring" else ""
+    ways += f", ZeRO {layout.zero}" if layout.zero < 3 else ""
+    parts = f" in {layout.chunks} chunks" if layout.chunks > 1 else ""
+    ways += f", {layout.schedule}{parts}" if layout.sizes["stage"] > 1 else ""
     microbatches = f", {layout.microbatches} microbatches" if layout.microbatches > 1 else ""
     saved = layout.remat if isinstance(layout.remat, str) else " ".join(SHORT.get(name, name) for name in layout.remat)
     host = f", on the host: {' '.join(SHORT.get(name, name) for name in layout.offload)}" if layout.offload else ""
-    return f"{mesh}{microbatches}, loss in {layout.loss_chunks}; {saved}{host}"
+    return f"{mesh}{ways}{microbatches}, loss in {layout.loss_chunks}; {saved}{host}"
 
 
 def crossing_axes(topology: Topology, layout: Layout) -> list[str]:

@@ -28,7 +28,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     """Print the frontier, the chosen layout, what its run costs, and the paths of the config and the chart that were `written`."""
     console, search = output_console(), plan.search
     console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
-    dropped = f"{len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
+    dropped = f"{search.cannot_fit + len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
+    dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""
     end = f"none compiled: {plan.uncompiled}" if plan.uncompiled else f"{len(search.trials)} compiled; {search.end}"
     console.print(f"{search.counted:,} layouts: {dropped}, {end}.")
     console.print()
@@ -143,7 +144,8 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
         "available_bytes": search.available,
         "layouts": {
             "counted": search.counted,
-            "too_large": len(search.too_large),
+            "too_large": search.cannot_fit + len(search.too_large),
+            "set_aside": search.set_aside,
             "too_slow": len(search.too_slow),
             "compiled": len(search.trials),
         },

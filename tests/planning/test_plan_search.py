@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from test_plan_model import LARGE, analytic
@@ -9,13 +10,18 @@ from test_plan_model import LARGE, analytic
 from maxlm.config.loader import load
 from maxlm.cost.verify import Verdict
 from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, Trial, begin, explore, points, predict, rows
-from maxlm.planning.layouts import layout_of, layouts
+from maxlm.planning.layouts import frames, layout_of, savings
 
 GIB = 2**30
 AVAILABLE = 95 * GIB
 CONFIG = load("models/llama3-8b", [*LARGE, "cluster.topology=v5p:4x4x4"]).config
 MODEL = analytic(CONFIG, "v5p:4x4x4")
-SPACE = [one for one in layouts(CONFIG, 64) if not one.offload and one.loss_chunks in (4, 8)]
+SPACE = [
+    replace(frame, loss_chunks=loss_chunks, remat=remat)
+    for frame in frames(CONFIG, 64)
+    for loss_chunks, remat, offload in savings(CONFIG, frame)
+    if frame.sizes["stage"] == frame.sizes["context"] == 1 and frame.zero == 3 and loss_chunks in (4, 8) and not offload
+]
 
 
 class Compiler:

@@ -51,7 +51,12 @@ def read(text: str, folder: Path) -> Config:
 def space(config: Config) -> list[Layout]:
     remats = ("full", "dots", "none", ATTENTION, ALL[:6], ALL)
     offered = (one for one in layouts(config, TOPOLOGY.devices) if one.loss_chunks == 8 and not one.offload)
-    return [one for one in offered if one.microbatches in (1, 4) and one.remat in remats]
+    return [one for one in offered if one.microbatches in (1, 4) and one.remat in remats and one.zero == 3 and plain(one)]
+
+
+def plain(layout: Layout) -> bool:
+    """True without a pipeline and without a sequence on several devices."""
+    return layout.sizes["stage"] == layout.sizes["context"] == 1
 
 
 @few_and_all
@@ -81,6 +86,27 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
     assert search.best.verdict.step_s <= fastest * (1 + NOISE)
     assert len(everything) == search.counted == len(search.open) + len(search.trials) + len(search.too_slow) + len(search.too_large)
+
+
+@pytest.mark.soak
+@few_and_all
+def test_the_choice_among_all_axes_is_that_of_compiling_everything(few, tmp_path):
+    """ZeRO stages, stages of a pipeline, and sequences on several devices."""
+    config = read(TINY.replace("d_ff: 512", "d_ff: 512, n_kv_heads: 2"), tmp_path)
+    model = analytic_model(config, TOPOLOGY)
+    offered = [one for one in layouts(config, 4) if one.loss_chunks == 8 and not one.offload and one.remat in ("full", ALL)]
+    offered = [one for one in offered if one.microbatches in (1, 4) and (one.zero < 3 or not plain(one))]
+    if few:
+        offered = [one for one in offered if one.remat == "full" and 1 in (one.sizes["tensor"], one.microbatches)][::4]
+    everything = {one: verify(one.apply(config), TOPOLOGY) for one in offered}
+    for one, verdict in everything.items():
+        said = model.estimate(one)
+        assert verdict.step_s >= said.least_s, one
+        assert verdict.needed >= said.least_bytes, one
+    search = begin(offered, model, available_hbm(TOPOLOGY))
+    explore(search, config, None, lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
+    fastest = min(verdict.step_s for verdict in everything.values())
+    assert search.best.verdict.step_s <= fastest * (1 + NOISE)
 
 
 @pytest.mark.soak

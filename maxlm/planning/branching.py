@@ -1,0 +1,98 @@
+"""Every layout of a config, best first: layouts of one mesh and number of microbatches are bounded together, and most are never looked at.
+
+A million layouts differ in what they save for the backward pass alone. Their frame, which is what they share, has a least time and a least
+memory that hold for all of them. Frames are taken in the order of that time, and where it is above the limit only the leanest layout is
+looked at.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from maxlm.config.schema import Config
+from maxlm.planning.analytic import Analytic, Estimate
+from maxlm.planning.explore import MOST_HOPE, Search
+from maxlm.planning.layouts import Layout, frames, savings
+
+SET_ASIDE = 1 + MOST_HOPE  # times the fastest predicted step: a layout that is expected to take longer would not be compiled
+
+
+def search_all(
+    config: Config, model: Analytic, available: int, own: Layout | None = None, offered: Callable[[Layout], bool] = lambda _: True
+) -> Search:
+    """A search over every layout of `config` that is `offered`, and over `own`.
+
+    Set aside are layouts that the model expects to take `SET_ASIDE` times as long as the fastest, unless they need less memory than all
+    that are faster.
+    """
+    search, found = Search(available), _Found(available)
+    own_estimate = None if own is None else found.add(own, model.estimate(own))
+    bounded = sorted(((*model.frame_bounds(frame), frame) for frame in frames(config, model.topology.devices)), key=lambda one: one[:2])
+    for least_s, least_bytes, frame in bounded:
+        families = _families(config, frame, offered)
+        count = sum(map(len, families))
+        search.counted += count
+        search.leanest = min(search.leanest or least_bytes, least_bytes)
+        if least_bytes > available:
+            search.cannot_fit += count
+            continue
+        for family in families if least_s <= found.limit else _leanest(families):
+            if family[0].offload and not model.fits_host(family[0]):
+                search.cannot_fit += len(family)
+                continue
+            for layout in family:
+                estimate = model.estimate(layout)
+                if estimate.least_bytes > available:
+                    search.too_large.append(layout)
+                elif found.add(layout, estimate) is None:
+                    break  # with smaller chunks of the loss it is no faster
+    search.open = found.kept()
+    if own is not None and own_estimate is not None:
+        search.open.setdefault(own, own_estimate)
+    search.set_aside = max(0, search.counted - search.cannot_fit - len(search.too_large) - len(search.open))
+    return search
+
+
+def _families(config: Config, frame: Layout, offered: Callable[[Layout], bool]) -> list[list[Layout]]:
+    """The layouts of a frame: lists of those that differ in chunks of the loss alone, the largest chunks first."""
+    families: dict[object, list[Layout]] = {}
+    for loss_chunks, remat, offload in savings(config, frame):
+        layout = replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
+        if offered(layout):
+            families.setdefault((remat, offload), []).append(layout)
+    return list(families.values())
+
+
+def _leanest(families: list[list[Layout]]) -> list[list[Layout]]:
+    """The layout that recomputes all and has the smallest chunks of the loss."""
+    return [family[-1:] for family in families if family[0].remat == "full" and not family[0].offload]
+
+
+class _Found:
+    """Layouts that may be worth compiling."""
+
+    def __init__(self, available: int) -> None:
+        self.limit = math.inf  # seconds
+        self._layouts: dict[Layout, Estimate] = {}
+        self._available, self._leanest = available, math.inf
+
+    def add(self, layout: Layout, estimate: Estimate) -> Estimate | None:
+        """The estimate; None if the layout is too slow to be kept."""
+        step_s, needed = sum(estimate.parts), estimate.needed
+        if needed <= self._available:
+            self.limit = min(self.limit, SET_ASIDE * step_s)
+        keep = step_s <= self.limit or needed < self._leanest
+        self._leanest = min(self._leanest, needed)
+        if not keep:
+            return None
+        self._layouts[layout] = estimate
+        return estimate
+
+    def kept(self) -> dict[Layout, Estimate]:
+        """Those within the limit as it is at last, and others that need less memory than all that are faster."""
+        leanest, kept = math.inf, {}
+        for layout, estimate in sorted(self._layouts.items(), key=lambda one: (sum(one[1].parts), one[1].needed)):
+            if sum(estimate.parts) <= self.limit or estimate.needed < leanest:
+                kept[layout] = estimate
+            leanest = min(leanest, estimate.needed)
+        return kept
