@@ -217,7 +217,7 @@ class Analytic:
         sizes = dict(mesh)
         forward, gradient = self.quantized.formats
         return tuple(
-            (kind, matmul, *(self._in_layers_s(rows, kind, matmul, sizes, format) for format in (forward, gradient)))
+            (kind, matmul, self._in_layers_s(rows, kind, matmul, sizes, forward), self._in_layers_s(rows, kind, matmul, sizes, gradient))
             for kind in self.layers
             for matmul in kind.matmuls
         )

@@ -174,9 +174,10 @@ class _Weights:
         replicas = self.sizes["data"]
         return self.network.seconds("all-reduce", int(self.all.sent_share(replicas) * size) // shards, ("data",), replicas)
 
-    def _moves(self, kinds: list[LayerKind], *, table: bool) -> list[tuple[float, int, float, int, tuple[str, ...]]]:
+    def _moves(self, kinds: list[LayerKind], *, table: bool) -> list[tuple[int, int, int, int, tuple[str, ...]]]:
         """(times gathered, bytes, times their gradients are summed, bytes, axes that split them) of weights that travel together."""
-        model, number, heads, moves = self.all.config.model, self.all.number, self.all.heads, []
+        model, number, heads = self.all.config.model, self.all.number, self.all.heads
+        moves: list[tuple[int, int, int, int, tuple[str, ...]]] = []
         if table:
             size = number * model.vocab_size * model.d_model // (self.sizes["tensor"] * self.sizes["stage"])
             moves.append((2 * heads, size // number if self.all.quantized.unembedding else size, 2 + heads, size, EVERYWHERE))
