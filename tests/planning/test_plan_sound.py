@@ -90,27 +90,6 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
 
 @pytest.mark.soak
 @few_and_all
-def test_the_choice_among_all_axes_is_that_of_compiling_everything(few, tmp_path):
-    """ZeRO stages, stages of a pipeline, and sequences on several devices."""
-    config = read(TINY.replace("d_ff: 512", "d_ff: 512, n_kv_heads: 2"), tmp_path)
-    model = analytic_model(config, TOPOLOGY)
-    offered = [one for one in layouts(config, 4) if one.loss_chunks == 8 and not one.offload and one.remat in ("full", ALL)]
-    offered = [one for one in offered if one.microbatches in (1, 4) and (one.zero < 3 or not plain(one))]
-    if few:
-        offered = [one for one in offered if one.remat == "full" and 1 in (one.sizes["tensor"], one.microbatches)][::4]
-    everything = {one: verify(one.apply(config), TOPOLOGY) for one in offered}
-    for one, verdict in everything.items():
-        said = model.estimate(one)
-        assert verdict.step_s >= said.least_s, one
-        assert verdict.needed >= said.least_bytes, one
-    search = begin(offered, model, available_hbm(TOPOLOGY))
-    explore(search, config, None, lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
-    fastest = min(verdict.step_s for verdict in everything.values())
-    assert search.best.verdict.step_s <= fastest * (1 + NOISE)
-
-
-@pytest.mark.soak
-@few_and_all
 def test_the_bounds_of_experts_are_true(few, tmp_path):
     config = read(EXPERTS, tmp_path)
     model, offered = analytic_model(config, TOPOLOGY), [one for one in space(config) if one.microbatches == 1]
