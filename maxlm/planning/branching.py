@@ -26,7 +26,9 @@ def search_all(
     that are faster.
     """
     search, found = Search(available), _Found(available)
-    own_estimate = None if own is None else found.add(own, model.estimate(own))
+    own_estimate = None if own is None else model.estimate(own)
+    if own is not None and own_estimate is not None and own_estimate.least_bytes <= available:
+        found.add(own, own_estimate)
     bounded = sorted(((*model.frame_bounds(frame), frame) for frame in frames(config, model.topology.devices)), key=lambda one: one[:2])
     for least_s, least_bytes, frame in bounded:
         families = _families(config, frame, offered)
@@ -47,7 +49,7 @@ def search_all(
                 elif found.add(layout, estimate) is None:
                     break  # with smaller chunks of the loss it is no faster
     search.open = found.kept()
-    if own is not None and own_estimate is not None:
+    if own is not None and own_estimate is not None and own_estimate.least_bytes <= available:
         search.open.setdefault(own, own_estimate)
     search.set_aside = max(0, search.counted - search.cannot_fit - len(search.too_large) - len(search.open))
     return search

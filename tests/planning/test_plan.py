@@ -14,6 +14,7 @@ import pytest
 from maxlm import cli
 from maxlm.compiler import aot
 from maxlm.config.loader import find, load
+from maxlm.config.schema import AXES
 from maxlm.cost.verify import Compiler, Verdict, verify
 from maxlm.hardware.topologies import parse
 from maxlm.planning import explore
@@ -218,7 +219,7 @@ def test_topologies_are_compared(capfd, answers):
         (["--topology", "h100:1x2x8"], ["h100:1x2x8", "write it as in h100:2x8"]),
         (["--topology", "v5e:2x2", "--calibration", "absent.json"], ["--calibration absent.json cannot be read"]),
         (["--calibrate"], ["--calibrate measures this machine"]),
-        (["--topology", "v5e:8x16", "train.global_batch=7"], ["128 devices", "train.global_batch = 7"]),
+        (["--topology", "v5e:8x16", "train.global_batch=7", "data.seq_len=8"], ["128 devices", "train.global_batch = 7"]),
         (["--topology", "v5e:2x2", "train.global_batch=7.5"], ["train.global_batch = 7.5"]),
         (["--topology", "v5e:2x2", "--out", "nowhere/x.yml"], ["nowhere/x.yml", "make it first"]),
         (["--topology", "v5p:4x4x4", "--chips-at-most", "2"], ["--chips-at-most 2", "at least 4"]),
@@ -279,5 +280,5 @@ def test_a_plan_leaves_nothing_that_its_mesh_does_not_use(tmp_path):
 def test_a_layout_of_one_device_says_so():
     from maxlm.planning.plan import describe
 
-    one = Layout((("data", 1), ("fsdp", 1), ("tensor", 1), ("expert", 1)), 1, 8)
+    one = Layout(tuple((axis, 1) for axis in AXES), 1, 8)
     assert describe(one) == "one device, loss in 8; full"
