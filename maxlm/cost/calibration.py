@@ -20,7 +20,7 @@ class _Record(BaseModel):
 
 
 class Measured(_Record):
-    """What one machine reached. Bus bandwidth as nccl-tests count it, of all local devices; None on a machine of one device."""
+    """Measured speeds of one machine. Bus bandwidth as nccl-tests count it, of all local devices; None on a machine of one device."""
 
     matmul_dtype: str
     matmul_size: int  # of each of the three dims

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
         return [self.sources[number].name for number in numbers]
 
     def to_json(self, sample: int) -> dict[str, Any]:
-        """What has come before a sample, from which `from_json` makes a plan."""
+        """State before a sample, from which `from_json` makes a plan."""
         past = [[stage.first, [list(share) for share in stage.shares.items()]] for stage in self.stages if stage.first < sample]
         return {"sources": [list(source) for source in self.sources], "stages": past}
 

@@ -98,7 +98,7 @@ class Metadata:
         return place[np.concatenate(parts)], order
 
     def summary(self, documents: int) -> dict[str, Any]:
-        """What the first `documents`, about, have in each field: its kind, how many have it, and its values: the smallest, the median and
+        """Summary of each field in about the first `documents`: its kind, how many have it, and its values: the smallest, the median and
         the largest of numbers; the most frequent of others, unless nearly each document has its own.
         """
         fields = sorted(set(self.kinds) - {ID, TOKENS})

@@ -53,7 +53,7 @@ PASSES = {"default": 1, "high": 3, "highest": 6}  # through the matrix unit, of 
 
 
 class Shares(NamedTuple):
-    """Of one device: bytes of parameters and optimizer, parameters, parameters in matrices."""
+    """State of one device: bytes of parameters and optimizer, parameters, parameters in matrices."""
 
     state: int
     numbers: int
@@ -343,7 +343,7 @@ class Analytic:
         return read / (self.topology.chip.host_bytes_per_s or math.inf)
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...], *, whole: bool = False) -> Shares:
-        """What one device has of the state; `whole`: of the parameters, over `fsdp`."""
+        """Share of one device in the state; `whole`: with parameters that `fsdp` does not split."""
         sizes = dict(mesh) | ({"fsdp": 1} if whole else {})
         shares = [(leaf, leaf.on_device(sizes)) for leaf in self.leaves]
         state = sum(self._held(leaf, (None,), numbers) for leaf, numbers in shares)

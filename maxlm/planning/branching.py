@@ -26,9 +26,10 @@ def search_all(
     that are faster.
     """
     search, found = Search(available), _Found(available)
-    own_estimate = None if own is None else model.estimate(own)
-    if own is not None and own_estimate is not None and own_estimate.least_bytes <= available:
-        found.add(own, own_estimate)
+    first = {} if own is None else {own: model.estimate(own)}
+    first = {layout: estimate for layout, estimate in first.items() if estimate.least_bytes <= available}
+    for layout, estimate in first.items():
+        found.add(layout, estimate)
     bounded = sorted(((*model.frame_bounds(frame), frame) for frame in frames(config, model.topology.devices)), key=lambda one: one[:2])
     for least_s, least_bytes, frame in bounded:
         families = _families(config, frame, offered)
@@ -46,11 +47,9 @@ def search_all(
                 estimate = model.estimate(layout)
                 if estimate.least_bytes > available:
                     search.too_large.append(layout)
-                elif found.add(layout, estimate) is None:
+                elif not found.add(layout, estimate):
                     break  # with smaller chunks of the loss it is no faster
-    search.open = found.kept()
-    if own is not None and own_estimate is not None and own_estimate.least_bytes <= available:
-        search.open.setdefault(own, own_estimate)
+    search.open = {**first, **found.kept()}
     search.set_aside = max(0, search.counted - search.cannot_fit - len(search.too_large) - len(search.open))
     return search
 
@@ -78,20 +77,19 @@ class _Found:
         self._layouts: dict[Layout, Estimate] = {}
         self._available, self._leanest = available, math.inf
 
-    def add(self, layout: Layout, estimate: Estimate) -> Estimate | None:
-        """The estimate; None if the layout is too slow to be kept."""
+    def add(self, layout: Layout, estimate: Estimate) -> bool:
+        """Keep the layout, unless it is too slow: then False."""
         step_s, needed = sum(estimate.parts), estimate.needed
         if needed <= self._available:
             self.limit = min(self.limit, SET_ASIDE * step_s)
         keep = step_s <= self.limit or needed < self._leanest
         self._leanest = min(self._leanest, needed)
-        if not keep:
-            return None
-        self._layouts[layout] = estimate
-        return estimate
+        if keep:
+            self._layouts[layout] = estimate
+        return keep
 
     def kept(self) -> dict[Layout, Estimate]:
-        """Those within the limit as it is at last, and others that need less memory than all that are faster."""
+        """Layouts within the limit as it is at last, and others that need less memory than all that are faster."""
         leanest, kept = math.inf, {}
         for layout, estimate in sorted(self._layouts.items(), key=lambda one: (sum(one[1].parts), one[1].needed)):
             if sum(estimate.parts) <= self.limit or estimate.needed < leanest:

@@ -89,7 +89,7 @@ def compare(
 
 
 def choose(machines: Sequence[Machine], wanted: Wanted) -> dict[str, Machine | None]:
-    """What the limits ask for, within all of them: `cheapest` if there is one of days, `fastest` if there is one of dollars."""
+    """Machines that the limits ask for, within all of them: `cheapest` if there is one of days, `fastest` if there is one of dollars."""
     kept = [machine for machine in machines if not machine.breaks_a_limit]
     chosen: dict[str, Machine | None] = {}
     if wanted.days_at_most is not None:
@@ -100,7 +100,7 @@ def choose(machines: Sequence[Machine], wanted: Wanted) -> dict[str, Machine | N
 
 
 def frontier(machines: Sequence[Machine]) -> list[Machine]:
-    """Those of `machines`, fastest first, that no other beats in both time and cost; if any has a price, those without are none of them."""
+    """Machines, fastest first, that no other beats in both time and cost; if any has a price, those without are none of them."""
     least = (all(machine.dear[0] for machine in machines), math.inf)
     found = []
     for machine in machines:

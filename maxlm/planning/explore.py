@@ -66,7 +66,7 @@ class Search:
     too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
     too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
     cannot_fit: int = 0  # others that were dropped unseen: no layout of their frame can fit
-    set_aside: int = 0
+    set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
     end: str = ""  # why the search ended
 
@@ -125,7 +125,7 @@ def explore(
 
 
 def _end(search: Search, layout: Layout | None, most: int) -> str:
-    """Why the search ends before `layout` is compiled; empty when it goes on."""
+    """Reason to end the search before `layout` is compiled; empty when it goes on."""
     spent = [one.verdict.seconds for one in search.trials]
     if len(spent) == most:
         return f"{most} are enough"

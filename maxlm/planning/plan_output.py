@@ -65,7 +65,7 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
 
 
 def _sources(plan: Plan) -> str:
-    """Where the seconds of a plan come from, in a sentence or two."""
+    """Source of the seconds of a plan, in a sentence or two."""
     seconds = "Seconds are XLA's estimates, or a model's that they correct"
     if plan.topology.is_tpu:
         return f"{seconds}; nothing was measured."

@@ -18,7 +18,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks about costs: how chips are bought, where, and the limits of a run, None if there is none."""
+    """Questions of the command line about costs: how chips are bought, where, and the limits of a run, None if there is none."""
 
     prices: PriceList
     term: Term = "on-demand"

@@ -64,7 +64,7 @@ class Collectives:
         self.heads = 1 + config.model.mtp_depth
 
     def _traffic(self, mesh: tuple[tuple[str, int], ...], across: str, zero: int, attention: str, parts: bool) -> Traffic:
-        """Of a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there."""
+        """Traffic on a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there."""
         sizes = dict(mesh)
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
         weights = _Weights(self, network, sizes, zero, once=parts or zero == 1 or sizes["stage"] > 1)

@@ -145,7 +145,7 @@ def _run(
 
 
 def _bill(run: OpenRun, phases: Phases) -> Bill:
-    """What the run costs, by its config, list prices and published power, and by the GPUs' own counters where they have some."""
+    """Cost of the run, by its config, list prices and published power, and by the GPUs' own counters where they have some."""
     rates = rates_of(run.config.cost, jax.devices()[0].device_kind, jax.device_count())
     try:
         before = spent_before(run.directory, rates)

@@ -37,7 +37,7 @@ class Counters(Protocol):
 
 @dataclass(frozen=True)
 class Rates:
-    """What is paid and drawn, for all chips together; None where it is unknown."""
+    """Money and power, for all chips together; None where it is unknown."""
 
     chips: int
     per_chip_hour: float | None
@@ -170,7 +170,7 @@ class Bill:
 
 
 def spent_before(run: RunDirectory, rates: Rates) -> Totals:
-    """What earlier starts of a run took, as they recorded it; else the time of the ledger at today's rates. Raises OSError."""
+    """Totals of earlier starts of a run, as they recorded it; else the time of the ledger at today's rates. Raises OSError."""
     events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
     starts = [event for event in events if event.kind == "start"]
     if not starts:

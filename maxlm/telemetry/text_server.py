@@ -48,7 +48,7 @@ class _Connection:
 
 
 class Text(NamedTuple):
-    """What is served at a path: its media type, and a function that makes it, in the server's thread."""
+    """Answer at a path: its media type, and a function that makes it, in the server's thread."""
 
     kind: str
     make: Callable[[], str]

@@ -1,4 +1,4 @@
-"""What the search sets aside unseen is what it would have found too slow."""
+"""The search sets aside unseen only what it would have found too slow."""
 
 import itertools
 

@@ -1,12 +1,12 @@
 """`maxlm plan --calibrate` on this CPU: a file with what was measured, which no plan takes for a GPU's."""
 
+import functools
 import json
-import sys
 
 import jax
 import pytest
+from test_plan import run
 
-from maxlm import cli
 from maxlm.cost.calibration import Measured, read
 from maxlm.planning import calibrate
 
@@ -18,14 +18,7 @@ def command(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**16})
     monkeypatch.setattr(calibrate, "COLLECTIVE_BYTES", {"cpu": (2**12,)})
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["maxlm", "plan", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capfd.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
+    return functools.partial(run, capfd)
 
 
 def test_the_file_holds_what_was_measured_and_says_that_it_is_no_factor(command, tmp_path):

@@ -1,12 +1,12 @@
 """Plans for GPUs: the analytic model against programs compiled for H200, what it depends on, and a plan where nothing can be compiled."""
 
+import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from test_plan import run
 
-from maxlm import cli
 from maxlm.compiler import gpu_compiler
 from maxlm.config.loader import load
 from maxlm.config.rules import topology_of
@@ -79,14 +79,7 @@ def plan(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(gpu_compiler, "missing", lambda: "jax's CUDA plugin is not installed: make gpu-compiler")
     (tmp_path / "tiny.yml").write_text(TINY, encoding="utf-8")
 
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["maxlm", "plan", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        out, err = capfd.readouterr()
-        return end.value.code or 0, out, err
-
-    return run
+    return functools.partial(run, capfd)
 
 
 def test_without_the_compiler_a_plan_is_an_estimate_and_says_so(plan):

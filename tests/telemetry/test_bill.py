@@ -1,4 +1,4 @@
-"""What a run has cost: sums that follow from time, rates and counters, across restarts, and nothing where nothing is known."""
+"""Cost of a run: sums that follow from time, rates and counters, across restarts, and nothing where nothing is known."""
 
 import json
 import random

@@ -302,7 +302,7 @@ def charts_of(html):
 
 
 def shared(html):
-    """What all charts share, a run each."""
+    """Data that all charts share, an entry for each run."""
     return json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', html, re.S)[1])
 
 

@@ -77,7 +77,7 @@ def _origin(run: Run) -> float:
 
 
 def _thinned(marks: list[Mark], most: int) -> list[Mark]:
-    """Of each kind one in each of a number of equal stretches of steps, if there are more than `most`."""
+    """Marks, of each kind one in each of a number of equal stretches of steps, if there are more than `most`."""
     if len(marks) <= most:
         return marks
     last = max(float(mark["step"]) for mark in marks) + 1
