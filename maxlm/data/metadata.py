@@ -44,7 +44,8 @@ class About(NamedTuple):
 
 def about(id: str, fields: Mapping[str, Any], content: frozenset[str]) -> About:
     """Metadata of a record, from its fields beside the content: all that are a number, a truth value or a short text, those of an object
-    `metadata` or `meta` as well where no field has their name. `id`: its name if it has none of its own; `content`: fields that are not metadata.
+    `metadata` or `meta` as well where no field has their name. `id`: its name if it has none of its own; `content`: fields that are not
+    metadata.
     """
     found: dict[str, Value] = {}
     for name in NESTED:
