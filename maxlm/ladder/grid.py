@@ -32,7 +32,7 @@ class Rung:
 
 def make_grid(settings: LadderSettings) -> list[Rung]:
     """All runs, smallest first. Raises UserError: the base is no config, a size cannot be trained, or no run is left."""
-    base = load(settings.base).config
+    base = _base(settings)
     _check_base(settings, base)
     rungs: list[Rung] = []
     for name, size in settings.sizes.items():
@@ -84,15 +84,21 @@ def _check_base(settings: LadderSettings, base: Config) -> None:
             f"{settings.base}: a decay of fixed length has another share of each run of a ladder: leave it out for a tenth of each."
         )
     reserved = RESERVED if settings.warmup is None else (*RESERVED, "optimizer.warmup")
-    for name, size in settings.sizes.items():
-        for key in size.settings:
-            if key.startswith(reserved) or key in model_settings(base.model, size):
-                raise ConfigError(f"sizes.{name}.settings", key, "is set by the ladder itself", "leave it out")
+    derived = {key for size in settings.sizes.values() for key in model_settings(base.model, size)}
+    for field, values in settings.given():
+        for key in values:
+            if key.startswith(reserved) or key in derived:
+                raise ConfigError(field, key, "is set by the ladder itself", "leave it out")
+
+
+def _base(settings: LadderSettings) -> Config:
+    """The config that every run is made from, with the settings of all. Raises UserError."""
+    return load(settings.base, [f"{key}={_yaml(value)}" for key, value in settings.settings.items()]).config
 
 
 def variant(rung: Rung, settings: LadderSettings, name: str, values: Mapping[str, Any]) -> Rung:
     """A run of the same size called `name`, with other settings. Raises UserError if they do not make a config."""
-    base = load(settings.base).config
+    base = _base(settings)
     config = _load(settings, base, rung.size, name, {"train.steps": rung.config.total_steps, "train.seed": rung.seed, **values})
     tokens = config.total_steps * config.tokens_per_step
     return replace(rung, name=name, seed=config.train.seed, config=config, tokens=tokens, flops=rung.flops / rung.tokens * tokens)
@@ -127,6 +133,7 @@ def _load(settings: LadderSettings, base: Config, size: str, run: str, values: M
         **model_settings(base.model, settings.sizes[size]),
         "train.tokens": None,
         "train.eval_every": None,
+        **settings.settings,
         **settings.sizes[size].settings,
         **values,
         "run.dir": f"{settings.folder}/runs",

@@ -1,6 +1,7 @@
 """A ladder file: which sizes are trained, for how long, from which config, and how the losses are fitted."""
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -70,6 +71,7 @@ class LadderSettings(Section):
     """The file. Lengths are given by at least one of `budgets`, `tokens` and `tokens_per_parameter`; each goes with every size."""
 
     base: Text  # a config that every run is made from: a path, or a name under configs/
+    settings: dict[Text, Any] = Field(default_factory=dict)  # of all runs, by dotted key, such as model.parametrization
     folder: LocalPath  # of the runs, their configs, results and the page
     sizes: Annotated[dict[Name, SizeConfig], Field(min_length=1, max_length=64)]
     budgets: Annotated[tuple[Budget, ...], Field(max_length=64)] = ()  # model FLOPs of a run (IsoFLOP)
@@ -98,3 +100,8 @@ class LadderSettings(Section):
         if (runs := math.prod((len(self.sizes), lengths, len(self.seeds)))) > MOST_RUNS:
             raise ConfigError("sizes", f"{runs:,} runs", f"are more than {MOST_RUNS:,}", "name fewer sizes, lengths or seeds")
         return self
+
+    def given(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(field, settings by dotted key): those of all runs, then those of each size."""
+        yield "settings", self.settings
+        yield from ((f"sizes.{name}.settings", size.settings) for name, size in self.sizes.items())

@@ -25,6 +25,15 @@ def test_sizes_keep_the_proportions_of_the_base(here):
     assert flops == sorted(flops), "smallest first"
 
 
+def test_settings_of_all_runs_reach_each_and_a_size_may_change_them(here):
+    text = LADDER.replace("folder: out", "folder: out\nsettings: {optimizer.peak_lr: 0.5, train.global_batch: 16}")
+    text = text.replace("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {optimizer.peak_lr: 0.25}")
+    rungs = rungs_of(write_ladder(here, text))
+    assert {(rung.size == "a", rung.config.optimizer.peak_lr) for rung in rungs} == {(True, 0.25), (False, 0.5)}
+    assert {rung.config.train.global_batch for rung in rungs} == {16}
+    assert sorted({rung.tokens for rung in rungs}) == [round(tokens / (16 * 32)) * 16 * 32 for tokens in (2e5, 1e6, 5e6)]
+
+
 def test_a_budget_is_spent_by_every_size_whose_ratio_is_allowed(here):
     text = LADDER.replace("tokens: [2e5, 1e6, 5e6]", "budgets: [1e12]\nleast_ratio: 2\nwarmup: 0.1\nseeds: [0, 1]")
     rungs = rungs_of(write_ladder(here, text))
@@ -58,6 +67,9 @@ def test_a_ratio_counts_parameters_as_the_fit_does(here):
         ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, n_heads: 3", "size a of the ladder: "),
         ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {train.steps: 3}", "is set by the ladder itself"),
         ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {optimizer.pek_lr: 3}", "pek_lr"),
+        ("folder: out", "folder: out\nsettings: {run.name: x}", "settings = run.name: is set by the ladder itself"),
+        ("folder: out", "folder: out\nsettings: {model.d_model: 8}", "settings = model.d_model: is set by the ladder itself"),
+        ("folder: out", "folder: out\nsettings: {model.d_modle: 8}", "d_modle"),
         ("  a: {", "  a/b: {", "sizes"),
         ("BASE", "nothing.yml", "does not exist"),
         ("fit: {samples: 20}", "fit: {samples: 20, form: cubic}", "fit.form"),
