@@ -1,12 +1,14 @@
 """`maxlm ladder`: what is done is not done again, what failed is named, and the largest size is predicted from the others."""
 
 import json
+import shutil
 
 import pytest
 from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
 
 from maxlm.config.errors import UserError
 from maxlm.ladder import ladder_command, runs
+from maxlm.ladder.fits import Fit
 from maxlm.ladder.ladder_command import Options
 
 
@@ -102,6 +104,34 @@ def test_a_changed_ladder_is_refused_where_runs_have_begun_and_grows_otherwise(h
     file.write_text(file.read_text().replace("5e6]", "5e6, 1e7]"))
     call(file)
     assert len(trained[0]) == 16
+
+
+def test_runs_of_another_config_are_refused_without_the_ladders_own_configs_too(here, trained):
+    file = write_ladder(here)
+    call(file)
+    shutil.rmtree(here / "out/configs")
+    call(file)
+    shutil.rmtree(here / "out/configs")
+    (here / "base.yml").write_text((here / "base.yml").read_text().replace("warmup_steps: 4", "warmup_steps: 5"))
+    with pytest.raises(UserError, match=r"was begun with optimizer.warmup_steps = 4, and the ladder says 5 now"):
+        call(file)
+    assert len(trained[0]) == 12
+
+
+def test_names_are_no_markup(here, trained, capsys):
+    file = write_ladder(here, LADDER.replace("folder: out", "folder: 'out[/b]'"))
+    end_all(here / "out[/b]", rungs_of(file))
+    call(file, train=False)
+    assert "out[/b]/ladder.html shows it" in capsys.readouterr().out
+
+
+def test_what_is_no_number_is_null(here, trained, monkeypatch):
+    """Constants of a bootstrap sample may be infinite."""
+    file = write_ladder(here)
+    end_all(here / "out", rungs_of(file))
+    monkeypatch.setattr(Fit, "ranges", lambda self: dict.fromkeys(self.values(), (0.0, float("inf"))))
+    call(file, train=False)
+    assert json.loads((here / "out/ladder.json").read_text(), parse_constant=pytest.fail)["ranges"]["E"] == [0.0, None]
 
 
 def test_a_dry_run_writes_nothing_and_without_training_configs_are_written(here, trained, capsys):

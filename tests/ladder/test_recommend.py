@@ -56,6 +56,16 @@ def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
         recommend(ladder, "base.yml", [], 1e3)
     with pytest.raises(UserError, match="goes with dense models"):
         recommend(ladder, "runs/quickstart-moe", [], 1e18)
+    text = (ladder / "ladder.json").read_text()
+    for before, after in (
+        ('"chinchilla"', '"cubic"'),
+        ('"theta": [', '"theta": [null,'),
+        ('"centre": [', '"centre": [1.0,'),
+        ('"flops"', '"flop"'),
+    ):
+        (ladder / "ladder.json").write_text(text.replace(before, after))
+        with pytest.raises(UserError, match="fit it anew"):
+            recommend(ladder, "base.yml", [], 1e18)
     (ladder / "ladder.json").write_text("[]")
     with pytest.raises(UserError, match="fit it anew"):
         recommend(ladder, "base.yml", [], 1e18)
