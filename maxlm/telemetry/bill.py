@@ -118,7 +118,7 @@ class Bill:
         return replace(record, extra={**record.extra, **figures})
 
     def totals(self, *, fresh: bool = True) -> Totals:
-        """Until now. `fresh`: counters are read again, however short ago they were."""
+        """Totals until now. `fresh`: counters are read again, however short ago they were."""
         now = self._clock()
         if fresh or now - self._read_at >= READ_EVERY_S or self._watts is None:
             self._advance(now, self._counters.joules() if self._counters else None)
@@ -173,7 +173,7 @@ class Bill:
 
 
 def spent_before(run: RunDirectory, rates: Rates) -> Totals:
-    """Totals of earlier starts of a run, by what the newest of them recorded; else the time of the ledger at today's rates. Raises OSError."""
+    """Totals of earlier starts, by what the newest of them recorded; else the time of the ledger at today's rates. Raises OSError."""
     events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
     starts = [number for number, event in enumerate(events) if event.kind == "start"]
     if not starts:

@@ -1,4 +1,4 @@
-"""Where the time of a run went: every second from its first start on is in one part, across attempts and what lies between them."""
+"""Wall time of a run by part: every second from its first start on is in one, across attempts and what lies between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

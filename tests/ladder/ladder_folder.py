@@ -52,7 +52,7 @@ def loss_of(rung: Rung) -> float:
 
 
 def end_run(folder: Path, rung: Rung, loss: float | None = None, reason: str = "done") -> None:
-    """What a run leaves behind."""
+    """Write the files that a run leaves behind."""
     path = folder / "runs" / rung.name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yml").write_text(dump(rung.config))

@@ -125,7 +125,7 @@ class Run:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Where the time went, up to the last sign of life."""
+        """Wall time by part, up to the last sign of life."""
         return ledger_of(self.attempts, self.processes)
 
     def _timings(self) -> list[StepTiming]:
