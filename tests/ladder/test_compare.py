@@ -121,6 +121,7 @@ def test_a_best_rate_at_the_edge_is_said(here):
         ("compare:", "compare:", "adamw,lyon", "has no such optimizer; it has adamw, muon"),
         ("[1e-3, 3e-3, 1e-2]", "[1e-3, 3e-3]", "adamw,muon", "no fair comparison"),
         ("seeds: [1, 2, 3]", "seeds: [1]", "adamw,muon", "seeds"),
+        ("{optimizer.muon: {momentum: 0.9}}", "{optimizer: {peak_lr: 1.0}}", "adamw,muon", "is set by the comparison itself"),
         ("{optimizer.muon: {momentum: 0.9}}", "{optimizer.weight_decay: 1.0}", "adamw,muon", "is set by the comparison itself"),
         ("n_layers: 1}", "n_layers: 1, settings: {optimizer.peak_lr: 1.0}}", "adamw,muon", "is set by --compare itself"),
         ("folder: out", "folder: out\nsettings: {train.decay_steps: 1}", "adamw,muon", "is set by --compare itself"),
