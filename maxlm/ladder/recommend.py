@@ -25,6 +25,7 @@ from maxlm.telemetry.formatting import count
 
 UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
 LARGEST = 65_536  # width
+LENGTHS = ("train.steps", "train.tokens")
 STEP = 1.07  # between two candidates' widths, at least: a fit is not more certain
 
 
@@ -45,6 +46,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     """
     if not (math.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops} is not a number of FLOPs: give one such as 1e22.")
+    for setting in overrides:
+        if setting.partition("=")[0] in LENGTHS:
+            raise UserError(f"{setting} does not go with --flops, by which the ladder tells the length of the run: leave it out.")
     result = _read(folder)
     try:
         found, largest = _fit_of(result, folder), max(float(one["flops"]) for one in result["runs"])

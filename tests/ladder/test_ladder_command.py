@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
 
@@ -165,6 +166,17 @@ def test_minima_of_parabolas_have_the_exponents_of_the_losses(here, trained):
     call(file, train=False)
     exponents = json.loads((here / "out/ladder.json").read_text())["exponents"]
     assert exponents["a"] == pytest.approx(0.5, abs=0.1) and exponents["b"] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("slope", [0.01, -0.01])
+def test_losses_on_a_straight_line_have_no_minimum(here, trained, slope):
+    """Its parabola is at exp(-5000) or exp(5000) parameters, which no plot has room for."""
+    file = write_ladder(here, LADDER.replace("tokens: [2e5, 1e6, 5e6]", "budgets: [1e12, 1e13]\nfit: {form: kaplan, samples: 20}"))
+    file.write_text(file.read_text().removesuffix("fit: {samples: 20}\n"))
+    end_all(here / "out", rungs_of(file), loss=lambda rung: 3 + slope * np.log(rung.parameters) + 1e-6 * np.log(rung.parameters) ** 2)
+    call(file, train=False)
+    assert json.loads((here / "out/ladder.json").read_text())["exponents"] == {}
+    assert "Minima of parabolas" not in (here / "out/ladder.html").read_text()
 
 
 def test_two_ladders_in_one_folder_are_refused(here, trained, monkeypatch):
