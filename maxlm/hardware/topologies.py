@@ -13,6 +13,7 @@ CHIPS_PER_HOST = 4  # TPU VMs hold 2x2; a v5e or v6e VM may hold 1 or 8, which t
 _MOST = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
 _MOST_GPUS = 2**17
 _A_NODE = 8  # GPUs of a DGX or HGX node, which the NVLink switches of the node join
+_MOST_A_NODE = {"A100-40GB": 16, "B200": 72}  # Google's a2-megagpu-16g and GB200 NVL72; 8 of all others
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}  # a chip, which Cloud TPU counts in the names of these; chips in all others
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x20x28")
@@ -130,6 +131,9 @@ def _check_nodes(topology: Topology) -> None:
     if topology.slices > 1:
         rule = f"is of GPUs, which have no slices, and mesh.slices = {topology.slices}"
         raise TopologyError(rule, f"write {chip}:{nodes * topology.slices}x{gpus}, and mesh.slices=1")
+    if gpus > (most := _MOST_A_NODE.get(topology.chip.name, _A_NODE)):
+        rule = f"has {gpus:,} GPUs a node, and NVLink joins {most} of {chip} at most"
+        raise TopologyError(rule, f"write nodes before GPUs a node, as in {chip}:2x{_A_NODE}")
     if topology.chips > _MOST_GPUS:
         raise TopologyError(f"has {topology.chips:,} GPUs, and {_MOST_GPUS:,} are the most", f"write it as in {chip}:2x{_A_NODE}")
 

@@ -16,6 +16,7 @@ from maxlm.ladder.settings import FitConfig
 
 _GRID = 4000
 _FEWEST_SIZES = 3  # of a parabola
+_FARTHEST = np.log(100)  # beyond the sizes trained, of its minimum: a straight line with noise has one anywhere, also at 0 or infinity
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,11 @@ def _parabolas(done: Sequence[Found]) -> list[Parabola]:
         if len(np.unique(some.parameters_R)) < _FEWEST_SIZES:
             continue
         curvature, slope, level = np.polyfit(np.log(some.parameters_R), some.losses_R, 2)
-        if curvature <= 0:
+        low, high = np.log(some.parameters_R.min()), np.log(some.parameters_R.max())
+        if curvature <= 0 or not low - _FARTHEST < -slope / (2 * curvature) < high + _FARTHEST:
             continue
         centre, flops = -slope / (2 * curvature), float(np.exp(np.log(some.flops_R).mean()))
-        inside = bool(np.log(some.parameters_R.min()) < centre < np.log(some.parameters_R.max()))
+        inside = bool(low < centre < high)
         tokens = float(np.exp(np.interp(centre, *_sorted(np.log(some.parameters_R), np.log(some.tokens_R)))))
         found.append(Parabola(flops, float(np.exp(centre)), tokens, float(level - slope**2 / (4 * curvature)), float(curvature), inside))
     return found

@@ -68,10 +68,9 @@ def _check(settings: LadderSettings, names: Sequence[str]) -> CompareConfig:
         raise UserError(f"--compare {unknown[0]}: compare.optimizers has no such optimizer; it has {known}.")
     if len(set(names)) < 2 or len(set(names)) < len(names):
         raise ConfigError("--compare", ",".join(names), "must name two optimizers or more, each once", "name others")
-    for field, values in settings.given():
-        for key in values:
-            if key.startswith(TUNED):
-                raise ConfigError(field, key, "is set by --compare itself", "leave it out")
+    for field, key in settings.given():
+        if key.startswith(TUNED):
+            raise ConfigError(field, key, "is set by --compare itself", "leave it out")
     return settings.compare
 
 

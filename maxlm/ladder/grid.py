@@ -85,10 +85,9 @@ def _check_base(settings: LadderSettings, base: Config) -> None:
         )
     reserved = RESERVED if settings.warmup is None else (*RESERVED, "optimizer.warmup")
     derived = {key for size in settings.sizes.values() for key in model_settings(base.model, size)}
-    for field, values in settings.given():
-        for key in values:
-            if key.startswith(reserved) or key in derived:
-                raise ConfigError(field, key, "is set by the ladder itself", "leave it out")
+    for field, key in settings.given():
+        if key.startswith(reserved) or key in derived:
+            raise ConfigError(field, key, "is set by the ladder itself", "leave it out")
 
 
 def _base(settings: LadderSettings) -> Config:

@@ -1,6 +1,5 @@
 """The command `maxlm ladder`: train what is missing, fit, write the page."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import LadderSettings
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.formatting import count, duration
+from maxlm.telemetry.strict_json import dumps
 
 PAGE, RESULT, COMPARISON = "ladder.html", "ladder.json", "comparison.json"
 BEYOND = (1, 10, 100, 1000)  # times the FLOPs of the largest run, for which the page says the best size
@@ -55,7 +55,7 @@ def run(file: str, overrides: Sequence[str], options: Options, say: Callable[[st
         analysis = analyse(found, settings.fit)
         optima = _optima(analysis)
         write_text(folder / PAGE, page(Path(file).stem, found, analysis, optima))
-        write_text(folder / RESULT, json.dumps(_result(settings, analysis, optima), indent=1) + "\n")
+        write_text(folder / RESULT, dumps(_result(settings, analysis, optima), indent=1) + "\n")
     show(console, analysis, optima, folder)
 
 
@@ -65,7 +65,7 @@ def run_comparison(file: str, overrides: Sequence[str], optimizers: str, options
     folder, console = Path(settings.folder), _console()
     with locked(folder, "folder", _LOCK_SECONDS, say, "wait for the other ladder, or give this one another folder"):
         entries = compare.compare(settings, names, folder, training=options.train, say=say)
-        write_text(folder / COMPARISON, json.dumps(compare_output.to_json(entries, names[0]), indent=1) + "\n")
+        write_text(folder / COMPARISON, dumps(compare_output.to_json(entries, names[0]), indent=1) + "\n")
     console.print(compare_output.table(entries, names[0]))
     console.print(f"{folder / COMPARISON} holds the figures.", highlight=False, soft_wrap=True)
 
@@ -111,8 +111,8 @@ def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder
 
 
 def _console() -> Console:
-    """A console as wide as the terminal; in a file or a pipe wide enough for the tables."""
-    return Console(width=None if Console().is_terminal else 160)
+    """A console as wide as the terminal; in a file or a pipe wide enough for the tables. A `[` in a name is no markup."""
+    return Console(markup=False, width=None if Console().is_terminal else 160)
 
 
 def _check_complete(found: Sequence[Found], codes: dict[str, int], options: Options) -> None:

@@ -25,6 +25,7 @@ from maxlm.telemetry.formatting import count
 
 UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
 LARGEST = 65_536  # width
+LENGTHS = ("train.steps", "train.tokens")
 STEP = 1.07  # between two candidates' widths, at least: a fit is not more certain
 
 
@@ -45,8 +46,14 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     """
     if not (math.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops} is not a number of FLOPs: give one such as 1e22.")
+    for setting in overrides:
+        if setting.partition("=")[0] in LENGTHS:
+            raise UserError(f"{setting} does not go with --flops, by which the ladder tells the length of the run: leave it out.")
     result = _read(folder)
-    found = _fit_of(result, folder)
+    try:
+        found, largest = _fit_of(result, folder), max(float(one["flops"]) for one in result["runs"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_ours(folder) from error
     base = load(name, overrides, any_mesh=True).config
     candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result["parameters"], flops)) is not None]
     if not candidates:
@@ -60,7 +67,6 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     samples = [int(found.losses_with(theta_P, grid).argmin()) for theta_P in found.thetas_KP]
     low, high = (grid.parameters_R[round(float(place))] for place in np.quantile(samples, ((1 - SHARE) / 2, (1 + SHARE) / 2)))
     low_loss, high_loss = found.interval(grid.only(np.arange(len(losses_G)) == best), of_runs=False)
-    largest = max(one["flops"] for one in result["runs"])
     sentences = [
         f"{flops:g} FLOPs, by the ladder of {result['base']}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
         f"{count(high)}), {count(tokens)} tokens ({tokens / parameters:.3g} a parameter); loss {losses_G[best]:.4g} "
@@ -85,8 +91,14 @@ def _read(folder: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise UserError(f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted.") from error
     if not isinstance(result, dict) or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base"} <= result.keys():
-        raise UserError(f"--ladder {folder}: {file} was not written by this version of `maxlm ladder`; fit it anew with --no-train.")
+        raise _not_ours(folder)
     return result
+
+
+def _not_ours(folder: Path) -> UserError:
+    return UserError(
+        f"--ladder {folder}: {folder / RESULT} was not written by this version of `maxlm ladder`; fit it anew with --no-train."
+    )
 
 
 def _fit_of(result: dict[str, Any], folder: Path) -> Fit:
@@ -94,9 +106,14 @@ def _fit_of(result: dict[str, Any], folder: Path) -> Fit:
         raise UserError(
             f"--ladder {folder} was fitted at one ratio of tokens to parameters, and says nothing of others: train several lengths a size."
         )
-    empty = np.zeros(0)
-    return Fit(FORMS[result["form"]], Runs(empty, empty, empty, empty), np.array(result["theta"]), np.array(result["thetas"]),
-               tuple(result["centre"]), empty)  # fmt: skip
+    empty, form = np.zeros(0), FORMS[result["form"]]
+    theta_P, thetas_KP, centre = (np.array(result[name], np.float64) for name in ("theta", "thetas", "centre"))
+    constants, inputs = len(form.parameters), len(form.inputs(Runs(*[np.ones(1)] * 4)))
+    if theta_P.shape != (constants,) or thetas_KP.shape[1:] != (constants,) or not len(thetas_KP) or centre.shape != (inputs,):
+        raise ValueError("not as many constants as the form has")
+    if not all(np.isfinite(one).all() for one in (theta_P, thetas_KP, centre)):
+        raise ValueError("not numbers")
+    return Fit(form, Runs(empty, empty, empty, empty), theta_P, thetas_KP, tuple(centre.tolist()), empty)
 
 
 def _widths(base: Config) -> list[int]:

@@ -40,9 +40,10 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
     for rung in rungs:
         begun = folder / "runs" / rung.name / "config.yml"
         file, text = config_file(folder, rung), dump(rung.config)
-        if begun.exists() and file.exists() and file.read_text(encoding="utf-8") != text:
+        before = file if file.exists() else begun  # the configs may have been removed, or the runs copied without them
+        if begun.exists() and before.read_text(encoding="utf-8") != text:
             raise UserError(
-                f"{rung.name} was begun with {_difference(file, rung)}: undo the change, remove its folder {begun.parent}, "
+                f"{rung.name} was begun with {_difference(before, rung)}: undo the change, remove its folder {begun.parent}, "
                 "or take another `folder`."
             )
         try:
@@ -71,7 +72,8 @@ def find(folder: Path, rung: Rung) -> Found:
         return Found(rung, None, "not finished")
     reason = str(stop.data.get("reason"))
     if reason not in OVER:
-        return Found(rung, None, "not finished" if reason == "preempted" else reason, failed=reason != "preempted")
+        # Training that was unhealthy would be again; a hang or corrupted memory is the machine's fault.
+        return Found(rung, None, "not finished" if reason == "preempted" else reason, failed=reason == "unhealthy")
     loss = stop.data.get("eval_loss")
     if stop.step != rung.config.total_steps or not isinstance(loss, float) or not math.isfinite(loss) or loss <= 0:
         said = f"done at step {stop.step:,} of {rung.config.total_steps:,} with a held-out loss of {show(loss)}"

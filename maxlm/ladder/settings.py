@@ -1,13 +1,14 @@
 """A ladder file: which sizes are trained, for how long, from which config, and how the losses are fitted."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from maxlm.config.errors import ConfigError
 from maxlm.config.fields import Fraction, LocalPath, NonNegative, Positive, PositiveFloat, Section, Seed, Text, Tokens
+from maxlm.config.loader import flatten
 
 MOST_RUNS = 1000
 TUNED = ("optimizer.name", "optimizer.peak_lr", "optimizer.warmup", "optimizer.weight_decay", "train.", "run.")  # by a comparison
@@ -61,7 +62,7 @@ class CompareConfig(Section):
                 "compare.optimizers", said, "are different numbers of learning rates, which is no fair comparison", "give as many to each"
             )
         for name, one in self.optimizers.items():
-            for key in one.settings:
+            for key, _ in flatten(one.settings):
                 if key.startswith(TUNED):
                     raise ConfigError(f"compare.optimizers.{name}.settings", key, "is set by the comparison itself", "leave it out")
         return self
@@ -101,7 +102,8 @@ class LadderSettings(Section):
             raise ConfigError("sizes", f"{runs:,} runs", f"are more than {MOST_RUNS:,}", "name fewer sizes, lengths or seeds")
         return self
 
-    def given(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(field, settings by dotted key): those of all runs, then those of each size."""
-        yield "settings", self.settings
-        yield from ((f"sizes.{name}.settings", size.settings) for name, size in self.sizes.items())
+    def given(self) -> Iterator[tuple[str, str]]:
+        """(field, dotted key) of each setting, also where sections are nested: those of all runs, then those of each size."""
+        of_sizes = ((f"sizes.{name}.settings", size.settings) for name, size in self.sizes.items())
+        for field, settings in (("settings", self.settings), *of_sizes):
+            yield from ((field, key) for key, _ in flatten(settings))

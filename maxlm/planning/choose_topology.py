@@ -39,10 +39,11 @@ class Machine:
     cost: RunCost | None = None
 
     def choose(self) -> None:
-        """Take the best layout of the search."""
-        self.point = _best(self.search)
-        if self.point is not None:
-            self.cost = run_cost(self.topology, self.config, self.scale.seconds(self.point.step_s), self.point.step_s, self.wanted)
+        """Take the best layout of the search, and its cost; both or, after Ctrl-C, neither."""
+        point, cost = _best(self.search), None
+        if point is not None:
+            cost = run_cost(self.topology, self.config, self.scale.seconds(point.step_s), point.step_s, self.wanted)
+        self.point, self.cost = point, cost
 
     @property
     def wall_s(self) -> float:
@@ -74,17 +75,22 @@ def compare(
             for topology in topologies:
                 show_progress(f"predicting {config.run.name} on {topology.name}")
                 smallest = parse(near(topology.chip, 1, most=1)[0])
-                machines.append(_machine(config, topology, tokens, available_hbm(smallest), wanted))
-                machines[-1].choose()
+                machine = _machine(config, topology, tokens, available_hbm(smallest), wanted)
+                machine.choose()
+                machines.append(machine)
             _check(machines, show_progress)
         except KeyboardInterrupt:
             show_progress("stopped")
     fitting = sorted((machine for machine in machines if machine.point), key=lambda machine: machine.wall_s)
     chosen = choose(fitting, wanted)
+    missing = [_name(topology) for topology in topologies[len(machines) :]]  # after Ctrl-C
     if as_json:
-        sys.stdout.write(json.dumps(_to_json(config, fitting, machines, chosen, wanted)) + "\n")
+        result = _to_json(config, fitting, machines, chosen, wanted) | {"not_predicted": missing}
+        sys.stdout.write(json.dumps(result) + "\n")
     else:
         _show(arguments, config, fitting, machines, chosen, wanted)
+        if missing:
+            output_console().print(f"Stopped, so not predicted: {', '.join(missing)}.", style="bold")
     return 0 if fitting and None not in chosen.values() else 2
 
 

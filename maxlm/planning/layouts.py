@@ -65,7 +65,7 @@ class Layout:
         return Schedule(self.schedule, self.sizes["stage"], self.microbatches, self.chunks)
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """As dotted settings over those of `config`, without axes of size 1 that it leaves at 1."""
+        """Dotted settings over those of `config`, without axes of size 1 that it leaves at 1."""
         settings: dict[str, Any] = {
             f"mesh.{axis}": size for axis, size in self.mesh if axis in ALWAYS_NAMED or size > 1 or getattr(config.mesh, axis) != 1
         }

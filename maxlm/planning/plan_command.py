@@ -62,9 +62,7 @@ def run(request: Request, *, as_json: bool) -> int:
     if request.calibration is not None:
         topology = calibrated(topology, request.calibration)
     _check_trained(loaded.config)
-    folder = request.file.absolute().parent
-    if not folder.is_dir():
-        raise UserError(f"--out {request.file}: there is no folder {folder}; make it first.")
+    _check_file(request, loaded)
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
@@ -82,6 +80,17 @@ def run(request: Request, *, as_json: bool) -> int:
     if error is not None:
         raise error
     return 0 if plan.picked else 2
+
+
+def _check_file(request: Request, loaded: LoadedConfig) -> None:
+    """Raise UserError if the plan cannot be written to its file, or would replace what it extends."""
+    file, folder = request.file, request.file.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"--out {file}: there is no folder {folder}; make it first.")
+    if file.resolve() in {find(request.name).resolve(), *(Path(source).resolve() for source in loaded.sources.values())}:
+        raise UserError(f"--out {file}: the plan extends this file, and would replace it; give another name.")
+    if file.suffix == ".png":
+        raise UserError(f"--out {file} is the file of the chart, which goes beside the config; give a name that ends in .yml.")
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
@@ -109,10 +118,9 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
 
 def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
-    if request.any_format:
-        raise UserError("--any-format goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
-    if request.calibration is not None:
-        raise UserError("--calibration goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
+    given = {"--any-format": request.any_format, "--calibration": request.calibration, "--out": request.out}
+    if wrong := next((option for option, value in given.items() if value), None):
+        raise UserError(f"{wrong} goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)
     _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]

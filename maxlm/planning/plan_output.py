@@ -183,7 +183,8 @@ def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, availab
     leaner = sorted((point for point in predicted if point.frontier), key=lambda point: point.needed)
     refused = [point.needed / GIB for point in points if not point.fits]
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel="HBM that a device needs, GiB", ylabel="step time, s")
+    axes = figure.add_subplot(xlabel="HBM that a device needs, GiB", ylabel="step time, s")
+    axes.set_title(title, parse_math=False)  # a `$` in the name of a run is no formula
     axes.scatter(*_coordinates(predicted[:: 1 + len(predicted) // MOST_PREDICTED]), s=8, color="0.8", label="predicted")
     if leaner:
         label = "predicted, with less memory than was compiled" if compiled else "predicted: no other is faster and smaller"

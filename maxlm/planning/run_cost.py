@@ -10,7 +10,7 @@ from maxlm.hardware.chips import Chip
 from maxlm.hardware.power import ANY_SITE, GRIDS, POWERS, SITES
 from maxlm.hardware.prices import TERMS, Offer, PriceList, Term
 from maxlm.hardware.topologies import Topology
-from maxlm.planning.goodput import expected_goodput
+from maxlm.planning.goodput import ENOUGH, expected_goodput
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
 
 DAY_S = 86_400.0
@@ -71,13 +71,14 @@ class RunCost:
 def run_cost(topology: Topology, config: Config, seconds: float, step_s: float, wanted: Wanted) -> RunCost:
     """Cost of a run of so many `seconds` of steps of `step_s` each, without failures, on `topology`."""
     copies = config.memory_checkpoints
-    goodput = expected_goodput(
+    simulated = expected_goodput(
         topology.chips,
         max(1, topology.chips // topology.hosts),
         float(f"{step_s:.2g}"),  # saves are at whole steps: nothing finer matters
         memory=copies is not None,
         peer=copies is not None and copies.peer and topology.hosts > 1,
     )
+    goodput = max(simulated, 1 / ENOUGH)  # what is less may be none: steps that take longer than the machine runs without a failure
     wall_s = seconds / goodput
     chip_hours, offer = wall_s / 3600 * topology.chips, wanted.offer(topology.chip)
     price = offer.price(wanted.term) if offer else None

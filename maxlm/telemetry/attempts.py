@@ -26,7 +26,7 @@ class StepTiming(NamedTuple):
     def of(cls, record: Mapping[str, Any]) -> "StepTiming | None":
         """From a line of metrics.jsonl; None if a field is missing."""
         values = [record.get(name) for name in cls._fields]
-        usable = is_step(values[0]) and all(isinstance(value, int | float) for value in values)
+        usable = is_step(values[0]) and all(map(is_number, values))
         return cls(*values) if usable else None  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ chips draw, their share of the hosts, and the overhead (PUE). Where NVIDIA's GPU
 measured; else it is the power of `maxlm.hardware.power`, as if the chips always trained, and marked as estimated.
 """
 
-import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +15,9 @@ from maxlm.config.cost import CostConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.power import ANY_SITE, POWERS, SITES
 from maxlm.hardware.prices import LIST_PRICES
+from maxlm.telemetry.attempts import Attempt
 from maxlm.telemetry.formatting import energy, money
-from maxlm.telemetry.ledger import read_ledger
+from maxlm.telemetry.ledger import ledger_of, read_attempts
 from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
@@ -56,7 +57,7 @@ class Rates:
 def rates_of(config: CostConfig | None, device_kind: str, devices: int) -> Rates:
     """The rates of `devices` of jax's `device_kind`: those of the config, else list prices and published or estimated power."""
     own, chip = config or CostConfig(), chip_of(device_kind)
-    chips = devices // chip.devices_per_chip if chip else devices
+    chips = math.ceil(devices / chip.devices_per_chip) if chip else devices  # a part of a chip is paid for whole
     offer, power = LIST_PRICES.cheapest(chip.name, "on-demand") if chip else None, POWERS.get(chip.name) if chip else None
     site = SITES.get(offer.provider, ANY_SITE) if offer else ANY_SITE
     listed = own.per_chip_hour is None and offer is not None
@@ -117,7 +118,7 @@ class Bill:
         return replace(record, extra={**record.extra, **figures})
 
     def totals(self, *, fresh: bool = True) -> Totals:
-        """Until now. `fresh`: counters are read again, however short ago they were."""
+        """Totals until now. `fresh`: counters are read again, however short ago they were."""
         now = self._clock()
         if fresh or now - self._read_at >= READ_EVERY_S or self._watts is None:
             self._advance(now, self._counters.joules() if self._counters else None)
@@ -143,12 +144,14 @@ class Bill:
             self._watts = drawn / seconds
 
     def facts(self) -> dict[str, Any]:
-        """For the event `start`: rates, and where they come from."""
+        """For the event `start`: rates, where they come from, and the totals of before: records of steps that come again are dropped."""
         rates = self.rates
         each = None if rates.watts is None else round(rates.watts / rates.chips, 1)
         known = rates.per_chip_hour is not None
         return {
+            **self._before.to_json(),
             "currency": rates.currency,
+            "chips": rates.chips,
             "per_chip_hour": rates.per_chip_hour,
             "price": rates.origin if known else None,
             "watts_per_chip": each,
@@ -170,34 +173,46 @@ class Bill:
 
 
 def spent_before(run: RunDirectory, rates: Rates) -> Totals:
-    """Totals of earlier starts of a run, as they recorded it; else the time of the ledger at today's rates. Raises OSError."""
+    """Totals of earlier starts, by what the newest of them recorded; else the time of the ledger at today's rates. Raises OSError."""
     events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
-    starts = [event for event in events if event.kind == "start"]
+    starts = [number for number, event in enumerate(events) if event.kind == "start"]
     if not starts:
         return Totals(0.0, 0.0, rates.currency, False)
-    cost, kwh, estimated = _recorded(run, events)
-    ledger = read_ledger(run)
-    hours = (ledger.wall_s - ledger.seconds["down"]) / 3600  # that its chips were held
-    if _currency(starts[-1]) not in (None, rates.currency):
+    attempts, processes = read_attempts(run)
+    stated, last, rest_s = _newest(run, events[starts[-1] :], attempts[-1])
+    chips, hour, watts, pue = (_amount(stated, name) for name in ("chips", "per_chip_hour", "watts_per_chip", "pue"))
+    cost, kwh = _amount(last, "cost"), _amount(last, "energy_kwh")
+    estimated = last.get("energy_estimated") is True
+    ledger = ledger_of(attempts, processes)
+    held_s = ledger.wall_s - ledger.seconds["down"]  # that the chips were held
+    if hour is None or chips is None:
+        cost = None if rates.per_second is None else rates.per_second * held_s
+    elif stated.get("currency") != rates.currency:
         cost = None
-    elif cost is None and rates.per_chip_hour is not None:
-        cost = rates.per_chip_hour * rates.chips * hours
-    if kwh is None and rates.watts is not None:
-        return Totals(cost, rates.watts * rates.pue * hours / 1000, rates.currency, True)
+    elif cost is not None:
+        cost += hour * chips * rest_s / 3600
+    if kwh is None:
+        kwh = None if rates.watts is None else rates.watts * rates.pue * held_s / JOULES_A_KWH
+        estimated = kwh is not None
+    elif rest_s > 0 and chips is not None and watts is not None and pue is not None:
+        kwh += watts * chips * pue * rest_s / JOULES_A_KWH
+        estimated = True
     return Totals(cost, kwh, rates.currency, estimated)
 
 
-def _recorded(run: RunDirectory, events: Sequence[Event]) -> tuple[float | None, float | None, bool]:
-    """The most that records and ends of attempts state of cost and kWh, None if they do not, and whether any of it is estimated."""
-    bills = (bill for event in events if event.kind == "stop" and isinstance(bill := event.data.get("bill"), Mapping))
-    most: dict[str, float] = {}
-    estimated = False
-    for item in itertools.chain(read_objects(run.metrics) if run.metrics.is_file() else (), bills):
-        estimated |= item.get("energy_estimated") is True
-        most |= {name: max(value, most.get(name, 0.0)) for name in ("cost", "energy_kwh") if is_number(value := item.get(name))}
-    return most.get("cost"), most.get("energy_kwh"), estimated
+def _newest(run: RunDirectory, events: Sequence[Event], attempt: Attempt) -> tuple[Mapping[str, Any], Mapping[str, Any], float]:
+    """(rates that the newest start states, the last totals since, seconds of the attempt after them). `events`: from that start on."""
+    stop = next((event for event in events if event.kind == "stop"), None)
+    stated, at_end = (event.data.get("bill") if event else None for event in (events[0], stop))
+    bill = stated if isinstance(stated, Mapping) and "cost" in stated else {}
+    if isinstance(at_end, Mapping):
+        return bill, at_end, 0.0
+    last, since = bill, attempt.began
+    for record in read_objects(run.metrics) if run.metrics.is_file() else ():
+        if (when := _amount(record, "time")) is not None and when >= events[0].time and "cost" in record:
+            last, since = record, when
+    return bill, last, max(0.0, attempt.ended - since)
 
 
-def _currency(start: Event) -> str | None:
-    bill = start.data.get("bill")
-    return bill.get("currency") if isinstance(bill, Mapping) and bill.get("per_chip_hour") is not None else None
+def _amount(item: Mapping[str, Any], name: str) -> float | None:
+    return float(value) if is_number(value := item.get(name)) and value >= 0 else None

@@ -1,4 +1,4 @@
-"""Where the time of a run went: every second from its first start on is in one part, across attempts and what lies between them."""
+"""Wall time of a run by part: every second from its first start on is in one, across attempts and what lies between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Ledger:
 
     def __str__(self) -> str:
         """A line: goodput, of how long, and the parts, largest first."""
-        shown = {part: value for part, value in self.seconds.items() if part != "step" and value >= 0.0005 * self.wall_s}
+        shown = {part: value for part, value in self.seconds.items() if part != "step" and value > 0.0005 * self.wall_s}
         parts = sorted(((value, part) for part, value in shown.items()), reverse=True)
         rest = ", ".join(f"{TITLES[part]} {percent(value / self.wall_s)}" for value, part in parts)
         times = f" in {self.attempts:,} attempts" if self.attempts > 1 else ""
@@ -135,6 +135,14 @@ def read_ledger(run: RunDirectory, until: float | None = None, begins: Event | N
 
     Raises OSError.
     """
+    attempts, processes = read_attempts(run, begins)
+    if begins is not None:
+        until = attempts.pop().began
+    return ledger_of(attempts, processes, until)
+
+
+def read_attempts(run: RunDirectory, begins: Event | None = None) -> tuple[list[Attempt], list[Process]]:
+    """(attempts, processes of the supervisor) by the files of a run; `begins`: the `start` of the last attempt to take. Raises OSError."""
     events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
     if begins is not None:
         own = (i for i, event in enumerate(events) if event.kind == "start" and event.data.get("attempt") == begins.data.get("attempt"))
@@ -145,7 +153,4 @@ def read_ledger(run: RunDirectory, until: float | None = None, begins: Event | N
         return (timing for record in records if (timing := StepTiming.of(record)) is not None)
 
     processes = read_processes(run.supervisor)
-    attempts = attempts_of(events, timings, read_beat(run.heartbeat), processes)
-    if begins is not None:
-        until = attempts.pop().began
-    return ledger_of(attempts, processes, until)
+    return attempts_of(events, timings, read_beat(run.heartbeat), processes), processes

@@ -1,6 +1,7 @@
 """Strict JSON lines: NaN and infinity become null; when reading, a torn line is skipped."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -8,9 +9,9 @@ from typing import Any, TypeGuard
 from pydantic_core import to_json
 
 
-def dumps(value: Any) -> str:
-    """One line of strict JSON: arrays of one element become numbers, unknown types their text."""
-    return to_json(value, inf_nan_mode="null", fallback=_plain).decode()
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Strict JSON, in one line without `indent`: arrays of one element become numbers, unknown types their text."""
+    return to_json(value, indent=indent, inf_nan_mode="null", fallback=_plain).decode()
 
 
 def _plain(value: Any) -> Any:
@@ -20,8 +21,8 @@ def _plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """True for a number, as files hold it."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """True for a number, as files hold it: not NaN, and no larger than a float can be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ def test_an_axis_knows_its_links(topology, line, links):
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 8}, {"data": 8, "tensor": 2}, {"fsdp": 16}, {"data": 1, "fsdp": 2, "tensor": 8}])
-@pytest.mark.parametrize("topology", ["h100:2x8", "h100:4x4", "h100:8x2", "h100:1x16", "h100:16x1"])
+@pytest.mark.parametrize("topology", ["h100:2x8", "h100:4x4", "h100:8x2", "a100-40gb:1x16", "h100:16x1"])
 def test_nodes_that_an_axis_crosses_are_those_of_its_devices(sizes, topology):
     """Reckoned from the sizes alone, as read off a mesh of devices numbered node by node."""
     gpus = parse(topology).sides[1]

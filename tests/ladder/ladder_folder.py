@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm.config.loader import load_as
+from maxlm.config.loader import dump, load_as
 from maxlm.ladder.grid import Rung, make_grid
 from maxlm.ladder.settings import LadderSettings
 
@@ -52,10 +52,10 @@ def loss_of(rung: Rung) -> float:
 
 
 def end_run(folder: Path, rung: Rung, loss: float | None = None, reason: str = "done") -> None:
-    """What a run leaves behind."""
+    """Write the files that a run leaves behind."""
     path = folder / "runs" / rung.name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.yml").write_text("")
+    (path / "config.yml").write_text(dump(rung.config))
     events = [{"kind": "start", "step": 0, "time": 100.0}]
     stop = {
         "kind": "stop",

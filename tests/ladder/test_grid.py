@@ -68,6 +68,8 @@ def test_a_ratio_counts_parameters_as_the_fit_does(here):
         ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {train.steps: 3}", "is set by the ladder itself"),
         ("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {optimizer.pek_lr: 3}", "pek_lr"),
         ("folder: out", "folder: out\nsettings: {run.name: x}", "settings = run.name: is set by the ladder itself"),
+        ("folder: out", "folder: out\nsettings: {model: {d_model: 8}}", "settings = model.d_model: is set by the ladder itself"),
+        ("folder: out", "folder: out\nsettings: {train: {steps: 8}}", "settings = train.steps: is set by the ladder itself"),
         ("folder: out", "folder: out\nsettings: {model.d_model: 8}", "settings = model.d_model: is set by the ladder itself"),
         ("folder: out", "folder: out\nsettings: {model.d_modle: 8}", "d_modle"),
         ("  a: {", "  a/b: {", "sizes"),

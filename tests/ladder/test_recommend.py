@@ -50,12 +50,24 @@ def test_more_flops_are_a_larger_model_for_longer(ladder):
 def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         recommend(tmp_path, "base.yml", [], 1e18)
+    with pytest.raises(UserError, match=r"train\.steps=5 does not go with --flops"):
+        recommend(ladder, "base.yml", ["train.steps=5"], 1e18)
     with pytest.raises(UserError, match="is not a number of FLOPs"):
         recommend(ladder, "base.yml", [], float("nan"))
     with pytest.raises(UserError, match=r"too little for base\.yml"):
         recommend(ladder, "base.yml", [], 1e3)
     with pytest.raises(UserError, match="goes with dense models"):
         recommend(ladder, "runs/quickstart-moe", [], 1e18)
+    text = (ladder / "ladder.json").read_text()
+    for before, after in (
+        ('"chinchilla"', '"cubic"'),
+        ('"theta": [', '"theta": [null,'),
+        ('"centre": [', '"centre": [1.0,'),
+        ('"flops"', '"flop"'),
+    ):
+        (ladder / "ladder.json").write_text(text.replace(before, after))
+        with pytest.raises(UserError, match="fit it anew"):
+            recommend(ladder, "base.yml", [], 1e18)
     (ladder / "ladder.json").write_text("[]")
     with pytest.raises(UserError, match="fit it anew"):
         recommend(ladder, "base.yml", [], 1e18)

@@ -48,6 +48,13 @@ def test_an_offer_may_state_its_power_and_its_grid(config):
     assert not cost.power_estimated
 
 
+def test_steps_that_no_machine_survives_are_dear_and_no_error(config):
+    """Nothing counts in the simulation of such a run."""
+    assert expected_goodput(8, 4, 1e9, memory=False, peer=False) == 0.0
+    cost = run_cost(parse("v5e:2x4"), config, 1e9, 1e9, Wanted(LIST_PRICES))
+    assert (cost.goodput, cost.wall_s) == (0.001, pytest.approx(1e12))
+
+
 def test_what_is_unknown_is_none_and_said(config):
     """No power of v5p and no price of tpu7x is published."""
     unpriced = run_cost(parse("tpu7x:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))

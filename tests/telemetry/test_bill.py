@@ -12,6 +12,8 @@ from maxlm.hardware.power import POWERS
 from maxlm.telemetry.bill import Bill, Rates, Totals, rates_of, spent_before
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event, Observers
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.summary import figures_of
 from maxlm.telemetry.run_dir import RunDirectory
 
 NOTHING = Totals(0.0, 0.0, "USD", False)
@@ -136,6 +138,62 @@ def test_a_run_goes_on_where_its_bill_was(tmp_path, record):
     assert again.totals().cost == pytest.approx(7.2 + 3.6)
     euros = spent_before(run, Rates(4, 1.0, "EUR", "", 2000.0, 400.0, 1.25))
     assert euros.cost is None, "dollars and euros are not added"
+
+
+def start(bill, time, attempt):
+    return Event("start", 0, time=time, data={"attempt": attempt, "startup_s": 0.0, "bill": bill.facts()})
+
+
+def test_no_restart_loses_what_was_paid(tmp_path, record):
+    """Neither records that a restore drops, nor attempts that are killed before their first record, nor the time after the last record."""
+    run = RunDirectory.create(tmp_path, "r")
+    files = FileObserver(run)
+    bill = Bill(RATES, NOTHING, began=100.0, clock=Clock())
+    files.on_event(start(bill, 1000.0, "a"))
+    for step, seconds in ((1, 1800.0), (2, 3600.0)):
+        files.on_step(record(step=step, time=1000.0 + seconds, extra={"cost": seconds / 1000, "energy_kwh": seconds / 1440}))
+    files.close()
+    run.heartbeat.write_text(json.dumps({"attempt": "a", "time": 1000.0 + 5400.0, "goodput": {}}))
+    before = spent_before(run, RATES)
+    assert before.cost == pytest.approx(3.6 + 1.8), "half an hour after the last record"
+    assert (before.kwh, before.estimated) == (pytest.approx(2.5 + 1.25), True)
+    files = FileObserver(run)
+    files.on_event(start(Bill(RATES, before, began=0.0), 10_000.0, "b"))
+    files.on_event(Event("restore", 1, time=10_000.0))
+    files.close()
+    run.heartbeat.write_text(json.dumps({"attempt": "b", "time": 10_000.0 + 3600.0, "goodput": {}}))
+    assert run.metrics.read_text().count("\n") == 1, "the restore has dropped the other record"
+    before = spent_before(run, RATES)
+    assert before.cost == pytest.approx(5.4 + 3.6), "an attempt without records"
+    assert before.kwh == pytest.approx(3.75 + 2.5)
+    assert figures_of(load_run(run.path)).cost == "$5.40", "at the last start; not at the record that is left"
+
+
+def test_currencies_are_never_mixed(tmp_path, record):
+    """Not at the start after the one that changed the currency either."""
+    run, euros = RunDirectory.create(tmp_path, "r"), Rates(4, 1.0, "EUR", "", None, 0.0, 1.0)
+    for number, rates in enumerate((RATES, euros, euros)):
+        before = spent_before(run, rates)
+        assert before.cost == (0.0 if number == 0 else None)
+        bill = Bill(rates, before, began=0.0, clock=Clock())
+        files = FileObserver(run)
+        files.on_event(start(bill, 1000.0 * (number + 1), str(number)))
+        files.on_step(bill.complete(record(step=number + 1, time=1000.0 * (number + 1) + 100.0)))
+        files.close()
+    assert figures_of(load_run(run.path)).cost == ""
+
+
+def test_a_part_of_a_chip_is_paid_for_whole():
+    rates = rates_of(CostConfig(watts=100.0), "TPU7x", 1)
+    assert (rates.chips, rates.watts) == (1, 100.0)
+    assert Bill(rates, NOTHING, began=0.0).facts()["watts_per_chip"] == 100.0
+
+
+def test_numbers_that_no_run_writes_are_none(tmp_path):
+    run = RunDirectory.create(tmp_path, "r")
+    run.events.write_text('{"kind":"start","step":0,"time":1.0,"bill":{"cost":NaN,"energy_kwh":1e999,"per_chip_hour":1.0,"chips":2}}\n')
+    run.metrics.write_text(f'{{"step":1,"time":2.0,"cost":{"9" * 400}}}\n')
+    assert spent_before(run, RATES).cost is None
 
 
 def test_time_before_there_was_a_bill_counts_at_the_present_rates(tmp_path, record):

@@ -51,7 +51,7 @@ def test_visible_gpus_are_added(visible, count, joules):
 
 @pytest.mark.parametrize("environment", [{}, *({"CUDA_VISIBLE_DEVICES": visible} for visible in ("", "-1", "7", "2", "GPU-x", "MIG-a"))])
 def test_what_does_not_count_or_is_not_there_gives_none(environment):
-    """Of all three GPUs one has no counter."""
+    """One of all three GPUs has no counter."""
     assert gpu_energy.open_counters(environment) is None
 
 

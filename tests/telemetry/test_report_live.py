@@ -13,6 +13,7 @@ import pytest
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import live, write_report
+from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.text_server import Text, TextServer
 
@@ -48,6 +49,30 @@ def test_a_page_is_made_only_when_a_run_has_changed(run):
     assert report.update() > 0.0
     assert report.version != version and f'data-version="{report.version}"' in report.page
     assert "for 5 steps" in report.page
+
+
+@pytest.mark.parametrize("failure", [UserError("the store was away"), OSError("stale file handle")])
+def test_what_could_not_be_read_once_is_read_again(run, server, monkeypatch, failure):
+    """Also if no file has changed since: the store of the last record may have been away."""
+    report, told, failures = live.LiveReport([run.path]), [], iter([failure])
+    write(run, 7)
+
+    def load(path):
+        for one in failures:
+            raise one
+        return load_run(path)
+
+    def sleep(_):
+        if "for 7 steps" in report.page:
+            raise KeyboardInterrupt
+        server.served += 1
+        assert server.served < 5
+
+    monkeypatch.setattr(live, "load_run", load)
+    monkeypatch.setattr(live.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        live.follow(report, server, told.append)
+    assert len(told) == 1 and str(failure) in told[0]
 
 
 def test_only_a_live_page_may_ask_and_only_its_server(run, tmp_path):

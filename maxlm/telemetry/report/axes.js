@@ -1,6 +1,7 @@
 // Numbers as text, and the axes of charts.
 'use strict';
 
+const MOST_TICKS = 100;  // a range too narrow for a float has no end of them
 const TIMES = [[86400, 'd'], [3600, 'h'], [60, 'min'], [1, 's']];
 
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -57,7 +58,8 @@ function ticks(low, high, wanted) {  // multiples of 1, 2 or 5 times a power of 
   const power = 10 ** Math.floor(Math.log10((high - low) / wanted));
   const choices = [1, 2, 5, 10].map(factor => {
     const step = power * factor, values = [];
-    for (let n = Math.ceil(low / step); n <= high / step + 1e-9; n++) values.push(Number((n * step).toPrecision(12)));
+    const first = Math.ceil(low / step), count = Math.min(MOST_TICKS, Math.floor(high / step + 1e-9) - first + 1);
+    for (let n = 0; n < count; n++) values.push(Number(((first + n) * step).toPrecision(12)));
     return values;
   });
   const miss = values => Math.abs(Math.log(Math.max(values.length, 0.5) / wanted));

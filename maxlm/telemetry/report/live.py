@@ -32,10 +32,10 @@ class LiveReport:
         began, seen = time.monotonic(), list(_state(self._run_dirs))
         if self.page and seen == self._seen:
             return 0.0
-        self._seen = seen  # as it was before reading: what is written meanwhile makes the next page
         version = str(time.time_ns())
         self.page = render([load_run(path) for path in self._run_dirs], version)
         self.version = version
+        self._seen = seen  # as it was before reading: what is written meanwhile makes the next page; after a failure, the next attempt
         return time.monotonic() - began
 
 
@@ -66,7 +66,7 @@ def follow(report: LiveReport, server: TextServer, warn: Callable[[str], None]) 
         asked = server.served
         try:
             took_s, told = report.update(), ""
-        except UserError as error:
+        except (UserError, OSError) as error:
             if str(error) != told:
                 warn(f"maxlm: {error}; the page of before stays")
             told = str(error)

@@ -47,6 +47,7 @@ class Declared(NamedTuple):
     entries: list[str]  # names of the entries of a vector, as far as they have any
 
 
+LARGEST = 1e304  # of a value
 EMPTY = Series(np.zeros(0), np.zeros(0))
 
 
@@ -124,7 +125,7 @@ class Run:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Where the time went, up to the last sign of life."""
+        """Wall time by part, up to the last sign of life."""
         return ledger_of(self.attempts, self.processes)
 
     def _timings(self) -> list[StepTiming]:
@@ -223,8 +224,10 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
 
 
 def _rising(steps_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> Series:
-    """Sorted by step. Of several records of a step the last is used: the others are of an attempt that was killed."""
-    finite = np.isfinite(values_N)
+    """Sorted by step. Of several records of a step the last is used: the others are of an attempt that was killed. Left out are values
+    that a page cannot hold: a thousand of them, or the sum of two, would be infinite.
+    """
+    finite = np.abs(values_N) < LARGEST
     steps_N, values_N = steps_N[finite][::-1], values_N[finite][::-1]
     unique_N, first_N = np.unique(steps_N, return_index=True)
     return Series(unique_N, values_N[first_N])

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +52,9 @@ class Figures:
 
 def figures_of(run: Run) -> Figures:
     loss, wait, step_time = run.get("loss"), run.get("data_wait_s"), run.get("step_time_s")
-    start = _start_data(run)
+    start, bills = _start_data(run), _bills(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
-    stated = start.get("bill")
-    bill = stated if isinstance(stated, dict) else {}
     cost, kwh, tokens = _so_far(run, "cost"), _so_far(run, "energy_kwh"), _last(run.get("tokens"))
     return Figures(
         steps=run.last_step,
@@ -75,10 +74,10 @@ def figures_of(run: Run) -> Figures:
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
-        cost="" if cost is None else money(cost, str(bill.get("currency", ""))),
+        cost="" if cost is None else money(cost, "".join(_currencies(bills))),
         kwh=kwh,
         joules_per_token=kwh * 3.6e6 / tokens if kwh is not None and tokens else None,
-        energy_estimated=bill.get("energy") != "counters",
+        energy_estimated=any(one.get("energy_estimated") is True or one.get("energy", "counters") != "counters" for one in bills),
     )
 
 
@@ -175,10 +174,22 @@ def _held_out(run: Run, loss: float) -> str:
     return f"{figure(loss)} (perplexity {perplexity})" if run.loss_unit.startswith("nats a token") else figure(loss)
 
 
+def _bills(run: Run) -> list[dict[str, Any]]:
+    """Bills that the starts and ends of attempts state."""
+    bills = [event.data.get("bill") for event in run.events if event.kind in ("start", "stop")]
+    return [bill for bill in bills if isinstance(bill, dict)]
+
+
+def _currencies(bills: Sequence[dict[str, Any]]) -> set[str]:
+    return {str(bill["currency"]) for bill in bills if "currency" in bill}
+
+
 def _so_far(run: Run, name: str) -> float | None:
-    """The most that a record or the end of an attempt states of what only grows; None if none does."""
-    bills = [event.data.get("bill") for event in run.events if event.kind == "stop"]
-    stated = [bill[name] for bill in bills if isinstance(bill, dict) and is_number(bill.get(name))]
+    """The most that a record, or the start or end of an attempt, states of what only grows; None if none does."""
+    bills = _bills(run)
+    if name == "cost" and len(_currencies(bills)) > 1:
+        return None  # they are not added
+    stated = [bill[name] for bill in bills if is_number(bill.get(name)) and bill[name] > 0]  # a first start knows of nothing: 0
     values_N = run.get(name).values_N
     return max([*stated, *([float(values_N.max())] if len(values_N) else [])], default=None)
 
