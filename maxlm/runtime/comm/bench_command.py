@@ -25,6 +25,7 @@ from maxlm.runtime.comm.measure import OPERATIONS, Row, fitting_sizes, measure
 from maxlm.runtime.comm.sizes import format_seconds, format_size, three_digits
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.telemetry.atomic import replacing
+from maxlm.telemetry.link_use import check_out
 
 DEFAULT_CONFIG = "runs/quickstart"  # its mesh is one axis over all devices
 GB = 1e9
@@ -62,8 +63,7 @@ def bench_comm(request: Request, named: Mapping[str, str], limit: Limit, *, as_j
 
     `named`: settings of the cluster on the command line; `limit`: see `maxlm.cost.mesh_links.bus_limit`.
     """
-    if request.out is not None and not request.out.absolute().parent.is_dir():
-        raise UserError(f"--out {request.out}: there is no folder {request.out.absolute().parent}; make it first.")
+    check_out(request.out)
     log = Console(stderr=True)
     select_platform()
     with (
