@@ -24,7 +24,8 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
 
     leave_chips_alone()
     from maxlm.compiler.aot import build, compile_program
-    from maxlm.cost.link_schedule import link_uses
+    from maxlm.cost import link_needs
+    from maxlm.cost.link_schedule import link_uses, runs_of
     from maxlm.cost.step_cost import program_network, replay
     from maxlm.hlo.parser import read
     from maxlm.telemetry.formatting import duration, percent
@@ -36,22 +37,29 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     if not step.fits:
         raise UserError(f"the step does not fit {machine.name}: see `maxlm compile` of the same settings for what would.")
     network = program_network(program, machine)
-    root, _ = replay(read(step.text), network)
+    module = read(step.text)
+    root, _ = replay(module, network)
     uses = link_uses(root, network, machine)
+    found = link_needs.needs(module, network, {use.kind for use in uses if use.peak > 0})
     number = f"{machine.slices} slices of {machine.name}" if machine.slices > 1 else machine.name
-    exposed_s = sum(use.exposed_s or 0.0 for use in uses)
+    exposed_s = sum(len(runs.begins) * runs.span.exposed_s for runs in runs_of(root))
     if out is not None:
         plot(uses, f"{config.run.name} on {number}: links of a chip during a step, predicted", out)
     if as_json:
         mesh = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
         facts = {"source": "schedule", "run": config.run.name, "topology": machine.name, "slices": machine.slices, "mesh": mesh}
-        sys.stdout.write(json.dumps({**facts, "step_s": root.seconds, "links": [use.to_json() for use in uses]}) + "\n")
+        times = {"step_s": root.seconds, "exposed_s": exposed_s}
+        links = {"links": [use.to_json() for use in uses], "needs": [need.to_json() for need in found]}
+        sys.stdout.write(json.dumps({**facts, **times, **links}) + "\n")
         return 0
     console = output_console()
     share = percent(exposed_s / root.seconds if root.seconds else 0.0)
     console.print(f"{config.run.name} on {number}: a step of {duration(root.seconds)} (predicted), {share} of it exposed communication.")
     console.print("Bandwidth of the busiest link of each kind at a chip, one way, by the schedule of the compiled program:")
     console.print(table(uses, "mesh axes"))
+    if found:
+        console.print("Step with other bandwidth of one kind of link, relative to now:")
+        console.print(link_needs.table(found))
     if out is not None:
         console.print(f"plot: {out}")
     return 0

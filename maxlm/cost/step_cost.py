@@ -138,8 +138,13 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
 
 def replay(module: Module, network: Network) -> tuple[Segment, TpuPricing | GpuPricing]:
     """One step of `module`, replayed, and the prices of its operations."""
-    pricing = TpuPricing(module, network.chip) if is_tpu(network.chip) else GpuPricing(module, network.chip)
+    pricing = price(module, network.chip)
     return Replay(module, network, pricing.seconds).run(module.entry), pricing
+
+
+def price(module: Module, chip: Chip) -> TpuPricing | GpuPricing:
+    """Prices of the operations of `module` on `chip`."""
+    return TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
 
 
 def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:

@@ -86,8 +86,8 @@ class LinkUse:
     @classmethod
     def from_json(cls, item: dict[str, Any]) -> "LinkUse":
         """The inverse of `to_json`; rates are not kept."""
-        figures = (item[f"{name}_bytes_per_s"] for name in ("average", "p90", "peak", "limit"))
-        return cls(item["link"], item["kind"], *figures, item["busy"], item["exposed_s"], item["used_by"])
+        average, p90, peak, limit = (item[f"{name}_bytes_per_s"] for name in ("average", "p90", "peak", "limit"))
+        return cls(item["link"], item["kind"], average, p90, peak, limit, item["busy"], item["exposed_s"], item["used_by"])
 
 
 def check_out(path: Path | None) -> None:
