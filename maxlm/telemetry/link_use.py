@@ -13,11 +13,12 @@ from rich.table import Table
 
 from maxlm.config.errors import UserError
 from maxlm.telemetry.atomic import replacing
-from maxlm.telemetry.formatting import percent
+from maxlm.telemetry.formatting import figure, percent
 
 GB, MB = 1e9, 1e6
 PERCENTILE = 0.9
 MOST_PANELS = 8  # of a plot
+FAR = 4  # times the peak: a limit beyond is only named in the plot
 BINS = 2000  # points of a line of a plot
 
 
@@ -106,8 +107,8 @@ def table(uses: Sequence[LinkUse], used_by: str) -> Table:
     for heading in (f"average, {name}", "90th percentile", "peak", "limit", *(("busy", "exposed") if with_busy else ())):
         result.add_column(heading, justify="right", no_wrap=True)
     for use in uses:
-        cells = [f"{value / unit:.3g}" for value in (use.average, use.p90, use.peak)]
-        cells.append("" if use.limit is None else f"{use.limit / unit:.3g}")
+        cells = [figure(value / unit, 3) for value in (use.average, use.p90, use.peak)]
+        cells.append("" if use.limit is None else figure(use.limit / unit, 3))
         if with_busy:
             cells += [percent(use.busy), f"{1e3 * (use.exposed_s or 0.0):.3g} ms"]
         result.add_row(use.link, use.used_by, *cells)
@@ -117,9 +118,9 @@ def table(uses: Sequence[LinkUse], used_by: str) -> Table:
 def plot(uses: Sequence[LinkUse], title: str, path: Path) -> None:
     """Write a PNG to `path`: a panel a link, bandwidth against time, with its average, 90th percentile and limit. Raises UserError."""
     shown = [use for use in uses if use.rates is not None][:MOST_PANELS]
-    figure = Figure(figsize=(11, 1.0 + 2.0 * max(1, len(shown))), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    panels = figure.subplots(max(1, len(shown)), 1, sharex=True, squeeze=False)[:, 0]
+    page = Figure(figsize=(11, 1.0 + 2.0 * max(1, len(shown))), dpi=120, layout="constrained")
+    page.suptitle(title, fontsize="medium")
+    panels = page.subplots(max(1, len(shown)), 1, sharex=True, squeeze=False)[:, 0]
     for panel, use in zip(panels, shown, strict=False):
         assert use.rates is not None
         unit, name = (GB, "GB/s") if use.peak >= 0.1 * GB else (MB, "MB/s")
@@ -127,17 +128,18 @@ def plot(uses: Sequence[LinkUse], title: str, path: Path) -> None:
         panel.stairs(values / unit, edges, fill=True, alpha=0.4)
         for value, style, label in ((use.average, "-", "average"), (use.p90, ":", "90th percentile"), (use.limit, "--", "limit")):
             if value is not None:
-                panel.axhline(value / unit, color="0.2", linestyle=style, linewidth=1, label=f"{label} {value / unit:.3g}")
+                panel.axhline(value / unit, color="0.2", linestyle=style, linewidth=1, label=f"{label} {figure(value / unit, 3)}")
         panel.set_title(f"{use.link} ({use.used_by})" if use.used_by else use.link, fontsize="small", loc="left")
         panel.set_ylabel(name)
-        panel.set_ylim(bottom=0)
-        panel.legend(fontsize=8, loc="upper right", ncols=3)
+        in_sight = use.limit if use.limit is not None and use.limit < FAR * use.peak else use.peak
+        panel.set_ylim(0, 1.1 * max(in_sight, use.peak) / unit or 1.0)
+        panel.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
         panel.margins(x=0)
     panels[-1].set_xlabel("seconds")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(page)
     try:
         with replacing(path) as file:
-            figure.savefig(file, format="png")
+            page.savefig(file, format="png")
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}; choose another path.") from None
 

@@ -41,7 +41,7 @@ def run(capfd, *arguments):
         (["runs/quickstart", "--operation", "permute"], "--operation: is only for bench-comm without"),
         (["runs/quickstart", "--steps", "0"], "--steps"),
         (["runs/quickstart", "--topology", "v5e:3x5"], "cannot be made of hosts of 2x2 chips"),
-        (["runs/quickstart", "--topology", "h100:2x8"], "run this on the GPUs with cluster=null, to read counters"),
+        (["runs/quickstart", "--topology", "h100:1x8"], "run this on the GPUs with cluster=null, to read counters"),
         (["runs/quickstart", "--out", "nowhere/at/all.png"], "there is no folder"),
         (["runs/quickstart", "--topology", "v5e:2x2", "--out", "nowhere/at/all.png"], "there is no folder"),
         (["runs/quickstart", "--topology", "v5e:2x2", "coordinator=a:1"], "coordinator: with --topology or --slices"),
@@ -106,7 +106,7 @@ def test_gradients_between_two_hosts_are_counted(tmp_path):
     gradients = 4 * count_parameters(load(str(tmp_path / "small.yml"), settings[1:4]).config.model)
     for row in links.values():
         sent = row["average_bytes_per_s"] * report["step_s"]
-        assert gradients <= sent < 1.2 * gradients, row
+        assert 0.99 * gradients <= sent < 1.1 * gradients, row
         assert row["average_bytes_per_s"] <= row["peak_bytes_per_s"]
         if row["link"] == "eth0 sent":
             assert row["p90_bytes_per_s"] < 1.1 * 25e6, "the link's own rate"
