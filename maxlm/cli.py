@@ -527,26 +527,63 @@ def launch(
 
 @app.command(name="bench-comm")
 def bench_comm_(
+    context: typer.Context,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="Config with the mesh; or mesh.data=2 alone.")
     ] = None,
     operation: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Such as all-reduce; all if not given. Repeatable.")] = None,
     smallest: Annotated[str, typer.Option(metavar="SIZE", help="Size of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
     largest: Annotated[str, typer.Option(metavar="SIZE", help="Largest size; each is four times the one before.")] = "1GB",
+    during_training: Annotated[bool, typer.Option("--during-training", help="Use of each link while a training step runs.")] = False,
+    topology: Topology = None,
+    slices: Slices = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps to read counters in, where no machine is named.")] = 20,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a plot, as a PNG.")] = None,
     json_: Json = False,
 ) -> None:
-    """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links."""
+    """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links; or links during training."""
     from maxlm.runtime.cluster_env import split_arguments
     from maxlm.runtime.comm import sizes
+    from maxlm.runtime.comm.arguments import check_options
 
     cluster, rest = split_arguments(arguments or [])
+    check_options({name for name in context.params if _is_given(context, name)}, during_training=during_training)
+    if during_training:
+        raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
     operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest)
     from maxlm.cost.mesh_links import bus_limit
     from maxlm.runtime.comm.bench_command import Request, bench_comm
 
     request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out)
     raise typer.Exit(bench_comm(request, cluster, bus_limit, as_json=json_))
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """True if the command line has the option `name`."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _links_during_training(
+    arguments: list[str], cluster: dict[str, str], topology: str | None, slices: int | None, steps: int, out: Path | None, *, as_json: bool
+) -> int:
+    """By the schedule for the machine that is named; else, and in a cluster that is, by counters of the links here."""
+    from maxlm.runtime.comm.arguments import one_config
+
+    name, overrides = one_config(arguments)
+    if cluster and (topology is not None or slices is not None):
+        raise UserError(f"{next(iter(cluster))}: with --topology or --slices the step is compiled, on one host; leave one of them out.")
+    from maxlm.config import load
+
+    if not cluster and (
+        topology is not None or slices is not None or load(name, overrides, any_mesh=True, assume=True).config.cluster is not None
+    ):
+        from maxlm.cost import link_command
+
+        return link_command.run(name, overrides, topology, slices, out, as_json=as_json)
+    from maxlm.runtime.comm import during_training
+
+    return during_training.run(load(name, overrides).config, cluster, steps, out, as_json=as_json)
 
 
 @app.command()

@@ -6,29 +6,35 @@ between a chip and its host (offloading) are counted as well.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxlm.config.errors import UserError
 from maxlm.cost.efficiency import NVLINK_SHARE
 from maxlm.hardware.chips import DCN_S, HOP_S, SWITCH_S, Chip
 from maxlm.hardware.topologies import is_tpu
-from maxlm.hlo.parser import HOST, Computation, Op
+from maxlm.hlo.parser import HOST, Computation, Op, text_of
 from maxlm.hlo.replica_groups import axes_of, axes_of_pairs, device_groups
 
 OPCODES = frozenset(
     ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
 )
 HOST_AXES = ("host",)
+RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="([^"]*)"')
 
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """Physical links of a mesh axis: the number of torus dims it spans, if they close to rings, and the slices it crosses."""
+    """Physical links of a mesh axis: the number of torus dims it spans, if they close to rings, and the slices it crosses. `torus`: the
+    numbers of these dims, where known.
+    """
 
     dims: int = 1
     wrapped: bool = True
     slices: int = 1
+    torus: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,17 @@ class Collective:
 
 @dataclass(frozen=True)
 class Network:
-    """The network of a machine: the chip, the mesh (axis to size, outermost first), the links of each axis."""
+    """The network of a machine: the chip, the mesh (axis to size, outermost first), the links of each axis.
+
+    A program for `slices` of TPUs is compiled for one of them, with the mesh of one; axis `across` goes over all.
+    """
 
     chip: Chip
     mesh_sizes: Mapping[str, int]
     links: Mapping[str, AxisLinks]
     switch_share: float = NVLINK_SHARE
+    slices: int = 1
+    across: str = "data"
 
     def __post_init__(self) -> None:
         missing = [axis for axis, size in self.mesh_sizes.items() if size > 1 and axis not in self.links]
@@ -97,6 +108,18 @@ class Network:
         lane = "to host" if out else "from host"
         return Collective(op.name, "copy", "async", payload, 1, HOST_AXES, op.where, payload / speed, "host", (lane,))
 
+    def transfer(self, send: Op) -> Collective:
+        """What a send of a program for several slices begins: a ring over them, each chip at its share of the data-centre network."""
+        kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, self.slices
+        payload *= slices if kind == "ALL_GATHER" else 1  # a chip's own part is sent, and the full result counts
+        opcode = kind.lower().replace("_", "-") or "transfer"
+        seconds = self._crossing(opcode, payload) / self.chip.dcn_bytes_per_s + DCN_S
+        return Collective(send.name, opcode, "async", payload, slices, (self.across,), send.where, seconds, "dcn", ("dcn",))
+
+    def _crossing(self, opcode: str, payload: int) -> float:
+        """Bytes that a chip sends to other slices for a transfer."""
+        return (2 if opcode == "all-reduce" else 1) * (self.slices - 1) / self.slices * payload
+
     def seconds(self, opcode: str, payload: int, axes: tuple[str, ...], group_size: int) -> float:
         """Seconds of one collective of `payload` bytes a chip over `axes`. An unknown set of axes is charged as one ring in a slice."""
         if group_size <= 1 or payload == 0:
@@ -108,8 +131,7 @@ class Network:
             speed, latency = (self.chip.dcn_bytes_per_s, DCN_S) if slices > 1 else (near_speed, near_latency)
             return payload / speed + latency
         inside = group_size // slices
-        near = [link for axis, link in links.items() if self.mesh_sizes[axis] > link.slices] or [AxisLinks()]
-        seconds = self._inside(opcode, payload, inside, near) if inside > 1 else 0.0
+        seconds = self._inside(opcode, payload, inside, self._near(axes)) if inside > 1 else 0.0
         if slices > 1:  # first within a slice; what then crosses is shared among its chips, except that an exchange has nothing to share
             rounds = 2 if opcode == "all-reduce" else 1
             share = payload if "all-to-all" in opcode else payload / inside
@@ -126,15 +148,36 @@ class Network:
         if self._switch:
             rounds = 2 if opcode == "all-reduce" else 1
             return rounds * payload * (chips - 1) / chips / self._switch + SWITCH_S
-        dims = max(1, min(sum(link.dims for link in links), self.chip.ici_links // 2))
-        wrapped = all(link.wrapped for link in links)
+        dims = self._dims(links)
         side = chips ** (1 / dims)
-        speed = self.chip.ici_bytes_per_s_per_link
-        hops = dims * (side / 2 if wrapped else side - 1) * HOP_S
-        if "all-to-all" in opcode:  # half of what a row of chips holds crosses its middle, over two links each way or one
-            return payload * side / ((8 if wrapped else 4) * speed) + hops
+        hops = dims * (side / 2 if all(link.wrapped for link in links) else side - 1) * HOP_S
         rounds = 2 if opcode == "all-reduce" else 1  # a reduce-scatter, then an all-gather
-        return rounds * (payload * (chips - 1) / chips / (dims * (2 if wrapped else 1) * speed) + hops)
+        return self._over_a_link(opcode, payload, chips, links) / self.chip.ici_bytes_per_s_per_link + rounds * hops
+
+    def _over_a_link(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
+        """Bytes over the busiest link of a torus, one way."""
+        dims, wrapped = self._dims(links), all(link.wrapped for link in links)
+        if "all-to-all" in opcode:  # half of what a row of chips holds crosses its middle, over two links each way or one
+            return payload * chips ** (1 / dims) / (8 if wrapped else 4)
+        rounds = 2 if opcode == "all-reduce" else 1
+        return rounds * payload * (chips - 1) / chips / (dims * (2 if wrapped else 1))
+
+    def _dims(self, links: list[AxisLinks]) -> int:
+        return max(1, min(sum(link.dims for link in links), self.chip.ici_links // 2))
+
+    def _near(self, axes: tuple[str, ...]) -> list[AxisLinks]:
+        """Links inside a slice of the axes that go on there; one ring for an unknown set of axes."""
+        links = {axis: self.links[axis] for axis in axes if axis in self.links}
+        return [link for axis, link in links.items() if self.mesh_sizes[axis] > link.slices] or [AxisLinks()]
+
+    def link_bytes(self, collective: Collective) -> float:
+        """Bytes over the busiest link under `collective`, one way, of TPUs: of a torus, between slices, or between a chip and its host."""
+        if collective.link == "dcn":
+            return self._crossing(collective.opcode, collective.bytes)
+        if collective.link == "host" or collective.opcode == "collective-permute":
+            return collective.bytes
+        chips = collective.group_size
+        return self._over_a_link(collective.opcode, collective.bytes, chips, self._near(collective.axes)) if chips > 1 else 0.0
 
 
 def is_collective(op: Op) -> bool:

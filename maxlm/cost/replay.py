@@ -7,9 +7,10 @@ A chip computes one thing at a time. What was started asynchronously goes on mea
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from maxlm.cost.network import Collective, Network, is_collective
-from maxlm.hlo.parser import PLUMBING, Computation, Module, Op
+from maxlm.cost.network import RENDEZVOUS, Collective, Network, is_collective
+from maxlm.hlo.parser import PLUMBING, Computation, Module, Op, text_of
 
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")
 _CARRIES = "async_collective_fusion"  # the name XLA gives what a fusion calls when it carries a collective
@@ -26,25 +27,38 @@ class Timed:
 
 @dataclass(frozen=True)
 class CollectiveSpan:
-    """One run of a collective, and the time that the chip waits for it."""
+    """One run of a collective, and the time that the chip waits for it. `begin`, `end`: seconds from the start of its computation's run;
+    `begin` is below 0 where the iteration before started it.
+    """
 
     collective: Collective
     exposed_s: float
+    begin: float = 0.0
+    end: float = 0.0
+
+
+class Inner(NamedTuple):
+    """A computation called by another: a run of it, how often it runs, one after the other, and from when on, in seconds."""
+
+    segment: "Segment"
+    turns: int
+    begin: float
 
 
 @dataclass
 class Segment:
-    """One run of a computation: its duration, its own operations and collectives, and the computations it calls with their counts."""
+    """One run of a computation: its duration, its own operations and collectives, and the computations it calls."""
 
     seconds: float = 0.0
     timed: list[Timed] = field(default_factory=list)
     spans: list[CollectiveSpan] = field(default_factory=list)
-    inner: list[tuple["Segment", int]] = field(default_factory=list)
+    inner: list[Inner] = field(default_factory=list)
 
 
 @dataclass
 class _Flight:
     collective: Collective
+    begin: float
     end: float
 
 
@@ -89,17 +103,20 @@ class _Turn:
             self._step(op)
         for index, name in self._handed_on():
             flight = self.flying.pop(name)
-            self.carried[index] = _Flight(flight.collective, flight.end - self.now)
+            self.carried[index] = _Flight(flight.collective, flight.begin - self.now, flight.end - self.now)
         for name in tuple(self.flying):  # not awaited here: it must end before this computation does
             self._land(self.flying.pop(name))
         for index, flight in self.carried.items():
             if index not in self.arriving:  # no iteration of this loop waits for it
-                self.segment.spans.append(CollectiveSpan(flight.collective, 0.0))
+                self.segment.spans.append(CollectiveSpan(flight.collective, 0.0, self.now + flight.begin, self.now + flight.end))
         self.segment.seconds = self.now
         return self
 
     def _step(self, op: Op) -> None:
-        if op.opcode.endswith("-start"):
+        rendezvous = self._rendezvous(op)
+        if rendezvous:
+            self._between_slices(op, rendezvous)
+        elif op.opcode.endswith("-start"):
             self._start(op)
         elif op.opcode.endswith("-done"):
             self._wait(op)
@@ -111,6 +128,20 @@ class _Turn:
             self._fusion(op)
         else:
             self._compute(op)
+
+    def _rendezvous(self, op: Op) -> str:
+        """Name that a send of a transfer between slices, and the recv-done which waits for it, have in common; "" of anything else."""
+        if self.replay.network.slices == 1 or op.opcode not in ("send", "recv-done"):
+            return ""
+        began = self.computation.by_name.get(op.operands[0]) if op.opcode == "recv-done" else op
+        return text_of(RENDEZVOUS, began.attributes) if began is not None else ""
+
+    def _between_slices(self, op: Op, rendezvous: str) -> None:
+        """A program for several slices is compiled for one: what leaves it goes through the host, as a send and a recv."""
+        if op.opcode == "send":
+            self._fly(rendezvous, self.replay.network.transfer(op))
+        elif rendezvous in self.flying:
+            self._land(self.flying.pop(rendezvous))
 
     def _start(self, op: Op) -> None:
         module, network = self.replay.module, self.replay.network
@@ -152,7 +183,7 @@ class _Turn:
     def _fly(self, name: str, collective: Collective) -> None:
         begin = max([self.now, *(self.free.get(lane, 0.0) for lane in collective.lanes)])
         self.free.update(dict.fromkeys(collective.lanes, begin + collective.seconds))
-        self.flying[name] = _Flight(collective, begin + collective.seconds)
+        self.flying[name] = _Flight(collective, begin, begin + collective.seconds)
 
     def _wait(self, op: Op) -> None:
         if op.start:
@@ -166,7 +197,7 @@ class _Turn:
     def _land(self, flight: _Flight) -> None:
         exposed = max(0.0, flight.end - self.now)
         self.now += exposed
-        self.segment.spans.append(CollectiveSpan(flight.collective, exposed))
+        self.segment.spans.append(CollectiveSpan(flight.collective, exposed, flight.begin, flight.end))
 
     def _synchronous(self, collective: Collective) -> None:
         self._fly(collective.name, collective)
@@ -176,7 +207,7 @@ class _Turn:
         turns = op.turns
         for callee in self.replay.module.called(op):
             inner = self.replay.run(callee)
-            self.segment.inner.append((inner, turns))
+            self.segment.inner.append(Inner(inner, turns, self.now))
             self.now += turns * inner.seconds
 
     def _compute(self, op: Op) -> None:

@@ -7,25 +7,21 @@ measured. For GPUs, XLA estimates nothing: see `pricing`.
 
 import heapq
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
-from maxlm.cost.network import AxisLinks, Collective, Network
+from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.pricing import GpuPricing, TpuPricing, format_of
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
-from maxlm.hardware.chips import DCN_S, Chip, MatmulFormat
+from maxlm.hardware.chips import Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology, is_tpu
-from maxlm.hlo.parser import Computation, Module, Op, text_of
+from maxlm.hlo.parser import Module
 
 if TYPE_CHECKING:
     from maxlm.training.program import Program
-
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,12 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of those of more than one
     device. `top`: number of operations to list.
     """
-    pricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
-    root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
+    return estimate_on(module, Network(chip, mesh_sizes, links), top)
+
+
+def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
+    """`estimate` on a network, which may join several slices."""
+    root, pricing = replay(module, network)
     segments = list(_segments(root, 1))
     timed = [(item, times) for segment, times in segments for item in segment.timed]
     costs = _costs(timed, pricing)
@@ -136,10 +136,21 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     )
 
 
+def replay(module: Module, network: Network) -> tuple[Segment, TpuPricing | GpuPricing]:
+    """One step of `module`, replayed, and the prices of its operations."""
+    pricing = price(module, network.chip)
+    return Replay(module, network, pricing.seconds).run(module.entry), pricing
+
+
+def price(module: Module, chip: Chip) -> TpuPricing | GpuPricing:
+    """Prices of the operations of `module` on `chip`."""
+    return TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
+
+
 def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
     """`segment` and all that it calls, with how often each runs."""
     yield segment, times
-    for inner, turns in segment.inner:
+    for inner, turns, _ in segment.inner:
         yield from _segments(inner, times * turns)
 
 
@@ -184,57 +195,14 @@ def _traffic(spans: list[tuple[CollectiveSpan, int]]) -> tuple[Traffic, ...]:
 
 def program_cost(program: "Program", module: Module, topology: Topology) -> StepCost:
     """Cost of a step of `program`, compiled to `module`, on all slices of `topology`."""
-    cost = estimate(module, topology.chip, *within_slice(program.mesh, topology))
-    if topology.slices == 1:
-        return cost
-    return with_slices(cost, module, topology, program.config.mesh.across_slices)
+    return estimate_on(module, program_network(program, topology))
 
 
-# Transfers between slices: a program is compiled for one slice, and what leaves it goes through the host, as a send and a recv. The
-# data-centre network is one lane: transfers follow each other, and a recv-done waits for what is left of its own.
-
-
-def with_slices(cost: StepCost, module: Module, topology: Topology, axis: str) -> StepCost:
-    """`cost`, the transfers between slices over mesh `axis` added to its communication."""
-    times = {run.computation: run.times for run in module.executed()}  # of computations that run
-    ran = (computation for computation in module.computations.values() if computation.name in times)
-    rows = _traffic([(span, times[one.name]) for one in ran for span in _transfers(one, module, topology, axis)])
-    exposed_s = sum(row.exposed_s for row in rows)
-    hidden_s = sum(row.seconds - row.exposed_s for row in rows)
-    traffic = tuple(sorted((*cost.traffic, *rows), key=lambda row: -row.seconds))
-    return replace(cost, traffic=traffic, exposed_s=cost.exposed_s + exposed_s, hidden_s=cost.hidden_s + hidden_s)
-
-
-def _transfers(computation: Computation, module: Module, topology: Topology, axis: str) -> Iterator[CollectiveSpan]:
-    """Each transfer, and how long the chip waits for it, along the schedule."""
-    sent: dict[str, tuple[Collective, float]] = {}  # rendezvous -> transfer, when it is through
-    now = free = 0.0
-    clock_hz = topology.chip.clock_hz
-    assert clock_hz is not None, "only programs for TPUs are compiled for one slice"
-    for op in computation.ops:
-        rendezvous = text_of(_RENDEZVOUS, op.attributes)
-        if op.opcode == "send" and rendezvous:
-            transfer = _transfer(op, topology, axis)
-            free = max(now, free) + transfer.seconds
-            sent[rendezvous] = (transfer, free)
-        elif op.opcode == "recv-done":
-            recv = computation.by_name.get(op.operands[0])
-            through = sent.pop(text_of(_RENDEZVOUS, recv.attributes), None) if recv is not None else None
-            if through is not None:
-                transfer, end = through
-                yield CollectiveSpan(transfer, min(max(0.0, end - now), transfer.seconds))
-                now = max(now, end)
-        else:
-            inside = sum(op.turns * module.cycles(callee) for callee in module.called(op))
-            now += ((op.cycles or 0) + inside) / clock_hz
-    for transfer, _ in sent.values():  # read in another computation, or never
-        yield CollectiveSpan(transfer, transfer.seconds)
-
-
-def _transfer(send: Op, topology: Topology, axis: str) -> Collective:
-    """A ring over the slices, each chip at its share of the network's bandwidth."""
-    kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, topology.slices
-    payload *= slices if kind == "ALL_GATHER" else 1  # a chip's own part is sent, and the full result counts
-    seconds = (2 if kind == "ALL_REDUCE" else 1) * (slices - 1) / slices * payload / topology.chip.dcn_bytes_per_s + DCN_S
-    opcode = kind.lower().replace("_", "-") or "transfer"
-    return Collective(send.name, opcode, "async", payload, slices, (axis,), send.where, seconds, "dcn", ("dcn",))
+def program_network(program: "Program", topology: Topology) -> Network:
+    """The network under `program`: of TPUs the mesh of one slice, and the transfers to the others."""
+    return Network(
+        topology.chip,
+        *within_slice(program.mesh, topology),
+        slices=topology.slices,
+        across=program.config.mesh.across_slices,
+    )

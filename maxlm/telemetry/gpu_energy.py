@@ -30,6 +30,13 @@ class GpuEnergy:
 
 def open_counters(environment: Mapping[str, str] = os.environ) -> GpuEnergy | None:
     """The counters; None where there is no driver, a GPU does not count, or what is visible is a part of a GPU."""
+    gpus = visible_gpus(environment)
+    counters = None if gpus is None else GpuEnergy(*gpus)
+    return counters if counters is not None and counters.joules() is not None else None
+
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[ctypes.CDLL, list[ctypes.c_void_p]] | None:
+    """(driver's library, a handle of each GPU that this process may use); None without a driver, or if what is visible is no whole GPU."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError:
@@ -37,8 +44,7 @@ def open_counters(environment: Mapping[str, str] = os.environ) -> GpuEnergy | No
     if library.nvmlInit_v2() != 0:
         return None
     handles = _handles(library, environment.get("CUDA_VISIBLE_DEVICES"))
-    counters = GpuEnergy(library, handles) if handles else None
-    return counters if counters is not None and counters.joules() is not None else None
+    return (library, handles) if handles else None
 
 
 def _handles(library: ctypes.CDLL, visible: str | None) -> list[ctypes.c_void_p]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.cost.mesh_links import axis_links, links_of, node_links
-from maxlm.cost.network import AxisLinks
-from maxlm.cost.step_cost import StepCost, with_slices
+from maxlm.cost.network import AxisLinks, Network
+from maxlm.cost.step_cost import StepCost, estimate_on
 from maxlm.hardware.chips import chip_named
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
@@ -52,14 +52,13 @@ ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
   %after = token[] after-all()
   %send = (f32[1048576]{{0}}, u32[], token[]) send(%p, %after), channel_id=1, {attributes}
   %recv = (f32[1048576]{{0}}, u32[], token[]) recv(%after), channel_id=2, {attributes}
-  %work = f32[1048576]{{0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
+  %work = f32[1000000000]{{0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
   %done = token[] send-done(%send), channel_id=1, is_host_transfer=true
   %got = (f32[1048576]{{0}}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true
   ROOT %r = f32[1048576]{{0}} get-tuple-element(%got), index=0
 }}
 """)
-    nothing = StepCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, (), (), (), (), ())
-    return with_slices(nothing, module, parse("v5e:2x2", slices=2), "data")
+    return estimate_on(module, Network(parse("v5e:2x2").chip, {}, {}, slices=2, across="data"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])

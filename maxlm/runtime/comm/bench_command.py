@@ -21,10 +21,12 @@ from maxlm.config import Config, load, rules
 from maxlm.config.errors import UserError
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.runtime import cluster
+from maxlm.runtime.comm.arguments import split_config
 from maxlm.runtime.comm.measure import OPERATIONS, Row, fitting_sizes, measure
 from maxlm.runtime.comm.sizes import format_seconds, format_size, three_digits
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.telemetry.atomic import replacing
+from maxlm.telemetry.link_use import check_out
 
 DEFAULT_CONFIG = "runs/quickstart"  # its mesh is one axis over all devices
 GB = 1e9
@@ -45,12 +47,9 @@ class Request:
     @staticmethod
     def mesh_of(arguments: Sequence[str]) -> tuple[Config, bool]:
         """Return the config with the mesh, and True if the arguments name it. Raises UserError."""
-        names = [one for one in arguments if "=" not in one]
-        settings = [one for one in arguments if "=" in one]
-        if len(names) > 1:
-            raise UserError(f"{' and '.join(names)}: give one CONFIG, and settings as key=value.")
-        if names:
-            return load(names[0], settings).config, True
+        name, settings = split_config(arguments)
+        if name is not None:
+            return load(name, settings).config, True
         other = next((one for one in settings if not one.startswith("mesh.")), None)
         if other is not None:
             raise UserError(f"{other}: without a CONFIG only the mesh can be set, as in mesh.data=2 mesh.fsdp=4.")
@@ -62,8 +61,7 @@ def bench_comm(request: Request, named: Mapping[str, str], limit: Limit, *, as_j
 
     `named`: settings of the cluster on the command line; `limit`: see `maxlm.cost.mesh_links.bus_limit`.
     """
-    if request.out is not None and not request.out.absolute().parent.is_dir():
-        raise UserError(f"--out {request.out}: there is no folder {request.out.absolute().parent}; make it first.")
+    check_out(request.out)
     log = Console(stderr=True)
     select_platform()
     with (
