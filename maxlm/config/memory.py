@@ -48,7 +48,9 @@ class OffloadStateConfig(Section):
         if self.weights is not None and self.master != "host":
             paths.refuse("have master: host beside weights: host: masters take more memory than their copy", "write master: host")
         if self.layers_on_host and self.on_nvme:
-            paths.refuse("have no state in files beside gradients or weights on the host", "write host for nvme, or remove gradients and weights")
+            paths.refuse(
+                "have no state in files beside gradients or weights on the host", "write host for nvme, or remove gradients and weights"
+            )
         if self.on_nvme and self.nvme is None:
             paths.refuse("have the setting nvme.dir where state is kept in files", "name a folder on a local disk")
         if self.nvme is not None and not self.on_nvme:

@@ -128,7 +128,7 @@ def copy_on_host(arrays: Arrays, dtype: Any) -> list[jax.Array]:
     return copies
 
 
-def add(totals: Any, parts: Any, first: jax.Array) -> Any:
+def add_up(totals: Any, parts: Any, first: jax.Array) -> Any:
     """Trees of sums with `parts` added, where they are; in host memory row by row, and where `first` without what is there: nothing is."""
     sums, tree = jax.tree.flatten(totals)
     added = [part if is_on_host(total) else total + part for total, part in zip(sums, jax.tree.leaves(parts), strict=True)]
@@ -153,4 +153,12 @@ def fold(add: Callable[[Any, jax.Array, jax.Array | int], Any], start: Any, arra
     if pieces == 1:
         return add(start, _here(array), 0)
     rows = array.shape[0] // pieces
-    return lax.fori_loop(0, pieces, lambda i, carry: add(carry, _here(lax.dynamic_slice_in_dim(array, i * rows, rows)), i * rows), start)
+
+    def fetch(i: jax.Array | int) -> jax.Array:
+        return _here(lax.dynamic_slice_in_dim(array, i * rows, rows))
+
+    def body(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        total, piece = carry
+        return add(total, piece, i * rows), fetch(jnp.minimum(i + 1, pieces - 1))
+
+    return lax.fori_loop(0, pieces, body, (start, fetch(0)))[0]

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import Config
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.memory.layer_stream import empty_on_host
-from maxlm.memory.pieces import add
+from maxlm.memory.pieces import add_up
 from maxlm.memory.spaces import is_on_host
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, cast_matrices
@@ -45,7 +45,7 @@ def accumulated(
     def body(carry: tuple[Sums, Parameters], numbered: tuple[Any, Any]) -> tuple[tuple[Sums, Parameters], None]:
         part, number = numbered
         sums, grads = grad_fn(params, model_state, part, denominator)
-        return (carry[0].plus(sums), add(carry[1], grads, number == 0)), None
+        return (carry[0].plus(sums), add_up(carry[1], grads, number == 0)), None
 
     sums, _ = jax.eval_shape(grad_fn, params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
     zero = sums.empty(), jax.tree.map(lambda a: (empty_on_host if is_on_host(a) else jnp.zeros)(a.shape, jnp.float32), params)

@@ -44,7 +44,9 @@ class GradientUpdates(EmaUpdates):
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         denominator = jnp.maximum(self._objective.denominator(batch), 1)
         hosted = hosted_layers()
-        sums, grads = self._gradients(state.params if hosted is None else hosted.joined(state.params), state.model_state, batch, denominator)
+        sums, grads = self._gradients(
+            state.params if hosted is None else hosted.joined(state.params), state.model_state, batch, denominator
+        )
         grads = grads if hosted is None else hosted.taken(grads)
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         norm = clip_by_global_norm(wide, None)[1]

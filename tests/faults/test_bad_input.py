@@ -312,7 +312,11 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "memory.offload_state={optimizer: host, gradients: nvme}": ["memory.offload_state.gradients = nvme", "host"],
     "memory.offload_state={optimizer: host, master: nvme, nvme: {dir: x}, gradients: host}": ["memory.offload_state", "no state in files"],
     **{
-        f"memory.offload_state={{optimizer: host, master: host, weights: host}} ; {setting}": [said, "memory.offload_state.weights", "remove"]
+        f"memory.offload_state={{optimizer: host, master: host, weights: host}} ; {setting}": [
+            said,
+            "memory.offload_state.weights",
+            "remove",
+        ]
         for setting, said in {
             "memory.remat=dots": "memory.remat = dots",
             "memory.offload=[query]": "memory.offload = ['query']",
