@@ -29,6 +29,7 @@ from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import parse  # noqa: E402
 from maxlm.hlo.parser import read  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
+from maxlm.planning.analytic import HOST_SHARE  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
@@ -66,12 +67,14 @@ WAYS = (
 )
 
 HOST = {"optimizer": "host", "master": "host"}
+LAYERS = HOST | {"gradients": "host", "weights": "host"}
 FILE = {"optimizer": "nvme", "master": "nvme", "nvme": {"dir": "/mnt/disk"}}
 WITH_CPU, WITH_NVME = {4: 14.2e9, 8: 28.4e9}, {4: 33.3e9, 8: 66.6e9}  # on four GPUs; for eight devices twice as much
 TIERED = (
     Way("moments in host memory", {"fsdp": ALL}, WITH_CPU, tiers={"optimizer": "host"}),
     Way("moments and masters in host memory", {"fsdp": ALL}, WITH_CPU, tiers=HOST),
     Way("the same, and layers' inputs", {"fsdp": ALL}, WITH_CPU, tiers=HOST, offload=("layer_input",)),
+    Way("all of them, and layers' weights and gradients", {"fsdp": ALL}, WITH_NVME, tiers=LAYERS, offload=("layer_input",)),
     Way("moments and masters in a file, layers' inputs in host memory", {"fsdp": ALL}, WITH_NVME, tiers=FILE, offload=("layer_input",)),
 )
 
@@ -96,22 +99,30 @@ def largest(way: Way, devices: int) -> tuple[int, CompiledStep]:
     while True:
         step = compile_step(config_of(way, devices, layers), parse(TOPOLOGIES[devices]))
         compiled[layers] = step
-        print(f"{way.name}, {devices} devices, {layers} layers: {step.needed / GIB:.2f} of {step.available / GIB:.2f} GiB", flush=True)
-        fitting = max((n for n in compiled if compiled[n].fits), default=0)
-        failing = min((n for n in compiled if not compiled[n].fits), default=MOST)
+        used = f"{step.needed / GIB:.2f} of {step.available / GIB:.2f} GiB"
+        print(f"{way.name}, {devices} devices, {layers} layers: {used}, {load(step, devices):.3f} of what there is", flush=True)
+        fitting = max((n for n in compiled if compiled[n].fits and load(compiled[n], devices) <= 1), default=0)
+        failing = min((n for n in compiled if n > fitting), default=MOST)
         if failing - fitting <= max(1, EXACT * fitting):
             return fitting, compiled[fitting]
-        layers = min(max(_guess(compiled), fitting + 1), failing - max(1, int(EXACT / 2 * failing)))  # memory is not quite linear
+        layers = min(max(_guess(compiled, devices), fitting + 1), failing - max(1, int(EXACT / 2 * failing)))  # memory is not quite linear
 
 
-def _guess(compiled: Mapping[int, CompiledStep]) -> int:
+def load(step: CompiledStep, devices: int) -> float:
+    """Share that a step takes of a chip's HBM, or of what a chip has of host memory for state, if that is larger."""
+    room = HOST_SHARE * (parse(TOPOLOGIES[devices]).chip.host_bytes or float("inf"))
+    return max(step.needed / step.available, step.memory.host / room if step.memory is not None else 0.0)
+
+
+def _guess(compiled: Mapping[int, CompiledStep], devices: int) -> int:
     """The layers that just fit, on the line through the two compiled that come nearest to it."""
-    nearest = sorted(compiled, key=lambda n: abs(compiled[n].needed - compiled[n].available))[:2]
+    loads = {n: load(step, devices) for n, step in compiled.items()}
+    nearest = sorted(compiled, key=lambda n: abs(loads[n] - 1))[:2]
     if len(nearest) == 1:  # 1.5 GiB are not of layers
-        return int(nearest[0] * (compiled[nearest[0]].available / GIB - 1.5) / (compiled[nearest[0]].needed / GIB - 1.5))
-    one, two = (compiled[n] for n in nearest)
-    a_layer = (one.needed - two.needed) / (nearest[0] - nearest[1])
-    return nearest[0] + int((one.available - one.needed) // a_layer)
+        other = 1.5 * GIB / compiled[nearest[0]].available
+        return int(nearest[0] * (1 - other) / (loads[nearest[0]] - other))
+    one, two = nearest
+    return one + int((1 - loads[one]) // ((loads[one] - loads[two]) / (one - two)))
 
 
 HEAD = """# Largest model that fits in memory

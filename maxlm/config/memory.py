@@ -23,7 +23,16 @@ class OffloadStateConfig(Section):
     optimizer: Literal["host", "nvme"] | None = None  # moments
     # float32 parameters, and their moving average (`ema`). The device computes with a copy in precision.compute, made once an update.
     master: Literal["host", "nvme"] | None = None
+    # Of the matrices of the layers: their gradients, as the backward pass makes them, and the copy that the device computes with, of which
+    # it then holds two layers at a time.
+    gradients: Literal["host"] | None = None
+    weights: Literal["host"] | None = None
     nvme: NvmeConfig | None = None
+
+    @property
+    def layers_on_host(self) -> bool:
+        """True if layers pass through the device one by one."""
+        return self.gradients is not None or self.weights is not None
 
     @property
     def on_nvme(self) -> bool:
@@ -34,6 +43,14 @@ class OffloadStateConfig(Section):
     def _complete(self) -> "OffloadStateConfig":
         if self.optimizer is None and self.master is None:
             paths.refuse("name a kind of state", "write optimizer: host, or remove the section")
+        if self.gradients is not None and self.optimizer != "host":
+            paths.refuse("have optimizer: host beside gradients: host: moments take more memory than gradients", "write optimizer: host")
+        if self.weights is not None and self.master != "host":
+            paths.refuse("have master: host beside weights: host: masters take more memory than their copy", "write master: host")
+        if self.layers_on_host and self.on_nvme:
+            paths.refuse(
+                "have no state in files beside gradients or weights on the host", "write host for nvme, or remove gradients and weights"
+            )
         if self.on_nvme and self.nvme is None:
             paths.refuse("have the setting nvme.dir where state is kept in files", "name a folder on a local disk")
         if self.nvme is not None and not self.on_nvme:

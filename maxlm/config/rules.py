@@ -4,7 +4,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from maxlm.config import axes, inert, mixture_rules, parametrization_rules, paths, precision_rules, schedule_free_rules, schedule_rules
+from maxlm.config import (
+    axes,
+    inert,
+    mixture_rules,
+    offload_rules,
+    parametrization_rules,
+    paths,
+    precision_rules,
+    schedule_free_rules,
+    schedule_rules,
+)
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
@@ -25,7 +35,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
-    files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules)
+    files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules, offload_rules)
     further = (_state, _health, _elastic, _compression, *(file.problems for file in files))
     _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
@@ -601,25 +611,6 @@ def _memory(config: Config) -> Iterator[Problem]:
     both = set(named["offload"]) & set(named["remat"])
     if both:
         yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
-    if memory.offload_state is not None:
-        yield from _offload_state(config)
-
-
-def _offload_state(config: Config) -> Iterator[Problem]:
-    """Sections that read the state on the device between updates."""
-    refused = {
-        "diloco": (config.diloco, "has workers whose states are updated where they lie"),
-        "health.layers": (
-            None if config.health is None else config.health.layers,
-            "compares parameters before and after every update on the device",
-        ),
-        "integrity": (config.integrity, "compares copies of the state on the devices"),
-        "memory_checkpoints": (config.memory_checkpoints, "copies the state on the devices"),
-        "compression": (config.compression, "has feedback on the devices"),
-    }
-    for field, (value, rule) in refused.items():
-        if value:
-            yield field, "set", f"{rule}, and memory.offload_state keeps it elsewhere", "remove one of them"
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

@@ -492,6 +492,11 @@ class MemoryConfig(Section):
     offload: tuple[RematName, ...] = ()  # saved in host memory
     offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
 
+    @property
+    def layers_on_host(self) -> bool:
+        """True if weights or gradients of the layers are in host memory."""
+        return self.offload_state is not None and self.offload_state.layers_on_host
+
 
 class PrecisionConfig(Section):
     """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""

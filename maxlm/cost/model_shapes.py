@@ -21,6 +21,7 @@ from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
+from maxlm.models.stack import PATTERN
 from maxlm.parallel.experts import rows_of_round
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.split_masters import difference_dtype
@@ -125,6 +126,7 @@ class ParameterLeaf:
     moment_bytes: int
     axes: tuple[str, ...]
     matrix: bool
+    scanned: bool = False  # of the stack of layers
 
     @property
     def state_bytes(self) -> int:
@@ -151,7 +153,8 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
         masters = leaf.size * (matrix_bytes if is_matrix(logical) else 4)
-        leaves.append(ParameterLeaf(leaf.size, masters, state[name], tuple(itertools.chain(*mesh_axes_of(logical))), is_matrix(logical)))
+        split, scanned = tuple(itertools.chain(*mesh_axes_of(logical))), name.startswith(f"['{PATTERN[0]}']")
+        leaves.append(ParameterLeaf(leaf.size, masters, state[name], split, is_matrix(logical), scanned))
     return tuple(leaves)
 
 

@@ -59,14 +59,18 @@ def stream(update: Update, changed: Arrays, read: Arrays, pieces: int) -> list[j
         return [_here(lax.dynamic_slice_in_dim(array, i * rows, rows)) for array in arrays]
 
     fetched_first = _half(changed)
+    far = [array for array in read if is_on_host(array)]
 
-    def body(i: jax.Array, carry: tuple[Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays]:
-        arrays, current, waiting = carry
+    def body(i: jax.Array, carry: tuple[Arrays, Arrays, Arrays, Arrays]) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+        arrays, current, waiting, fetched = carry
         moved = [_move(*one, i, pieces) for one in zip(arrays, waiting, fetched_first, strict=True)]
-        return [array for array, _ in moved], [piece for _, piece in moved], list(update(current, fetch(read, i), i * rows))
+        following, of_far = fetch(far, jnp.minimum(i + 1, pieces - 1)), iter(fetched)
+        reading = [next(of_far) if is_on_host(array) else fetch([array], i)[0] for array in read]
+        return [array for array, _ in moved], [piece for _, piece in moved], list(update(current, reading, i * rows)), following
 
     first = fetch(changed, jnp.int32(0))
-    arrays, _, waiting = lax.fori_loop(0, pieces, body, (list(changed), first, first))  # the first round writes what is there
+    start = list(changed), first, first, fetch(far, jnp.int32(0))  # the first round writes what is there
+    arrays, _, waiting, _ = lax.fori_loop(0, pieces, body, start)
     return [_write(array, piece, pieces - 1) for array, piece in zip(arrays, waiting, strict=True)]
 
 
@@ -108,6 +112,38 @@ def copy_to_device(array: jax.Array, dtype: Any, pieces: int) -> jax.Array:
     return lax.fori_loop(0, pieces, body, jnp.zeros(array.shape, dtype))
 
 
+def copy_on_host(arrays: Arrays, dtype: Any) -> list[jax.Array]:
+    """The arrays in host memory in another dtype. They are stacks of equally many rows, each of which is fetched while the one before it is
+    written.
+    """
+    last = arrays[0].shape[0] - 1
+
+    def fetch(i: jax.Array | int) -> list[jax.Array]:
+        return [_here(lax.dynamic_index_in_dim(array, i, keepdims=False)) for array in arrays]
+
+    def body(row: Arrays, i: jax.Array) -> tuple[Arrays, Arrays]:
+        return fetch(jnp.minimum(i + 1, last)), [to_host(array.astype(dtype)) for array in row]
+
+    copies: list[jax.Array] = lax.scan(body, fetch(0), jnp.arange(last + 1))[1]
+    return copies
+
+
+def add_up(totals: Any, parts: Any, first: jax.Array) -> Any:
+    """Trees of sums with `parts` added, where they are; in host memory row by row, and where `first` without what is there: nothing is."""
+    sums, tree = jax.tree.flatten(totals)
+    added = [part if is_on_host(total) else total + part for total, part in zip(sums, jax.tree.leaves(parts), strict=True)]
+    far = [i for i, total in enumerate(sums) if is_on_host(total)]
+    if far:
+
+        def update(total: Arrays, part: Arrays, _: Any) -> list[jax.Array]:
+            return [jnp.where(first, 0, one) + other for one, other in zip(total, part, strict=True)]
+
+        streamed = stream(update, [sums[i] for i in far], [added[i] for i in far], sums[far[0]].shape[0])
+        for i, total in zip(far, streamed, strict=True):
+            added[i] = total
+    return jax.tree.unflatten(tree, added)
+
+
 def _here(array: jax.Array) -> jax.Array:
     return to_device(array) if is_on_host(array) else array
 
@@ -117,4 +153,12 @@ def fold(add: Callable[[Any, jax.Array, jax.Array | int], Any], start: Any, arra
     if pieces == 1:
         return add(start, _here(array), 0)
     rows = array.shape[0] // pieces
-    return lax.fori_loop(0, pieces, lambda i, carry: add(carry, _here(lax.dynamic_slice_in_dim(array, i * rows, rows)), i * rows), start)
+
+    def fetch(i: jax.Array | int) -> jax.Array:
+        return _here(lax.dynamic_slice_in_dim(array, i * rows, rows))
+
+    def body(i: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        total, piece = carry
+        return add(total, piece, i * rows), fetch(jnp.minimum(i + 1, pieces - 1))
+
+    return lax.fori_loop(0, pieces, body, (start, fetch(0)))[0]

@@ -6,7 +6,7 @@ from functools import partial
 from maxlm.config import ConfigError
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import MatmulFormat
-from maxlm.models.parameters import abstract_decoder, declarations
+from maxlm.models.parameters import abstract_decoder, declarations, is_matrix
 
 MAX_SIZE = 2**61
 
@@ -67,6 +67,11 @@ def count_parameters(config: ModelConfig) -> int:
     if config.mtp_depth > mtp_depth:
         total += (config.mtp_depth - mtp_depth) * (_count(_with_depth(config, dense, mtp_depth + 1)) - least)
     return total
+
+
+def count_scanned(config: ModelConfig) -> int:
+    """Numbers in the matrices of the layers that are scanned."""
+    return sum(math.prod(variable.shape) for name, variable in declarations(config) if name[0] == "layers" and is_matrix(variable.axes))
 
 
 def count_trained(config: ModelConfig) -> int:

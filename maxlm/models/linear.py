@@ -33,6 +33,7 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel
 _DEFAULT = PrecisionConfig()
 _SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=_DEFAULT)
 _EINSUM: ContextVar[Callable[..., Array]] = ContextVar("einsum", default=jnp.einsum)  # of `linear`
+_SCAN: ContextVar[Callable[..., tuple[Array, Any]]] = ContextVar("scan", default=jax.lax.scan)  # of `over_layers`
 
 
 @contextmanager
@@ -63,6 +64,16 @@ def weights_first() -> Iterator[None]:
         yield
     finally:
         _EINSUM.reset(token)
+
+
+@contextmanager
+def layers_scanned(scan: Callable[..., tuple[Array, Any]]) -> Iterator[None]:
+    """Trace `over_layers` with another scan over the stacked layers than `jax.lax.scan`."""
+    token = _SCAN.set(scan)
+    try:
+        yield
+    finally:
+        _SCAN.reset(token)
 
 
 def linear(
@@ -109,7 +120,7 @@ def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[
     """Run `period` over the blocks of an entry of the model, in a scan if they are those of the layer pattern."""
     if (quantized := _SETTINGS.get().matmul) is not None:
         return run_quantized(quantized, config, entry, period, x_BSD, layers)
-    return jax.lax.scan(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
+    return _SCAN.get()(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
 def unembedding_loss(

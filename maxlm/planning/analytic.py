@@ -312,13 +312,38 @@ class Analytic:
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
         one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
-        return self._state_s(layout) + max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
+        waits = max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
+        return self._state_s(layout) + self._of_layers_s(layout, compute_s) + waits
 
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
         state = sum(self._held(leaf, ("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
-        return state + self._held_bytes(layout.offload, layout, tokens)
+        return state + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
+
+    def _hosted(self, layout: Layout, kind: str) -> int:
+        """Numbers of one device in the layers' matrices, if their `gradients` or their `weights` are in host memory; else 0."""
+        settings = self.config.memory.offload_state
+        if settings is None or getattr(settings, kind) is None:
+            return 0
+        return sum(leaf.on_device(layout.sizes) for leaf in self.leaves if leaf.matrix and leaf.scanned)
+
+    def _of_layers_on_host(self, layout: Layout) -> int:
+        """Bytes in host memory of the layers' weights, and of their gradients: of a microbatch, and of the sum over several."""
+        copied = difference_dtype(self.config) is None  # else their halves are part of the state
+        gradients = (self.number + 4 * self._accumulates(layout)) * self._hosted(layout, "gradients")
+        return copied * self.number * self._hosted(layout, "weights") + gradients
+
+    def _of_layers_s(self, layout: Layout, compute_s: float) -> float:
+        """Seconds that copies of the layers' weights and gradients take: beside the layers what is longer than computing them; after them
+        sums over microbatches, the gradient's norm, and its way back to the update.
+        """
+        weights, gradients = (self.number * self._hosted(layout, kind) for kind in ("weights", "gradients"))
+        beside = layout.microbatches * max(2 * weights, gradients)
+        summed = gradients * (self.number + 4) / self.number * layout.microbatches if self._accumulates(layout) else 0
+        after = summed + 2 * (4 / self.number if self._accumulates(layout) else 1) * gradients
+        speed = self.topology.chip.host_bytes_per_s or math.inf
+        return max(0.0, beside / speed - compute_s) + after / speed
 
     def _held(self, leaf: ParameterLeaf, tiers: tuple[str | None, ...], numbers: int) -> int:
         """Bytes that these tiers of memory hold for so many numbers of a leaf: the parameter, its average and its moments."""
@@ -326,7 +351,8 @@ class Analytic:
         master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
         halves = 0 if difference_dtype(self.config) is None or master is None else 2 * leaf.numbers  # of masters in two: matmuls read them
         masters = leaf.master_bytes - halves + (0 if self.config.ema is None else 4 * leaf.numbers)
-        held = halves * (None in tiers) + masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)
+        of_halves = "host" if settings is not None and settings.weights is not None and leaf.scanned else None
+        held = halves * (of_halves in tiers) + masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)
         return held * numbers // leaf.numbers
 
     def _state_s(self, layout: Layout) -> float:
@@ -386,6 +412,8 @@ class Analytic:
         model, sizes, number = self.config.model, layout.sizes, self.number
         rows, piped = tokens // layout.microbatches, sizes["stage"] > 1
         numbers, computed, summed = (one.numbers for one in (self._shares(layout.mesh), self._computed_with(layout), self._summed(layout)))
+        far = self._hosted(layout, "gradients")
+        numbers, computed, summed = numbers - far, computed - self._hosted(layout, "weights"), summed - far
         stack = self._waits_bytes(layout, self._stack_bytes(layout, rows))
         vocab = model.vocab_size // (sizes["tensor"] * sizes["stage"])
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
@@ -432,7 +460,7 @@ class Analytic:
     def _least_beside(self, layout: Layout, stack: int) -> int:
         """`_least_bytes` of a layout that keeps `stack` bytes for the backward pass."""
         weights = self.number * self._computed_with(layout).matrices if layout.zero < 3 or layout.sizes["stage"] > 1 else 0
-        gradients = self._summed(layout).matrices
+        gradients = self._summed(layout).matrices - self._hosted(layout, "gradients")
         beside = 4 * gradients + weights + stack if self._accumulates(layout) else max(self.number * gradients, weights + stack)
         return self._shares(layout.mesh).state + max(0, beside - MOST_VMEM_BYTES)
 

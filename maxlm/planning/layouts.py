@@ -139,7 +139,7 @@ def frames(config: Config, devices: int) -> Iterator[Layout]:
             if chunks > 1 and (parts % sizes["stage"] or sizes["stage"] * chunks > periods(config.model)):
                 continue
             # With several microbatches, or stages, gradients are summed once an update at stage 2 as they are at stage 1.
-            stages = (1, 2, 3) if parts == sizes["stage"] == 1 else (1, 3)
+            stages = (3,) if config.memory.layers_on_host else (1, 2, 3) if parts == sizes["stage"] == 1 else (1, 3)
             for zero in stages if sizes["fsdp"] > 1 else (3,):
                 yield replace(mesh, microbatches=parts, chunks=chunks, zero=zero)
 
@@ -177,6 +177,9 @@ def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
 
 def _memory(config: Config) -> Iterator[tuple[str | tuple[str, ...], tuple[str, ...]]]:
     """(remat, offload) from `full` to `none`: all sets of groups to save, with each set to offload."""
+    if config.memory.layers_on_host:  # each is recomputed from its input
+        yield from (("full", ()), ("full", ("layer_input",)))
+        return
     groups = [group for group in GROUPS if config.model.activation != "gelu" or group != ("gate",)]
     yield from (("full", ()), ("dots", ()), ("none", ()))
     for offload in OFFLOADS:

@@ -24,6 +24,7 @@ from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
+from maxlm.models.counts import count_scanned
 from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
 from maxlm.training.optimizer import RULES
@@ -158,23 +159,33 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
     logits = FLOAT32 * rows // train.loss_chunks * model.vocab_size // split
-    gradients = (FLOAT32 if train.microbatches > 1 else number) * numbers
+    gradients = FLOAT32 if train.microbatches > 1 else number
     if model.lora is not None:  # of adapters there are few
         each, gradients = FLOAT32, 0
     smaller, tiers = functools.partial(_smaller_state, model), config.memory.offload_state
+    far_weights, far_gradients = _layers_on_host(config, sizes)
     if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with, or their halves
         each += number - masters - (config.ema is not None) * FLOAT32 if tiers.master is not None else 0
         each -= moments if tiers.optimizer is not None else 0
-    state = Part("parameters and optimizer state", each * numbers, smaller)
+    state = Part("parameters and optimizer state", each * numbers - number * far_weights, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
     )
-    beside = Part("gradients", gradients, smaller)
+    beside = Part("gradients", gradients * (numbers - far_gradients), smaller)
     if train.microbatches > 1:
         return (state, beside, *activations, *_batches(config, sizes))
     either = (beside,) if gradients > kept + logits else activations
     return (state, *either, *_batches(config, sizes))
+
+
+def _layers_on_host(config: Config, sizes: dict[str, int]) -> tuple[int, int]:
+    """(weights, gradients) of the layers that a device has in host memory: numbers."""
+    tiers = config.memory.offload_state
+    if tiers is None or not tiers.layers_on_host:
+        return 0, 0
+    numbers = count_scanned(config.model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "tensor"))
+    return numbers * (tiers.weights is not None), numbers * (tiers.gradients is not None)
 
 
 def _state_bytes(config: Config) -> tuple[int, int]:
@@ -192,7 +203,10 @@ def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     masters += FLOAT32 * (config.ema is not None) - (HALF if difference_dtype(config) is not None else 0)
     each = masters * (tiers.master is not None) + moments * (tiers.optimizer is not None)
     copies = math.prod(sizes[axis] for axis in ("data", "context"))
-    size = each * count_parameters(config.model) * copies // jax.process_count()
+    number = FLOAT32 if config.precision.compute == "float32" else HALF
+    weights, gradients = _layers_on_host(config, dict.fromkeys(sizes, 1))
+    layers = number * weights + (number + FLOAT32 * (config.train.microbatches > 1)) * gradients
+    size = (each * count_parameters(config.model) + layers) * copies // jax.process_count()
     remedy = "use more hosts, or keep less of it there"
     return (Part("state of memory.offload_state (in files as well: a save holds a copy)", size, remedy),)
 

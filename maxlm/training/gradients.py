@@ -18,6 +18,9 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import Config
 from maxlm.kernels.collectives import scatter_sum
+from maxlm.memory.layer_stream import empty_on_host
+from maxlm.memory.pieces import add_up
+from maxlm.memory.spaces import is_on_host
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import split_layers
@@ -39,13 +42,14 @@ def accumulated(
     """`grad_fn` of one microbatch after another; gradients are summed in float32."""
     parts = split(batch, microbatches)
 
-    def body(carry: tuple[Sums, Parameters], part: Any) -> tuple[tuple[Sums, Parameters], None]:
+    def body(carry: tuple[Sums, Parameters], numbered: tuple[Any, Any]) -> tuple[tuple[Sums, Parameters], None]:
+        part, number = numbered
         sums, grads = grad_fn(params, model_state, part, denominator)
-        return (carry[0].plus(sums), jax.tree.map(jnp.add, carry[1], grads)), None
+        return (carry[0].plus(sums), add_up(carry[1], grads, number == 0)), None
 
     sums, _ = jax.eval_shape(grad_fn, params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
-    zero = sums.empty(), jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
-    return jax.lax.scan(body, zero, parts)[0]
+    zero = sums.empty(), jax.tree.map(lambda a: (empty_on_host if is_on_host(a) else jnp.zeros)(a.shape, jnp.float32), params)
+    return jax.lax.scan(body, zero, (parts, jnp.arange(microbatches)))[0]
 
 
 def split(batch: Any, microbatches: int) -> Any:
@@ -63,6 +67,8 @@ def reduction_axes(config: Config, sizes: Mapping[str, int]) -> tuple[str, ...]:
     2020, arXiv 1910.02054), and there is more than one microbatch to wait for, or compression. Below ZeRO stage 2 gradients stay whole
     anyway, and so they do on the stages of a pipeline. Workers of local updates are not reduced over `data`.
     """
+    if config.memory.layers_on_host:  # gradients of the layers are reduced one by one
+        return ()
     waits = config.train.microbatches > 1 or config.mesh.zero == 1 or sizes.get("stage", 1) > 1 or compresses(config)
     axes = ("data",) if config.mesh.zero == 3 else ("data", "fsdp")
     return tuple(axis for axis in axes if waits and sizes.get(axis, 1) > 1 and not (axis == "data" and config.diloco))

@@ -6,6 +6,7 @@ updated and written back.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from maxlm.config.schema import Config
 from maxlm.memory.disk import load_all
-from maxlm.memory.pieces import copy_to_device, pieces_of, stream
+from maxlm.memory.pieces import copy_on_host, copy_to_device, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import balance_experts, parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
@@ -25,8 +26,9 @@ from maxlm.models.stack import group_of, split_layers
 from maxlm.objectives import Sums
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.group_update import Group, GroupUpdate, Scalars
+from maxlm.training.hosted_layers import STACK, HostedLayers, hosted_layers
 from maxlm.training.split_masters import difference_dtype
-from maxlm.training.state_paths import Name, flat_params, flat_state, keys_of, nested, owner_of
+from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, keys_of, nested, owner_of
 from maxlm.training.step import Metrics, TrainState, clip_by_global_norm, clip_scale
 
 
@@ -41,9 +43,14 @@ class GradientUpdates(EmaUpdates):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         denominator = jnp.maximum(self._objective.denominator(batch), 1)
-        sums, grads = self._gradients(state.params, state.model_state, batch, denominator)
+        hosted = hosted_layers()
+        sums, grads = self._gradients(
+            state.params if hosted is None else hosted.joined(state.params), state.model_state, batch, denominator
+        )
+        grads = grads if hosted is None else hosted.taken(grads)
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         norm = clip_by_global_norm(wide, None)[1]
+        norm = norm if hosted is None else jnp.sqrt(jnp.square(norm) + hosted.sum_of_squares())
         grads = split_layers(grads)[0] | split_layers(wide)[1]  # layers are widened piece by piece
         model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
         return replace(state, step=state.step + 1, opt_state=grads, model_state=model_state), sums, norm
@@ -70,7 +77,13 @@ class Offloading:
         masters = ("updater",) if difference_dtype(self.config) is not None else ("updater", "params")  # matmuls read the halves of masters
         kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
         owner = owner_of(path, self._axes)
+        if path[0] == "params" and owner is not None and self.is_hosted(owner) and not self.is_copied(owner):
+            kind = self._settings.weights
         return kind if kind is not None and owner is not None and is_matrix(self._axes[owner]) else None
+
+    def is_hosted(self, name: Name) -> bool:
+        """True for a matrix of the layers whose weights or gradients are on the host."""
+        return self._settings.layers_on_host and name[0] == STACK and is_matrix(self._axes[name])
 
     def is_copied(self, name: Name) -> bool:
         """True for a parameter that matmuls read as a copy."""
@@ -104,12 +117,24 @@ class StreamedStep:
         return self.offloading.groups(self._abstract)
 
     def compute_copy(self, params: Parameters) -> Parameters:
-        """Parameters as the forward pass reads them, on the device: matrices in `precision.compute`."""
+        """Parameters as the forward pass reads them: matrices in `precision.compute`, on the device unless `weights` are on the host."""
         flat, dtype = flat_params(params), self.config.precision.compute
         pieces = {name: group.pieces for group in self.groups for name in group.names}
-        return nested(
-            {name: copy_to_device(leaf, dtype, pieces[name]) if self.offloading.is_copied(name) else leaf for name, leaf in flat.items()}
-        )
+        copied = {name: leaf for name, leaf in flat.items() if self.offloading.is_copied(name)}
+        far = [name for name in copied if self._computed_on_host(name)]
+        copies = {name: copy_to_device(leaf, dtype, pieces[name]) for name, leaf in copied.items() if name not in far}
+        copies |= dict(zip(far, copy_on_host([flat[name] for name in far], dtype), strict=True)) if far else {}
+        return nested({name: copies.get(name, leaf) for name, leaf in flat.items()})
+
+    def _computed_on_host(self, name: Name) -> bool:
+        settings = self.config.memory.offload_state
+        return settings is not None and settings.weights is not None and self.offloading.is_hosted(name)
+
+    @cached_property
+    def computed_shardings(self) -> Parameters:
+        """Of the parameters as the forward pass reads them."""
+        flat = flat_params(self._abstract.params)
+        return nested({name: (on_host if self._computed_on_host(name) else on_device)(leaf.sharding) for name, leaf in flat.items()})
 
     def copy_of(self, name: Name, leaf: jax.Array) -> Any:
         """A master of this name as matmuls read it, on the device."""
@@ -118,7 +143,7 @@ class StreamedStep:
         return jax.jit(copy, out_shardings=on_device(flat_params(self._abstract.params)[name].sharding))(leaf)
 
     def readable(self, state: TrainState) -> TrainState:
-        """`state` with its parameters on the device: those that are elsewhere as `compute_copy`."""
+        """`state` with its parameters as the forward pass reads them: those that are elsewhere than on the device as `compute_copy`."""
         state = replace(state, params=load_all(state.params))
         if not any(map(is_on_host, jax.tree.leaves(state.params))):
             return state
@@ -126,31 +151,33 @@ class StreamedStep:
 
     @cached_property
     def _readable(self) -> Any:
-        return jax.jit(self.compute_copy, out_shardings=jax.tree.map(lambda leaf: on_device(leaf.sharding), self._abstract.params))
+        return jax.jit(self.compute_copy, out_shardings=self.computed_shardings)
 
     def wrap(self, train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> Callable[[TrainState, Any], Any]:
         """The whole update, from `train_step`, built with `GradientUpdates`."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            params = self.compute_copy(state.params)
-            zeros = jax.tree.map(lambda p: jnp.zeros((), p.dtype), params)
-            on_device = replace(state, params=params, opt_state=zeros, updater=None)
-            after, metrics = train_step(on_device, batch)
-            good = after.skipped == on_device.skipped
-            updated = self.update(state, after.opt_state, good, metrics.grad_norm)
+            params = flat_params(self.compute_copy(state.params))
+            hosted = HostedLayers(self.config, {name: params.pop(name) for name in list(params) if self.offloading.is_hosted(name)})
+            zeros = nested({name: jnp.zeros((), leaf.dtype) for name, leaf in params.items()})
+            on_device = replace(state, params=nested(params), opt_state=zeros, updater=None)
+            with hosted.current() if self.config.memory.layers_on_host else nullcontext():
+                after, metrics = train_step(on_device, batch)
+            good, grads = after.skipped == on_device.skipped, flat_params(after.opt_state) | hosted.gradients
+            updated = self.update(state, grads, good, metrics.grad_norm)
             return replace(updated, step=after.step, skipped=after.skipped, model_state=after.model_state, guard=after.guard), metrics
 
         return step
 
-    def update(self, state: TrainState, grads: Parameters, good: Bool[Array, ""], norm: Float[Array, ""]) -> TrainState:
+    def update(self, state: TrainState, grads: Leaves, good: Bool[Array, ""], norm: Float[Array, ""]) -> TrainState:
         """The state with every parameter updated where `good`, one after another."""
-        leaves, flat_grads = flat_state(state), flat_params(grads)
+        leaves = flat_state(state)
         new = dict(leaves)
         limit = self.config.optimizer.clip_norm
         scalars = Scalars(good, None if limit is None else clip_scale(norm, limit), state.step, state.skipped)
         for group in self.groups:
             update = GroupUpdate(self.config, group, leaves, scalars)
-            changed = stream(update, [leaves[path] for path in group.leaves], [flat_grads[name] for name in group.names], group.pieces)
+            changed = stream(update, [leaves[path] for path in group.leaves], [grads[name] for name in group.names], group.pieces)
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
         return jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves])

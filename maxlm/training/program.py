@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,6 +29,7 @@ from maxlm.training.compression import AXIS, CompressedSums
 from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
+from maxlm.training.hosted_layers import streamed_layers
 from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.loss_scale import ScaledUpdates
 from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, with_part_norms
@@ -249,9 +251,11 @@ class Program:
         state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
+            with streamed_layers(self.config) if self.config.memory.layers_on_host else nullcontext():
+                return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
 
-        split = jax.tree.map(on_device, state.params), state.model_state, self.batch_sharding
+        params = jax.tree.map(on_device, state.params) if self.streamed is None else self.streamed.computed_shardings
+        split = params, state.model_state, self.batch_sharding
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 
@@ -266,7 +270,10 @@ def build_program(config: Config, mesh: Mesh) -> Program:
     """The training program of `config` on `mesh`. Raises ConfigError for a number format that the chip is slow at."""
     if (chip := chip_of(mesh.devices.flat[0].device_kind)) is not None:
         check_chip(config, chip.name)
-    return Program(config, mesh, build_optimizer(config), build_objective(config))
+    memory = config.memory
+    if memory.layers_on_host:  # layer_stream.py keeps the layers' inputs
+        memory = memory.model_copy(update={"offload": ()})
+    return Program(config, mesh, build_optimizer(config), build_objective(config.model_copy(update={"memory": memory})))
 
 
 def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config import UserError
 from maxlm.config.transient import first_line
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import within_layer
@@ -61,6 +62,9 @@ class Replay:
         """
         if names := not_finite(state, self._program.mesh):
             return names[0], None
+        offload = self._program.config.memory.offload_state
+        if offload is not None and offload.weights is not None:
+            raise UserError("it computes with all layers on the device, and memory.offload_state.weights = host; the state is finite.")
         with jax.set_mesh(self._program.mesh):
             inputs = self._program.readable(state).params, state.model_state, batch, jnp.int32(step)
             for name, whole in named_leaves(jax.device_get(self._batch(batch))).items():

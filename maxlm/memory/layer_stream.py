@@ -1,0 +1,138 @@
+"""A scan over stacked layers whose weights are in host memory, or whose gradients go there: one layer at a time is on the device.
+
+While a layer is computed, forward or backward, the weights of the next one are fetched, and the gradient of the one before it is written.
+So the scan carries the next layer's weights, and its derivative is written by hand: `jax.grad` would keep those of every layer. In the
+backward pass a layer is recomputed from its input.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxlm.memory.spaces import is_on_host, to_device, to_host
+
+Leaves = Sequence[jax.Array]
+# (hidden states, one layer) -> (hidden states, reports)
+Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def empty_on_host(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """An array in host memory, to be written to. While a program is traced."""
+    return lax.broadcast(to_host(jnp.zeros((), dtype)), tuple(shape))
+
+
+def scan_layers(
+    layer: Layer,
+    x: jax.Array,
+    stacked: Any,
+    *,
+    weights: Sequence[jax.Array | None],
+    split: Callable[[Leaves], Leaves],
+    inputs_on_host: bool,
+) -> tuple[jax.Array, Any]:
+    """`jax.lax.scan(layer, x, stacked)`.
+
+    Args:
+        stacked: a tree of arrays with a leading dim of layers. The gradient of each is in the memory in which it is.
+        weights: for each leaf of `stacked` what is read in its place, without a gradient; None for the leaf itself.
+        split: pins the shardings of one layer's leaves, which are on the device.
+        inputs_on_host: keep the layers' inputs for the backward pass in host memory.
+    """
+    leaves, tree = jax.tree.flatten(stacked)
+    if not leaves[0].shape[0]:
+        return lax.scan(layer, x, stacked)
+    stream = _LayerStream(lambda x, leaves: layer(x, jax.tree.unflatten(tree, leaves)), weights, split, inputs_on_host)
+
+    @jax.custom_vjp
+    def scanned(x: jax.Array, leaves: Leaves) -> tuple[jax.Array, Any]:
+        return stream.forward(x, leaves, keep=False)[0]
+
+    def scanned_forward(x: jax.Array, leaves: Leaves) -> tuple[Any, Any]:
+        results, kept = stream.forward(x, leaves, keep=True)
+        return results, (leaves, kept)
+
+    scanned.defvjp(scanned_forward, stream.backward)
+    return scanned(x, leaves)
+
+
+class _LayerStream:
+    """The two passes of `scan_layers` over the leaves of a stack."""
+
+    def __init__(self, layer: Layer, weights: Sequence[jax.Array | None], split: Callable[[Leaves], Leaves], inputs_on_host: bool) -> None:
+        self._layer, self._weights, self._split, self._inputs_on_host = layer, weights, split, inputs_on_host
+
+    def forward(self, x: jax.Array, leaves: Leaves, *, keep: bool) -> tuple[tuple[jax.Array, Any], Any]:
+        """((hidden states, reports), what `backward` needs beside the leaves, if `keep`)."""
+        read, last = self._read(leaves), leaves[0].shape[0] - 1
+
+        def body(carry: tuple[jax.Array, Leaves], i: jax.Array) -> tuple[Any, Any]:
+            x, fetched = carry
+            following = _fetch_far(read, jnp.minimum(i + 1, last))
+            y, reports = self._layer(x, self._whole(read, fetched, i))
+            kept = (to_host(x) if self._inputs_on_host else x) if keep else None
+            return (y, following), (kept, reports)
+
+        (y, fetched), (inputs, reports) = lax.scan(body, (x, _fetch_far(read, jnp.int32(0))), jnp.arange(last + 1))
+        return (y, reports), (fetched, inputs)
+
+    def backward(self, residuals: Any, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, Leaves]:
+        """(gradient of the first layer's input, those of the leaves)."""
+        leaves, (fetched, inputs) = residuals
+        read, last, (dy, of_reports) = self._read(leaves), leaves[0].shape[0] - 1, cotangents
+
+        def body(n: jax.Array, carry: Any) -> Any:
+            i = last - n
+            dy, fetched, x, waiting, stacks = carry
+            before = jnp.maximum(i - 1, 0)
+            following, x_before = _fetch_far(read, before), _fetch(inputs, before)
+            stacks = _write_all(stacks, waiting, jnp.minimum(i + 1, last))
+            _, pull = jax.vjp(self._layer, x, self._whole(read, fetched, i))
+            dx, gradients = pull((dy, jax.tree.map(partial(_cotangent, i), of_reports)))
+            return dx, following, x_before, list(self._split(gradients)), stacks
+
+        waiting = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]  # overwritten by the gradient of the last layer
+        start = dy, fetched, _fetch(inputs, jnp.int32(last)), waiting, [_zeros_beside(leaf) for leaf in leaves]
+        dx, _, _, waiting, stacks = lax.fori_loop(0, last + 1, body, start)
+        return dx, _write_all(stacks, waiting, jnp.int32(0))
+
+    def _read(self, leaves: Leaves) -> list[jax.Array]:
+        return [leaf if weight is None else weight for leaf, weight in zip(leaves, self._weights, strict=True)]
+
+    def _whole(self, read: Leaves, fetched: Leaves, i: jax.Array) -> list[jax.Array]:
+        """All leaves of layer i, of which those in host memory are `fetched`."""
+        far = iter(fetched)
+        return list(self._split([next(far) if is_on_host(stack) else _fetch(stack, i) for stack in read]))
+
+
+def _fetch_far(stacks: Leaves, i: jax.Array) -> list[jax.Array]:
+    """Layer i of the stacks that are in host memory."""
+    return [_fetch(stack, i) for stack in stacks if is_on_host(stack)]
+
+
+def _zeros_beside(leaf: jax.Array) -> jax.Array:
+    return empty_on_host(leaf.shape, leaf.dtype) if is_on_host(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
+
+
+def _write_all(stacks: Leaves, rows: Leaves, i: jax.Array) -> list[jax.Array]:
+    return [_write(stack, row, i) for stack, row in zip(stacks, rows, strict=True)]
+
+
+def _fetch(stack: jax.Array, i: jax.Array) -> jax.Array:
+    row = lax.dynamic_index_in_dim(stack, i, keepdims=False)
+    return to_device(row) if is_on_host(stack) else row
+
+
+def _write(stack: jax.Array, row: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stack, to_host(row) if is_on_host(stack) else row, i, 0)
+
+
+def _cotangent(i: jax.Array, stacked: Any) -> Any:
+    """That of layer i; integers have none."""
+    if stacked.dtype == jax.dtypes.float0:
+        return np.zeros(stacked.shape[1:], jax.dtypes.float0)
+    return lax.dynamic_index_in_dim(stacked, i, keepdims=False)

@@ -1,0 +1,58 @@
+"""Layers whose weights and gradients are in host memory, compiled for a TPU: their copies go beside matmuls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from topologies import devices
+
+from maxlm.hlo.parser import HOST as SPACE, read
+from maxlm.memory.layer_stream import scan_layers
+from maxlm.memory.spaces import HOST, peak_on_device
+
+LAYERS, WIDTH, INSIDE, ROWS = 16, 1024, 4096, 8192
+STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
+A_MATMUL = 30_000  # cycles by XLA's estimate: of these shapes 35,000 to 41,000
+
+
+@pytest.mark.soak
+def test_copies_of_a_layer_begin_before_its_matmuls_and_end_after_them():
+    """In the loop of each pass of a scan over a stack that `fsdp` splits. No stack is in HBM, nor a second one in host memory."""
+    mesh = Mesh(np.array(devices("v6e:2x2")), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def layer(x_BD, matrices):
+        x_BD = jax.lax.with_sharding_constraint(x_BD, P("fsdp", None))
+        up_DF, down_FD = (jax.lax.with_sharding_constraint(w, P(None, None)) for w in matrices)
+        return x_BD + jnp.tanh(x_BD @ up_DF) @ down_FD, None
+
+    def split(matrices):
+        return [jax.lax.with_sharding_constraint(w, P("fsdp", None)) for w in matrices]
+
+    def loss(stacks, x_BD):
+        y_BD, _ = scan_layers(layer, x_BD, stacks, weights=[None, None], split=split, inputs_on_host=False)
+        return jnp.mean(y_BD.astype(jnp.float32) ** 2)
+
+    def abstract(shape, spec, **memory):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec, **memory))
+
+    stacks = [abstract((LAYERS, *dims), P(None, "fsdp"), memory_kind=HOST) for dims in ((WIDTH, INSIDE), (INSIDE, WIDTH))]
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss), out_shardings=[stack.sharding for stack in stacks])
+        compiled = program.lower(stacks, abstract((ROWS, WIDTH), P("fsdp"))).compile()
+    stats, stack = compiled.memory_analysis(), LAYERS * WIDTH * INSIDE * 2 // 4
+    assert stats.host_argument_size_in_bytes == stats.host_output_size_in_bytes == 2 * stack and stats.host_temp_size_in_bytes == 0
+    assert peak_on_device(stats) < LAYERS * ROWS * WIDTH * 2 // 4 + 2 * stack  # layers' inputs, and less than the stacks
+    assert matmuls_beside_copies(read(compiled.as_text())) == [2, 5]
+
+
+def matmuls_beside_copies(module):
+    """For each loop that copies between host and device, the matmuls between the last start and the first end of its copies."""
+    found = []
+    for body in (computation for name, computation in module.computations.items() if name != module.entry):
+        copies = [op.name for op in body.ops if op.opcode in STARTS and any(shape.memory_space == SPACE for shape in op.shapes)]
+        if copies:
+            started = max(i for i, op in enumerate(body.ops) if op.name in copies)
+            ended = min(i for i, op in enumerate(body.ops) if op.start in copies)
+            found.append(sum((op.cycles or 0) > A_MATMUL for op in body.ops[started:ended]))
+    return sorted(found)
