@@ -192,7 +192,8 @@ def test_topologies_are_compared(capfd, answers):
     assert {row["topology"] for row in rows} == {"v5e:1x1", "v5e:2x2", "v5e:2x4"}
     assert [row["run_s"] for row in rows] == sorted(row["run_s"] for row in rows)
     assert all(row["chip_hours"] == pytest.approx(row["run_s"] / 3600 * row["chips"]) for row in rows)
-    assert all(row["run_s"] == pytest.approx(1e12 / (16 * 512) * row["step_s"]) for row in rows)
+    assert all(row["run_s"] == pytest.approx(1e12 / (16 * 512) * row["expected_step_s"]) for row in rows)
+    assert all(row["expected_step_s"] == pytest.approx(row["correction"]["middle"] * row["step_s"]) for row in rows)
     assert {row["topology"] for row in rows if row["compiled"]} == set(answers)
     for row in rows:
         cost = row["cost"]
