@@ -5,6 +5,7 @@ No price, share or other constant of an estimate is fitted to them: a correction
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -69,8 +70,8 @@ RUNS: tuple[PublishedRun, ...] = (
 class Correction:
     """What published runs took, as multiples of our estimates of them, for estimates of one chip and format.
 
-    `ratios`: of the runs that it rests on, ascending; none for GPUs whose shares of peak were measured. `basis`: which runs, if not those of
-    the chip and format themselves, of which there are only `own`.
+    `ratios`: of the runs that it rests on, ascending; none for GPUs whose shares of peak were measured. `own`: runs of the chip and format
+    themselves. `basis`: which others it rests on, if those are too few.
     """
 
     chip: str
@@ -124,20 +125,20 @@ class Correction:
         return {"runs": len(self.ratios), "runs_of_chip_and_format": self.own, **figures, "says": self.sentence}
 
 
-def correction(chip: Chip, format: MatmulFormat) -> Correction:
+def correction(chip: Chip, format: MatmulFormat, runs: Sequence[PublishedRun] = RUNS) -> Correction:
     """The correction of estimates of `chip` with matmuls in `format`: by its own published runs if there are `ENOUGH`, else by those of the
     chip in bf16, else by those of all TPUs or all GPUs.
     """
     name = PEAK_NAMES[format]
     if chip.achieved.source:
         return Correction(chip.name, name, (), 0)
-    own = [run for run in RUNS if (run.chip, run.format) == (chip.name, name)]
-    bf16 = [run for run in RUNS if (run.chip, run.format) == (chip.name, "bf16")]
-    alike = [run for run in RUNS if (chip_named(run.chip).clock_hz is None) == (chip.clock_hz is None)]
+    own = [run for run in runs if (run.chip, run.format) == (chip.name, name)]
+    bf16 = [run for run in runs if (run.chip, run.format) == (chip.name, "bf16")]
+    alike = [run for run in runs if (chip_named(run.chip).clock_hz is None) == (chip.clock_hz is None)]
     kind = "GPUs" if chip.clock_hz is None else "TPUs"
     choices = (("", own), (f"{chip.name} in bf16", bf16), (kind, alike))
-    basis, runs = next((basis, runs) for basis, runs in choices if len(runs) >= ENOUGH)
-    return Correction(chip.name, name, tuple(sorted(run.ratio for run in runs)), len(own), basis)
+    basis, chosen = next((basis, some) for basis, some in choices if len(some) >= ENOUGH)
+    return Correction(chip.name, name, tuple(sorted(run.ratio for run in chosen)), len(own), basis)
 
 
 def _off(ratio: float) -> str:

@@ -87,8 +87,9 @@ def run(request: Request, *, as_json: bool) -> int:
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
-    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`. Formats are
-    compared by what published runs in them took, where there are any.
+    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`.
+
+    Each format's seconds are corrected by published runs in it.
     """
     from maxlm.planning import explore
     from maxlm.planning.plan import make_plan
