@@ -52,7 +52,7 @@ on the day of the last column; rows of earlier days are of the code of then. Not
 | MFU | of the estimate, causal attention counted half, as a share of the peak of the matmuls' format |
 | exposed | share of the step in which chips wait for each other or for their hosts |
 | HBM | memory of a device: what the program needs by the compiler, of what there is |
-| days, cost | of 1 T tokens, by the median of published runs, with failures; list prices on demand ([cost.md](cost.md)), which tpu7x lacks |
+| days, cost | of 1 T tokens, by the median of published runs, with failures; list price on demand ([cost.md](cost.md)), which tpu7x lacks |
 
 `llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [memory_tiers.md](memory_tiers.md).
 In int8 or fp8: [low_precision_speed.md](low_precision_speed.md).
