@@ -1,66 +1,188 @@
-"""Compile every recipe under configs/runs for its machine, and write step time and memory to docs/recipes.md.
+"""Compile every recipe under configs/runs for its machine, and write time, memory and price of its step to docs/recipes.md.
 
-    python tools/recipes.py
+    python tools/recipes.py [NAME ...]      compile those that changed since their figures, smallest first; Ctrl-C keeps what is done
+    python tools/recipes.py --missing       compile only those without figures
+    python tools/recipes.py --page          compile nothing: the page from docs/recipes.json
 
-Programs that `maxlm compile` or the soak test compiled before are read from the cache; the others take a minute or more each.
+A recipe has changed if its config, the sources of maxlm, jax or libtpu have. docs/recipes.json keeps the figures of each, with their day.
 """
 
+import argparse
 import datetime
+import hashlib
+import importlib.metadata
+import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from maxlm.compiler.aot import leave_chips_alone
 
 leave_chips_alone()
 
 from maxlm.config import load, rules  # noqa: E402 - jax reads the environment when it is imported
-from maxlm.cost.verify import verify  # noqa: E402
+from maxlm.config.errors import UserError  # noqa: E402
+from maxlm.config.schema import Config  # noqa: E402
+from maxlm.cost.verify import Compiler, Verdict  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
+from maxlm.hardware.prices import LIST_PRICES  # noqa: E402
+from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
-from maxlm.telemetry.formatting import count, duration  # noqa: E402
+from maxlm.planning.run_cost import Wanted, run_cost  # noqa: E402
+from maxlm.telemetry.formatting import count, duration, money  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-RECIPE = re.compile(r"(.+?)-(?:(\d+)x-)?((?:v\d|tpu)\w*-\d+)")
-FAMILIES = ("v5e", "v5p", "v6e", "tpu7x")
+FIGURES, PAGE = REPOSITORY / "docs" / "recipes.json", REPOSITORY / "docs" / "recipes.md"
+RECIPE = re.compile(r".+?-(?:\d+x-)?(?:v\d|tpu)\w*-\d+(?:-int8|-fp8)?")
+TOKENS = 1e12  # that the last columns are of
 HEAD = """# Recipes
 
-Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. {date}, jax {jax}: each training step was compiled ahead of
-time for its machine. Step time and MFU (causal attention counted half) are the estimate that `maxlm compile` prints. Nothing was measured
-on a chip; on v5p such estimates came out up to 8% below published runs ([truth.md](truth.md)). HBM is the compiler's figure for the
-memory that a device needs.{missing}
+Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. Each training step was compiled ahead of time for its machine,
+on the day of the last column; rows of earlier days are of the code of then. Nothing was measured on a chip.
 
-| run | chips | tokens per update | step | MFU | HBM per device | complete run |
-|---|---|---|---|---|---|---|
+    python tools/recipes.py          compiles again what has changed, and writes this page
+
+| column | |
+|---|---|
+| step | estimate of the compiled program, as `maxlm compile` prints it |
+| as published runs | the same times what published runs took beside their estimates ([truth.md](truth.md#what-estimates-say-of-it)) |
+| MFU | of the estimate, causal attention counted half, as a share of the peak of the matmuls' format |
+| exposed | share of the step in which chips wait for each other or for their hosts |
+| HBM | memory of a device: what the program needs by the compiler, of what there is |
+| days, cost | of 1 T tokens, by the median of published runs, with failures; list price on demand ([cost.md](cost.md)), which tpu7x lacks |
+
+`llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [memory_tiers.md](memory_tiers.md).
+In int8 or fp8: [low_precision_speed.md](low_precision_speed.md).
+
+| run | chips | tokens per update | step | as published runs | tokens/s a chip | MFU | exposed | HBM, GiB | days | cost | compiled |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
-def main() -> None:
-    import jax
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--missing", action="store_true")
+    parser.add_argument("--page", action="store_true")
+    given = parser.parse_args()
+    runs = recipes()
+    if unknown := sorted(set(given.names) - set(runs)):
+        parser.error(f"{unknown[0]} is no recipe under configs/runs with a cluster in its name")
+    figures = read()
+    chosen = [name for name in given.names or sorted(runs, key=_size) if _stale(name, figures.get(name), given.missing)]
+    for number, name in enumerate([] if given.page else chosen, 1):
+        sys.stderr.write(f"{name} ({number} of {len(chosen)}) ...\n")
+        try:
+            figures[name] = compiled(name)
+        except UserError as error:
+            sys.stderr.write(f"{name}: {error}\n")
+            continue
+        except KeyboardInterrupt:
+            break
+        FIGURES.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(figures), encoding="utf-8")
+    PAGE.write_text(page(figures), encoding="utf-8")
+    return 0
 
-    runs = sorted(path.stem for path in (REPOSITORY / "configs" / "runs").glob("*.yml") if RECIPE.fullmatch(path.stem))
-    page = REPOSITORY / "docs" / "recipes.md"
-    head = HEAD.format(date=datetime.date.today(), jax=jax.__version__, missing="".join(f"\nMissing: {run}." for run in _missing(runs)))
-    page.write_text(head + "\n".join(map(_row, runs)) + "\n", encoding="utf-8")
-    print(page.read_text(encoding="utf-8"))
+
+def recipes() -> list[str]:
+    """Names of the runs that name a model and a machine."""
+    return sorted(path.stem for path in (REPOSITORY / "configs" / "runs").glob("*.yml") if RECIPE.fullmatch(path.stem))
 
 
-def _missing(runs: Sequence[str]) -> Iterator[str]:
-    """Shipped models without a recipe for one of the families that all should have."""
-    shipped = {(match[1], match[3].split("-")[0]) for match in map(RECIPE.fullmatch, runs) if match}
-    models = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yml"))
-    return (f"{model} on {family}" for model in models for family in FAMILIES if (model, family) not in shipped)
+def read() -> dict[str, dict[str, Any]]:
+    """The figures of recipes that still exist."""
+    kept = json.loads(FIGURES.read_text(encoding="utf-8"))
+    return {name: kept[name] for name in recipes() if name in kept}
 
 
-def _row(name: str) -> str:
+def _size(name: str) -> tuple[int, int]:
+    config = load(f"runs/{name}").config
+    return count_parameters(config.model), rules.topology_of(config).chips
+
+
+def _stale(name: str, figures: Mapping[str, Any] | None, missing: bool) -> bool:
+    return figures is None or (not missing and figures["digest"] != digest(load(f"runs/{name}").config))
+
+
+def digest(config: Config) -> str:
+    """Fingerprint of what a compiled program depends on."""
+    return hashlib.sha256(f"{_sources()} {config.model_dump_json()}".encode()).hexdigest()[:12]
+
+
+@cache
+def _sources() -> str:
+    code = hashlib.sha256()
+    for path in sorted((REPOSITORY / "maxlm").rglob("*.py")):
+        code.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
+    return f"{code.hexdigest()} {_versions()}"
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "libtpu"))
+
+
+def compiled(name: str) -> dict[str, Any]:
+    """Compile a recipe in a process of its own. Raises UserError as the compiler does."""
+    config = load(f"runs/{name}").config
+    with Compiler() as compiler:
+        return figures_of(config, compiler(config, rules.topology_of(config)))
+
+
+def figures_of(config: Config, verdict: Verdict) -> dict[str, Any]:
+    """Seconds of a step and those exposed, None if it does not fit; bytes of a device; the day, versions and digest."""
+    fits = verdict.parts is not None
+    return {
+        "day": str(datetime.datetime.now(datetime.UTC).date()),
+        "versions": _versions(),
+        "digest": digest(config),
+        "step_s": verdict.step_s if fits else None,
+        "exposed_s": sum(verdict.parts[3:]) if verdict.parts else None,
+        "needed": verdict.needed,
+        "available": verdict.available,
+    }
+
+
+def page(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of docs/recipes.md."""
+    rows = [row(name, figures[name]) for name in recipes() if name in figures]
+    missing = [name for name in recipes() if name not in figures]
+    versions = sorted({one["versions"] for one in figures.values()})
+    tail = [f"Compiled with {'; '.join(versions)}.", *(f"Not compiled yet: `{name}`." for name in missing)]
+    return HEAD + "\n".join(rows) + "\n\n" + "\n".join(tail) + "\n"
+
+
+def row(name: str, figures: Mapping[str, Any]) -> str:
+    """The line of a recipe."""
     config = load(f"runs/{name}").config
     topology = rules.topology_of(config)
-    verdict, scale = verify(config, topology), scale_of(config, topology, None)
-    size = f"{verdict.needed / GIB:.1f} of {verdict.available / GIB:.1f} GiB"
-    time = "does not fit | - " if not verdict.fits else f"{verdict.step_s:.2f} s | {scale.mfu(verdict.step_s):.1%}"
-    whole = f"{duration(scale.seconds(verdict.step_s))} for {count(scale.tokens)} tokens" if verdict.fits else "-"
-    return f"| `{name}` | {topology.chips:,} {topology.chip.name} | {config.tokens_per_step:,} | {time} | {size} | {whole} |"
+    start = f"| `{name}` | {topology.chips:,} {topology.chip.name} | {config.tokens_per_step:,} "
+    needed, available, step_s = (figures[key] for key in ("needed", "available", "step_s"))
+    size = "–" if needed is None else f"{needed / GIB:.1f} of {available / GIB:.1f}"
+    if step_s is None:
+        return f"{start}| does not fit | – | – | – | – | {size} | – | – | {figures['day']} |"
+    return f"{start}| {' | '.join(_times(config, step_s, figures['exposed_s'], size))} | {figures['day']} |"
+
+
+def _times(config: Config, step_s: float, exposed_s: float | None, size: str) -> Iterator[str]:
+    topology = rules.topology_of(config)
+    scale = scale_of(config, topology, TOKENS)
+    low, high = scale.correction.range
+    unchecked = "" if not scale.correction.basis else " (no run in this format)"
+    wanted = Wanted(LIST_PRICES)
+    cost = run_cost(topology, config, scale.seconds(step_s), scale.expected_s(step_s), wanted)
+    yield f"{duration(step_s)}"
+    yield f"{duration(low * step_s)} to {duration(high * step_s)}{unchecked}"
+    yield count(config.tokens_per_step / step_s / topology.chips)
+    yield f"{scale.mfu(step_s):.1%}" + ("" if scale.peak_name == "bf16" else f" of {scale.peak_name}")
+    yield "–" if exposed_s is None else f"{exposed_s / step_s:.1%}"
+    yield size
+    yield f"{cost.days:.3g}"
+    yield "–" if cost.money is None else money(cost.money, "USD")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,6 +26,7 @@ from maxlm.hlo import parser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("truth_rows.yml")
+LAST = "## What estimates say of it"
 AIM = 0.15  # of the published step time
 
 
@@ -153,7 +154,14 @@ def _page(rows: list[Row], folder: Path) -> str:
     }
     parts = [INTRO.format(date=datetime.date.today(), within=within, rows=len(results)).rstrip(), "\n".join([*head, *map(_line, results)])]
     parts += [f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items() if lines]
+    parts.append(_kept())
     return "\n\n".join(parts) + "\n"
+
+
+def _kept() -> str:
+    """The last section of the page, on corrections: tools/published_runs.py writes its table."""
+    page = (REPOSITORY / "docs" / "truth.md").read_text(encoding="utf-8")
+    return page[page.index(LAST) :].rstrip()
 
 
 def _line(result: Result) -> str:

@@ -17,6 +17,7 @@ from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.step_cost import StepCost, program_cost
 from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
+from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
 from maxlm.hlo.parser import read
 from maxlm.models import count_parameters, mfu_format, step_flops
@@ -45,6 +46,11 @@ class Report:
     def mfu(self) -> float | None:
         """Model FLOPs over the peak FLOPs, of the format of the matmuls, of all chips in the predicted time."""
         return self._share_of(mfu_format(self.config))
+
+    @property
+    def correction(self) -> Correction:
+        """What published runs took, as multiples of such estimates."""
+        return correction(self.topology.chip, mfu_format(self.config))
 
     def _share_of(self, format: MatmulFormat) -> float | None:
         if self.cost is None or self.cost.total_s == 0:
@@ -97,7 +103,12 @@ class Report:
         cost = {key: value for key, value in asdict(self.cost).items() if key != "traffic"}
         tokens = self.config.tokens_per_step / self.cost.total_s if self.cost.total_s else None
         mfu = {"mfu": self.mfu, "mfu_peak": PEAK_NAMES[mfu_format(self.config)]}
-        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **cost}
+        low, high = self.correction.range
+        ratios = {"low": low, "middle": self.correction.middle, "high": high}
+        expected = {name: self.cost.total_s * ratio for name, ratio in ratios.items()}
+        expected_mfu = {name: self.mfu / ratio if self.mfu is not None else None for name, ratio in ratios.items()}
+        corrected = {"correction": self.correction.to_json(), "expected_step_s": expected, "expected_mfu": expected_mfu}
+        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **corrected, **cost}
 
 
 def examine(config: Config, topology: Topology, show_progress: Callable[[str], None]) -> Report:
@@ -203,6 +214,7 @@ def _time(report: Report, console: Console) -> None:
         console,
         f"Time: {duration(cost.total_s)} a step, {mfu}{count(tokens)} tokens/s ({'predicted' if report.topology.is_tpu else 'a guess'})",
     )
+    console.print(f"  {expected_line(report.correction, cost.total_s, report.mfu)}")
     kinds = {
         "matmul": ("#", cost.matmul_s),
         "attention": ("@", cost.attention_s),
@@ -220,6 +232,17 @@ def _time(report: Report, console: Console) -> None:
         for op in cost.top[:8]
     ]
     _table(console, ("longest", ">times", ">time", ">of peak", "where"), longest)
+
+
+def expected_line(corrected: Correction, step_s: float, mfu: float | None) -> str:
+    """A step of `step_s` estimated seconds, and its MFU, if it compares to its estimate as published runs do to theirs."""
+    said = corrected.sentence[0].upper() + corrected.sentence[1:]
+    if not corrected.ratios:
+        return f"{said}."
+    low, high = corrected.range
+    seconds = f"{duration(low * step_s)} to {duration(high * step_s)} (median {duration(corrected.middle * step_s)})"
+    shares = f", MFU {percent(mfu / high)} to {percent(mfu / low)}" if mfu is not None else ""
+    return f"{said}. By these: {seconds}{shares}."
 
 
 def formats_line(cost: StepCost) -> str:

@@ -42,7 +42,8 @@ class Machine:
         """Take the best layout of the search, and its cost; both or, after Ctrl-C, neither."""
         point, cost = _best(self.search), None
         if point is not None:
-            cost = run_cost(self.topology, self.config, self.scale.seconds(point.step_s), point.step_s, self.wanted)
+            seconds, step_s = self.scale.seconds(point.step_s), self.scale.expected_s(point.step_s)
+            cost = run_cost(self.topology, self.config, seconds, step_s, self.wanted)
         self.point, self.cost = point, cost
 
     @property
@@ -193,6 +194,7 @@ def _show(
     console.print(
         f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured.", style="dim"
     )
+    console.print(_correction_line(machines), style="dim")
     console.print(_price_line(machines, wanted), style="dim")
     without = [_name(machine.topology) for machine in others if machine.point is None]
     if without:
@@ -205,6 +207,13 @@ def _show(
         name, *overrides = arguments
         again = " ".join([f"maxlm plan {name} --topology {picked.topology.name}{many}", *overrides])
         console.print(f"For the layout in full: {again}")
+
+
+def _correction_line(machines: Sequence[Machine]) -> str:
+    """Factor between the estimated step and the days of each chip, and the published runs that it is from."""
+    corrections = {machine.topology.chip.name: machine.scale.correction for machine in machines}
+    each = (f"{chip} x {corrected.middle:.2f} ({corrected.sentence})" for chip, corrected in corrections.items())
+    return f"Days and costs are with the estimated step times the median of published runs: {'; '.join(each)}."
 
 
 def _price_line(machines: Sequence[Machine], wanted: Wanted) -> str:
@@ -255,7 +264,8 @@ def _to_json(
         assert machine.point is not None and machine.cost is not None
         point = point_json(machine.point, machine.scale, machine.config)
         cost = {"cost": to_json(machine.cost, wanted), "time_cost_frontier": any(machine is one for one in starred)}
-        rows.append({**where, "available_bytes": machine.search.available, **point, **cost})
+        said = {"correction": machine.scale.correction.to_json()}
+        rows.append({**where, "available_bytes": machine.search.available, **point, **cost, **said})
     without = [machine.topology.name for machine in others if machine.point is None]
     picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
     return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without, **picked}

@@ -16,6 +16,7 @@ from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
+from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
 from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
@@ -33,7 +34,7 @@ SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_
 
 @dataclass(frozen=True)
 class Scale:
-    """Converts seconds a step into run time, chip-hours and MFU. All figures are for all devices together."""
+    """Converts estimated seconds a step into run time, chip-hours and MFU. All figures are for all devices together."""
 
     tokens_per_step: int
     model_flops: float  # of a step
@@ -41,14 +42,19 @@ class Scale:
     peak_name: str  # format whose peak that is: "bf16", "int8" or "fp8"
     tokens: float  # of the whole run
     chips: int
+    correction: Correction
+
+    def expected_s(self, step_s: float) -> float:
+        """Seconds a step by the median of published runs: those of run times and costs."""
+        return self.correction.middle * step_s
 
     def mfu(self, step_s: float) -> float:
         """Model FLOPs over the devices' peak FLOPs in that time."""
         return self.model_flops / (step_s * self.peak_flops)
 
     def seconds(self, step_s: float) -> float:
-        """Duration of the whole run, if no time is lost."""
-        return self.tokens / self.tokens_per_step * step_s
+        """Duration of the whole run, if no time is lost, with steps of `expected_s`."""
+        return self.tokens / self.tokens_per_step * self.expected_s(step_s)
 
     def chip_hours(self, step_s: float) -> float:
         """Chips times hours of the whole run."""
@@ -79,7 +85,7 @@ class Plan:
         if self.picked is None:
             return None
         step_s = self.picked.step_s
-        return run_cost(self.topology, self.loaded.config, self.scale.seconds(step_s), step_s, wanted)
+        return run_cost(self.topology, self.loaded.config, self.scale.seconds(step_s), self.scale.expected_s(step_s), wanted)
 
     @property
     def picked(self) -> Point | None:
@@ -155,6 +161,7 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
         peak_name=PEAK_NAMES[mfu_format(config)],
         tokens=tokens if tokens is not None else config.total_tokens,
         chips=topology.chips,
+        correction=correction(topology.chip, mfu_format(config)),
     )
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -17,7 +18,8 @@ from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.calibration import calibrated
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
-from maxlm.hardware.chips import CHIPS, GIB, Chip
+from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
+from maxlm.hardware.published_runs import correction
 from maxlm.hardware.topologies import is_tpu, near, parse
 from maxlm.planning.run_cost import Wanted
 from maxlm.telemetry.atomic import write_text
@@ -94,7 +96,10 @@ def _check_file(request: Request, loaded: LoadedConfig) -> None:
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
-    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`."""
+    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`.
+
+    Each format's seconds are corrected by published runs in it.
+    """
     from maxlm.planning import explore
     from maxlm.planning.plan import make_plan
 
@@ -102,7 +107,9 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
         raise UserError(f"--any-format compiles layouts of each format, and {plan.topology.name}: {plan.uncompiled}.")
     if plan.chosen is None or not plan.quantized or plan.search.end == explore.STOPPED:
         return plan
-    format = min(plan.quantized, key=lambda name: plan.quantized[name])
+    matmuls: Mapping[str, MatmulFormat] = {"int8": "int8", "fp8": "e4m3"}
+    chip = plan.topology.chip
+    format = min(plan.quantized, key=lambda name: correction(chip, matmuls[name]).middle * plan.quantized[name])
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
     loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
@@ -111,7 +118,7 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
         return plan
     if other.chosen is None:
         return plan
-    if other.chosen.verdict.step_s < plan.chosen.verdict.step_s:
+    if other.scale.expected_s(other.chosen.verdict.step_s) < plan.scale.expected_s(plan.chosen.verdict.step_s):
         return replace(other, formats={"bf16": plan.chosen.verdict.step_s})
     return replace(plan, formats={format: other.chosen.verdict.step_s})
 

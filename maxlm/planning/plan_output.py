@@ -11,6 +11,7 @@ from rich.table import Table
 
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
+from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB
 from maxlm.planning import run_cost
 from maxlm.planning.explore import Point, rows
@@ -46,6 +47,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
     mfu = f"MFU {plan.scale.mfu(step_s):.1%}{_of_peak(plan.scale)}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
+    counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
+    console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
     if not plan.topology.is_tpu and not kernel_runs(plan.loaded.config, plan.topology.chip):
         console.print(
             f"Attention runs as XLA's operations here, not as a kernel: each score goes to the memory of {plan.topology.chip.name}."
@@ -110,7 +113,8 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sourc
         table.add_row(*figures, f"{point.needed / GIB:.1f} GiB", mark, describe(point.layout), style=style)
     console.print(table)
     mfu = f" MFU is a share of the {scale.peak_name} peak." if scale.peak_name != "bf16" else ""
-    console.print(f"*: no other is both faster and smaller.{mfu} {sources}", style="dim")
+    run = f" Run: with steps {scale.correction.middle:.2f} times as long." if rates and scale.correction.ratios else ""
+    console.print(f"*: no other is both faster and smaller.{mfu}{run} {sources}", style="dim")
 
 
 def layout_table(*figures: str) -> Table:
@@ -141,6 +145,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
         "devices": topology.devices,
         "tokens": plan.scale.tokens,
         "mfu_peak": plan.scale.peak_name,
+        "correction": plan.scale.correction.to_json(),
         "available_bytes": search.available,
         "layouts": {
             "counted": search.counted,
@@ -164,12 +169,12 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
 
 
 def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
-    """A row of the frontier for `config`; times are None where the layout does not fit."""
-    figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "run_s", "chip_hours"))
+    """A row of the frontier for `config`; times are None where the layout does not fit, and those of the run are by `expected_step_s`."""
+    figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "expected_step_s", "run_s", "chip_hours"))
     if point.fits:
         step_s = point.step_s
-        rates = (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, scale.seconds(step_s), scale.chip_hours(step_s))
-        figures = dict(zip(figures, rates, strict=True))
+        whole = (scale.expected_s(step_s), scale.seconds(step_s), scale.chip_hours(step_s))
+        figures = dict(zip(figures, (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, *whole), strict=True))
     marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
     return {"settings": point.layout.settings(config), "needed_bytes": point.needed, **marks, **figures}
 

@@ -80,6 +80,10 @@ def test_the_report_adds_up(capfd, arguments, devices, mesh):
     assert time["step_s"] == pytest.approx(sum(time[kind] for kind in kinds))
     assert 0 < time["mfu"] < 1
     assert time["tokens_per_s"] == pytest.approx(report["tokens_per_step"] / time["step_s"])
+    low, middle, high = (time["correction"][name] for name in ("low", "middle", "high"))
+    assert low <= middle <= high
+    assert time["expected_step_s"] == pytest.approx({name: time["correction"][name] * time["step_s"] for name in ("low", "middle", "high")})
+    assert time["expected_mfu"]["high"] == pytest.approx(time["mfu"] / high)
     assert {axis for row in report["communication"] for axis in row["axes"]} <= set(mesh)
     links = {link for row in report["communication"] for link in [row["link"]] if "data" in row["axes"]}
     assert links == ({"dcn"} if report["slices"] > 1 else set())
@@ -110,6 +114,7 @@ def test_the_page_says_what_the_figures_say(capfd):
         assert title in page
     (bar,) = [line.strip()[1:-1] for line in page.splitlines() if line.startswith("  [")]
     assert len(bar) == 72
+    assert figures["time"]["correction"]["says"][1:] in page.replace("\n", " ")
     assert bar.count("!") == pytest.approx(72 * figures["time"]["exposed_s"] / figures["time"]["step_s"], abs=1.1)
     assert max(map(len, page.splitlines())) < 200
 

@@ -16,8 +16,9 @@ from maxlm.compiler import aot
 from maxlm.config.loader import find, load
 from maxlm.config.schema import AXES
 from maxlm.cost.verify import Compiler, Verdict, verify
+from maxlm.hardware.published_runs import Correction
 from maxlm.hardware.topologies import parse
-from maxlm.planning import explore
+from maxlm.planning import explore, plan as planning
 from maxlm.planning.layouts import Layout, layout_of, layouts
 from maxlm.planning.plan import analytic_model
 from maxlm.planning.plan_command import as_yaml
@@ -176,12 +177,21 @@ def test_the_format_is_chosen_where_that_is_allowed(capfd, answers):
     code, page, _ = run(capfd, *WIDE, "--any-format", "--out", "out.yml")
     assert code == 0 and "The fastest layout in bf16: " in page and "MFU" in page
     assert "--any-format" not in page
+    assert "published runs on v5p" in page and "Run and cost are by the median." in page
 
 
 def test_a_format_that_is_not_faster_is_not_chosen(capfd, answers):
     code, page, _ = run(capfd, *WIDE, "precision.compute=float32", "--any-format", "--out", "plain.yml")
     assert code == 0 and "int8" not in page
     assert load("plain.yml").config.precision.matmul is None
+
+
+def test_formats_are_compared_by_what_published_runs_in_them_took(capfd, answers, monkeypatch):
+    """Were int8 runs to take three times their estimates, bf16 would be the faster."""
+    monkeypatch.setattr(planning, "correction", lambda chip, format: Correction(chip.name, format, (3.0 if format == "int8" else 1.0,), 1))
+    plan = json.loads(run(capfd, *WIDE, "--any-format", "--out", "out.yml", "--json")[1])
+    assert plan["mfu_peak"] == "bf16"
+    assert plan["formats"]["int8"] < plan["chosen"]["step_s"] < 3 * plan["formats"]["int8"]
 
 
 def test_topologies_are_compared(capfd, answers):
@@ -192,7 +202,8 @@ def test_topologies_are_compared(capfd, answers):
     assert {row["topology"] for row in rows} == {"v5e:1x1", "v5e:2x2", "v5e:2x4"}
     assert [row["run_s"] for row in rows] == sorted(row["run_s"] for row in rows)
     assert all(row["chip_hours"] == pytest.approx(row["run_s"] / 3600 * row["chips"]) for row in rows)
-    assert all(row["run_s"] == pytest.approx(1e12 / (16 * 512) * row["step_s"]) for row in rows)
+    assert all(row["run_s"] == pytest.approx(1e12 / (16 * 512) * row["expected_step_s"]) for row in rows)
+    assert all(row["expected_step_s"] == pytest.approx(row["correction"]["middle"] * row["step_s"]) for row in rows)
     assert {row["topology"] for row in rows if row["compiled"]} == set(answers)
     for row in rows:
         cost = row["cost"]
