@@ -189,7 +189,7 @@ class _Rows:
     def _program(self, number: Any, module: str) -> Program | None:
         if isinstance(number, int) and number in self._programs:
             return self._programs[number]
-        named = module.split("(")[0]
+        named = module.partition("(")[0]
         return next((program for program in self._programs.values() if named and program.name == named), None)
 
 

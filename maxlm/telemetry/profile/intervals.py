@@ -1,5 +1,6 @@
 """Arithmetic of time intervals, as arrays of picoseconds: nesting, self time, unions."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -48,14 +49,14 @@ def union(*several: Spans) -> Spans:
 
 
 def self_times(start_N: Times, end_N: Times) -> tuple[Times, Bool[np.ndarray, " N"]]:
-    """(time of each event that no event nested in it covers, True where none is nested). In order of start, the longer first; none is empty.
+    """(time of each event that no event nested in it covers, True where none is nested). In order of start, longer first; none is empty.
 
     An event is in as many others as have begun before it and have not ended.
     """
     depth_N = np.arange(len(start_N)) - np.searchsorted(np.sort(end_N), start_N, side="right")
     own_N, leaf_N = end_N - start_N, np.ones(len(start_N), bool)
     at = [np.flatnonzero(depth_N == depth) for depth in range(int(depth_N.max(initial=-1)) + 1)]
-    for outer, inner in zip(at, at[1:], strict=False):
+    for outer, inner in itertools.pairwise(at):
         parent = outer[np.maximum(np.searchsorted(outer, inner) - 1, 0)]
         covered = np.minimum(end_N[inner], end_N[parent]) - start_N[inner]
         np.subtract.at(own_N, parent, np.maximum(covered, 0))

@@ -49,9 +49,9 @@ def is_collective(name: str, opcode: str = "") -> bool:
 @lru_cache(maxsize=1 << 16)
 def scope_of(where: str) -> str:
     """The part of the model, or of the step, that an op_name belongs to; UNKNOWN without one."""
-    path = where.split(";")[0].split("/")
+    path = where.partition(";")[0].split("/")
     for part in path:
-        for word in _WORD.findall(part.split(".")[0]) if "(" in part else (part,):
+        for word in _WORD.findall(part.partition(".")[0]) if "(" in part else (part,):
             if word in SCOPES:
                 return word
     if not where or len(path) < 2:
