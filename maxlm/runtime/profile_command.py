@@ -47,6 +47,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     saved = open_run(run_dir)
     config = saved.trained
     enable_compilation_cache()
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or a program of an older source would name its own places
     if config.memory.offload_state is not None and config.memory.offload_state.on_nvme:
         raise UserError(f"{run_dir} keeps its state in files, which steps would overwrite: profile it as it runs, with run.profile.")
     check_devices(config, jax.devices())

@@ -90,18 +90,19 @@ def _parts(profile: Profile, facts: Facts) -> str:
     order = sorted(measured, key=lambda scope: -sum(measured[scope].values()))
     drawn = [(TITLES[scope], sum(measured[scope].values())) for scope in order]
     predicted = facts.predicted or {}
-    heads = ["part", *PHASES, "all", "share", "predicted", "of predicted"]
+    known = facts.predicted is not None
+    heads = ["part", *PHASES, "all", "share", *(["predicted", "of predicted"] if known else [])]
     rows = []
     for scope in [*order, *(scope for scope in predicted if scope not in measured)]:
         phases, expected = measured.get(scope, {}), sum(predicted.get(scope, {}).values())
         whole = sum(phases.values())
         cells = [_time(phases.get(phase, 0), profile, facts) for phase in PHASES]
         cells += [_time(whole, profile, facts), percent(whole / total)]
-        cells += [duration(expected), _ratio(_a_step(whole, profile, facts), expected)] if facts.predicted is not None else ["–", "–"]
+        cells += [_short(expected), _ratio(_a_step(whole, profile, facts), expected)] if known else []
         rows.append([escape(TITLES[scope]), *cells])
     sums = [sum(phases.get(phase, 0) for phases in measured.values()) for phase in PHASES]
     expected = sum(sum(phases.values()) for phases in predicted.values())
-    last = [duration(expected), _ratio(_a_step(total, profile, facts), expected)] if facts.predicted is not None else ["–", "–"]
+    last = [_short(expected), _ratio(_a_step(total, profile, facts), expected)] if known else []
     rows.append(["<b>all</b>", *(_time(time, profile, facts) for time in sums), _time(total, profile, facts), "100.0%", *last])
     unit = "time of threads" if profile.is_cpu else "device time"
     return (
@@ -112,7 +113,12 @@ def _parts(profile: Profile, facts: Facts) -> str:
 
 
 def _time(picoseconds: float, profile: Profile, facts: Facts) -> str:
-    return duration(_a_step(picoseconds, profile, facts)) if picoseconds else "–"
+    return _short(_a_step(picoseconds, profile, facts)) if picoseconds else "–"
+
+
+def _short(seconds: float) -> str:
+    """In milliseconds, so that figures of a column compare; a second or more as anywhere."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else duration(seconds)
 
 
 def _ratio(measured: float, expected: float) -> str:
@@ -136,7 +142,7 @@ def _busy(profile: Profile, facts: Facts) -> str:
     for device in profile.devices[:MOST_DEVICES]:
         busy, hidden = device.busy.total, device.communication.total - device.exposed
         times = device.window, device.compute.total, device.communication.total, hidden, device.exposed, device.window - busy
-        rows.append([escape(device.name), *(duration(time / steps) for time in times)])
+        rows.append([escape(device.name), *(_short(time / steps) for time in times)])
     heads = ["device", "window", "compute", "communication", "hidden", "exposed", "idle"]
     left = len(profile.devices) - len(rows)
     more = f'<p class="note">{left} more devices are not listed.</p>' if left > 0 else ""
@@ -175,7 +181,7 @@ def _longest_gaps(profile: Profile, found: Sequence[tuple[Device, Spans]]) -> st
         cause = max(beside, key=lambda name: beside[name], default="")
         host = f"{cause.removeprefix(HOST_MARK)} ({percent(beside[cause] / length)})" if cause and beside[cause] else "–"
         before, after = _drawn_op(profile, device, end=start), _drawn_op(profile, device, start=end)
-        rows.append([duration(length / PS), escape(device.name), escape(before), escape(after), escape(host)])
+        rows.append([_short(length / PS), escape(device.name), escape(before), escape(after), escape(host)])
     if not rows:
         return ""
     return f'<h3>The longest</h3><div class="wrap">{table(["time", "device", "after", "before", "host meanwhile"], rows)}</div>'
@@ -223,7 +229,7 @@ def _host(profile: Profile, facts: Facts) -> str:
         idle = sum(spans.clipped_total(gap) for gap in gaps) / len(gaps)
         label = name.removeprefix(HOST_MARK).replace("_", " ") if name.startswith(HOST_MARK) else f"dispatch: {name}"
         steps = max(facts.steps, 1) * PS
-        rows.append([escape(label), duration(spans.total / steps), duration(idle / steps)])
+        rows.append([escape(label), _short(spans.total / steps), _short(idle / steps)])
     if not rows:
         return '<section><h2>Host</h2><p class="note">The training loop has left no marks in this trace.</p></section>'
     note = "step: the loop dispatches an update and waits for the one before; data wait: it waits for a batch."

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 
+from maxlm.config.errors import UserError
 from maxlm.telemetry.profile import TRACE
 
 _RAW = "raw"  # folder in which jax writes; removed
@@ -23,7 +24,9 @@ def start_trace(folder: Path) -> None:
 def stop_trace(folder: Path) -> Path:
     """Stop, and return the file `trace.xplane.pb` in `folder`."""
     jax.profiler.stop_trace()
-    written = next((folder / _RAW).glob("plugins/profile/*/*.xplane.pb"))
+    written = next((folder / _RAW).glob("plugins/profile/*/*.xplane.pb"), None)
+    if written is None:
+        raise UserError(f"{folder}: jax.profiler has written no trace there.")
     trace = folder / TRACE
     shutil.move(written, trace)
     shutil.rmtree(folder / _RAW, ignore_errors=True)
