@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+_STEPS = 100  # of a line of a large trace
 Value = int | str | bytes
 
 
@@ -121,35 +122,40 @@ def metadata_plane(programs: Mapping[int, bytes]) -> bytes:
 
 
 def write_large(path: Path, size: int) -> int:
-    """Write a trace of `size` bytes of four TPUs; returns its number of events. A step: 1,000 operations in a loop, every tenth sends."""
-    written = events = 0
+    """Write a trace of about `size` bytes of four TPUs; returns its number of events. A step: 1,000 operations in a loop, a tenth of them
+    collectives. A line of 100 steps is repeated, later each time.
+    """
+    events = 0
     with path.open("wb") as file:
         for device in range(4):
-            plane = PlaneWriter(f"/device:TPU:{device}")
-            names = ["%while.1 = while"]
+            plane, names = PlaneWriter(f"/device:TPU:{device}"), ["%while.1 = while"]
             for number in range(1000):
                 kind = "all-gather" if number % 10 == 0 else "fusion"
                 names.append(f"%{kind}.{number} = bf16[8,128]{{1,0}} {kind}(...)")
                 scope = ("attn", "mlp", "norm", "unembed")[number % 4]
                 plane.describe(names[-1], f"{kind}.{number}", tf_op=f"jit(train_step)/jvp()/while/body/closed_call/{scope}/dot_general:")
             plane.describe(names[0], "while.1", tf_op="jit(train_step)/jvp()/while:")
-            start, blocks, length = 0, [], 0
-            while written + length < size * (device + 1) // 4:
-                body = plane.event(Event(names[0], start, 1_100_000_000))
-                body = field(4, body) + b"".join(
-                    field(4, plane.event(Event(name, start + i * 1_100_000, 1_000_000, {"run_id": device})))
-                    for i, name in enumerate(names[1:])
-                )
-                start, events, length = start + 1_200_000_000, events + 1001, length + len(body)
-                blocks.append(body)
-            line = field(2, "XLA Ops") + field(3, 1000)
+            steps = b"".join(field(4, plane.event(event)) for step in range(_STEPS) for event in _step(names, step * 1_200_000_000))
+            repeats = max(1, round(size / 4 / len(steps)))
+            heads = [field(2, "XLA Ops") + field(3, 1000 + number * _STEPS * 1_200_000) for number in range(repeats)]
+            lines = [varint(3 << 3 | 2) + varint(len(head) + len(steps)) + head for head in heads]
             before, after = plane.parts()
-            head = varint(3 << 3 | 2) + varint(len(line) + length) + line
-            file.write(varint(1 << 3 | 2) + varint(len(before) + len(head) + length + len(after)) + before + head)
-            file.writelines(blocks)
+            length = len(before) + sum(map(len, lines)) + repeats * len(steps) + len(after)
+            file.write(varint(1 << 3 | 2) + varint(length) + before)
+            for line in lines:
+                file.write(line)
+                file.write(steps)
             file.write(after)
-            written += length
+            events += repeats * _STEPS * len(names)
     return events
+
+
+def _step(names: Sequence[str], start: int) -> Iterable[Event]:
+    """A step that begins at `start` picoseconds."""
+    yield Event(names[0], start, 1_100_000_000, {"device_offset_ps": start, "device_duration_ps": 1_100_000_000})
+    for number, name in enumerate(names[1:]):
+        begun = start + number * 1_100_000
+        yield Event(name, begun, 1_000_000, {"device_offset_ps": begun, "device_duration_ps": 1_000_000})
 
 
 def main() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
+from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
 from maxlm.parallel import build_mesh
 from maxlm.runtime.consistency import check_devices
 from maxlm.runtime.jax_setup import enable_compilation_cache
 from maxlm.runtime.open_data import open_training_data
-from maxlm.telemetry.profile import PAGE, Facts, Profile, reduce_trace
+from maxlm.runtime.open_run import identity
+from maxlm.telemetry.profile import PAGE, TRACE, Facts, Profile, reduce_trace
 from maxlm.telemetry.profile.attribution import HOST_MARK
 from maxlm.telemetry.profile.page import Predicted
 from maxlm.telemetry.profile.record import start_trace, stop_trace
@@ -44,8 +46,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
 
     Raises UserError: it is no run, these are not its devices, or its data cannot be read.
     """
-    saved = open_run(run_dir)
-    config = saved.trained
+    config = open_run(run_dir).trained
     enable_compilation_cache()
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or a program of an older source would name its own places
     if config.memory.offload_state is not None and config.memory.offload_state.on_nvme:
@@ -53,7 +54,8 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     check_devices(config, jax.devices())
     data = open_training_data(config)
     program = build_program(config, build_mesh(config))
-    start = restore_or_init(program, saved.checkpoints)
+    place = config.checkpoint.dir or RunDirectory(run_dir, primary=False).checkpoints
+    start = restore_or_init(program, Checkpoints(place, config.checkpoint, identity(config, data.tokenizer_hash)))
     first = max(0, min(start.step, config.total_steps - WARM_UP - steps))  # of a finished run the last batches
     program.compile_from(first)
     folder = profile_folder(RunDirectory(run_dir, primary=False).profiles, start.step)
@@ -73,7 +75,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
         prediction_note=note,
         notes=(f"{WARM_UP} steps ran before the trace. The state was thrown away: no checkpoint has changed.",),
     )
-    profile = reduce_trace(folder / "trace.xplane.pb", folder, facts)
+    profile = reduce_trace(folder / TRACE, folder, facts)
     return Profiled(folder / PAGE, start.step, profile)
 
 

@@ -34,8 +34,8 @@ class RunProfiler:
     def __init__(self, settings: ProfileConfig, profiles: Path, title: str, report: Callable[[Event], None]) -> None:
         self._settings, self._profiles, self._title, self._report = settings, profiles, title, report
         self._recording: int | None = None  # step before the first of the trace
-        self._began, self._paused = 0.0, 0.0
-        self._making: list[tuple[int, float, subprocess.Popen[bytes]]] = []
+        self._paused: dict[int, float] = {}  # seconds of training, by that step
+        self._making: list[tuple[int, subprocess.Popen[bytes]]] = []
 
     def before(self, step: int, state: TrainState, meter: Any) -> None:
         """Begin or end a trace before update `step`, if it is time. Its steps are whole: devices are idle at both ends."""
@@ -50,26 +50,25 @@ class RunProfiler:
         if self._recording is not None:
             self._fail(self._recording, "the run ended before its steps did")
         deadline = time.monotonic() + LAST_WAIT_S
-        for _, _, process in self._making:
+        for _, process in self._making:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._collect()
 
     def _guarded(self, action: Callable[[int, TrainState, Any], None], step: int, state: TrainState, meter: Any) -> None:
         meter.flush()
-        began = time.monotonic()
+        began, first = time.monotonic(), step if self._recording is None else self._recording
         try:
             jax.block_until_ready(state)
             meter.pause()  # writing a trace takes seconds, which are no step and no hang
             action(step, state, meter)
         except Exception as error:
             _log.warning("profile at step %s: %s", step, error, exc_info=error)
-            self._fail(step if self._recording is None else self._recording, str(error).split("\n", 1)[0] or type(error).__name__)
-        self._paused += time.monotonic() - began
+            self._fail(first, str(error).partition("\n")[0] or type(error).__name__)
+        self._paused[first] = self._paused.get(first, 0.0) + time.monotonic() - began
         meter.pause()
 
     def _begin(self, step: int, state: TrainState, meter: Any) -> None:
-        self._paused = 0.0
         start_trace(profile_folder(self._profiles, step))
         self._recording = step
 
@@ -83,18 +82,18 @@ class RunProfiler:
         command = [sys.executable, "-m", "maxlm.telemetry.profile", str(folder), json.dumps(facts)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-        self._making.append((first, self._paused, process))
+        self._making.append((first, process))
 
     def _collect(self) -> None:
         """Report pages that are done."""
-        for item in [item for item in self._making if item[2].poll() is not None]:
+        for item in [item for item in self._making if item[1].poll() is not None]:
             self._making.remove(item)
-            step, paused, process = item
+            step, process = item
             try:
                 answer = json.loads(process.stdout.read() if process.stdout else b"")
             except ValueError:
                 answer = {"reason": f"the page was not made: its process ended with code {process.returncode}"}
-            self._report(Event("profile", step, data={**answer, "seconds": round(paused, 3)}))
+            self._report(Event("profile", step, data={**answer, "seconds": round(self._paused[step], 3)}))
 
     def _fail(self, step: int, reason: str) -> None:
         if self._recording is not None:

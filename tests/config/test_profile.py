@@ -25,7 +25,10 @@ def test_traces_must_end_before_the_run():
     ],
 )
 def test_settings_that_make_no_sense_are_one_line(value, field):
-    raw = {"model": {"vocab_size": 8, "d_model": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8}, "data": {"store": "s", "seq_len": 8}}
+    raw = {
+        "model": {"vocab_size": 8, "d_model": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "d_ff": 8},
+        "data": {"store": "s", "seq_len": 8},
+    }
     with pytest.raises(ConfigError) as caught:
         validate({**raw, "train": {"steps": 1000, "global_batch": 1}, "run": {"profile": value}}, {})
     assert str(caught.value).startswith(field)

@@ -50,7 +50,7 @@ def test_a_run_is_profiled_while_it_runs_and_afterwards(tmp_path):
     ("arguments", "said"),
     [
         (("nothing",), "nothing is not a run directory: it has no config.yml"),
-        (("nothing", "--steps", "0"), "0 is not in the range"),
+        (("nothing", "--steps", "0"), "Invalid value for '--steps'"),
         (("nothing", "mesh.fsdp=2"), "mesh.fsdp=2: a run is profiled as it is configured"),
     ],
 )

@@ -22,6 +22,7 @@ _STREAM = re.compile(r"^Stream", re.IGNORECASE)
 _HELD = 4 << 20  # events of a line that may wait for the end of one they are nested in
 _DRAWN = 200_000  # events of the trace for a viewer, the longest
 _COPY = re.compile(r"^(?:copy|bitcast|transpose|slice|dynamic-slice|dynamic-update-slice|Memcpy|Memset|wrapped_copy)", re.IGNORECASE)
+_MEMORY = re.compile(r"^Mem(?:cpy|set)")  # of GPUs; events of no program
 _STATS = ("hlo_op", "program_id", "hlo_module")
 
 
@@ -150,7 +151,7 @@ class _Rows:
         code_N, keys = np.zeros(len(events.metadata_N), np.int64), [()]
         for column in columns:
             values, inverse_N = _dense(column)
-            used, code_N = _dense(code_N * len(values) + inverse_N)
+            used, code_N = _dense(code_N * len(values) + inverse_N) if len(keys) > 1 or keys[0] else (np.arange(len(values)), inverse_N)
             keys = [(*keys[code // len(values)], int(values[code % len(values)])) for code in used]
         rows = np.array([self._row(key, named) for key in keys], np.int64)
         return rows[code_N]
@@ -172,7 +173,7 @@ class _Rows:
         number, module, title, opcode = kind.stats.get("program_id"), "", name, str(kind.stats.get("hlo_category") or "")
         if named:
             names = self._plane.stat_names
-            if key[1] < 0 and not _COPY.search(name):
+            if key[1] < 0 and not _MEMORY.match(name):
                 return None
             name, number, module = names.get(key[1], name), key[2], names.get(key[3], "")
         program = self._program(number, module)
@@ -265,8 +266,9 @@ def _settled(trace: Trace, line: Line, rows: _Rows, *, named: bool) -> Iterator[
         real = (row_N >= 0) & (events.length_N > 0)
         new = events.start_N[real], events.start_N[real] + events.length_N[real], row_N[real]
         held = tuple(np.concatenate(pair) for pair in zip(held, new, strict=True))
-        order = np.lexsort((-held[1], held[0]))
-        held = tuple(array[order] for array in held)
+        if np.any(np.diff(held[0]) <= 0):
+            order = np.lexsort((-held[1], held[0]))
+            held = tuple(array[order] for array in held)
         done = settled(held[0], held[1]) or (len(held[0]) if len(held[0]) > _HELD else 0)
         if done:
             yield held[0][:done], held[1][:done], held[2][:done]

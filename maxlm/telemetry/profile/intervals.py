@@ -37,8 +37,10 @@ def spans(start_N: Times, end_N: Times) -> Spans:
     """The union of intervals in any order."""
     if not len(start_N):
         return NONE
-    order = np.argsort(start_N, kind="stable")
-    start_N, reach_N = start_N[order], np.maximum.accumulate(end_N[order])
+    if np.any(start_N[1:] < start_N[:-1]):
+        order = np.argsort(start_N, kind="stable")
+        start_N, end_N = start_N[order], end_N[order]
+    reach_N = np.maximum.accumulate(end_N)
     first = np.concatenate(([True], start_N[1:] > reach_N[:-1]))
     last = np.concatenate((first[1:], [True]))
     return Spans(start_N[first], reach_N[last])

@@ -113,6 +113,10 @@ def decode_events(data: bytes, starts: list[int], ends: list[int], wanted: tuple
     bytes_ = np.frombuffer(data + bytes(_MOST_BYTES + 2), np.uint8)  # so that a look behind the end of an event is allowed
     cursor_N, end_N = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     found = {tag: np.zeros(len(cursor_N), np.int64) for tag in (_ID, _START, _LENGTH)}
+    for tag, array in found.items():  # all events alike, as nearly all blocks of devices are
+        if not np.all((bytes_[cursor_N] == tag) & (cursor_N < end_N)):
+            break
+        array[:], cursor_N = _varints(bytes_, cursor_N + 1)
     rest = np.arange(len(cursor_N))
     while rest.size:  # one field of every event a turn
         rest = rest[cursor_N[rest] < end_N[rest]]

@@ -6,6 +6,7 @@ from tiny import tiny_program
 from maxlm.telemetry.profile import scopes
 from maxlm.telemetry.profile.scopes import is_collective, phase_of, scope_of
 
+EXPERTS, LATENT = {"n_experts": 4, "top_k": 2, "d_ff": 16}, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
 BODY = "jit(train_step)/transpose(jvp())/while/body/closed_call/checkpoint"
 PLACES = {
     "jit(train_step)/jvp()/while/body/closed_call/attn/BSD,DHK->BSHK/dot_general": ("attn", "forward"),
@@ -40,10 +41,9 @@ def test_collectives_are_told_by_name_or_opcode(name, opcode):
     ("model", "named"),
     [
         ({}, {"embed", "norm", "attn", "mlp", "unembed"}),
-        ({"moe": {"n_experts": 4, "top_k": 2, "d_ff": 16}}, {"embed", "norm", "attn", "moe", "unembed"}),
-        ({"latent": {"kv_rank": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}}, {"attn", "mlp"}),
+        ({"n_kv_heads": 8, "moe": EXPERTS, "latent": LATENT}, {"embed", "norm", "attn", "moe", "unembed"}),
     ],
-    ids=["dense", "experts", "latent"],
+    ids=["dense", "latent attention and experts"],
 )
 def test_the_model_sets_scopes_which_are_metadata_only(model, named):
     lowered = tiny_program(1, model=model).lower()
