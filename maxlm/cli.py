@@ -510,6 +510,37 @@ def report(
     typer.echo(write_report(run_dirs, out or (several if len(names) > 1 else run_dirs[0] / "report.html")))
 
 
+@app.command()
+def profile(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="On a cluster: coordinator= and the like.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="Steps to trace, after two that are not.")] = 3,
+) -> None:
+    """Run a few steps of a run under the profiler; write a page that says where their time goes."""
+    from maxlm.runtime.cluster_env import split_arguments
+
+    named, rest = split_arguments(overrides or [])
+    if rest:
+        raise UserError(f"{shorten(rest[0])}: a run is profiled as it is configured; only coordinator= and the like can be set.")
+    from maxlm.cost.by_part import predict
+    from maxlm.runtime import cluster
+    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.runtime.profile_command import profile_run
+    from maxlm.telemetry.formatting import percent
+    from maxlm.telemetry.log import RunLog
+    from maxlm.training.fits import explain_out_of_memory
+
+    select_platform()
+    joined = cluster.joined(named, lambda line: typer.echo(line, err=True))
+    with joined, RunLog(), explain_out_of_memory("profiling", "it needs the devices that training needs: end the run first"):
+        profiled = profile_run(run_dir, steps, predict)
+    typer.echo(
+        f"{profiled.page}: {steps} steps from step {profiled.step:,}, {percent(profiled.profile.attributed)} of device time attributed"
+    )
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, such as: -- train runs/quickstart.")],

@@ -1,6 +1,7 @@
 """Sections about runs that look after themselves: trouble in training, hangs, copies in memory, lost hosts, wrong bits, alerts."""
 
 import ipaddress
+import itertools
 import re
 from typing import Annotated, Literal
 
@@ -38,6 +39,21 @@ class AlertsConfig(Section):
     def _goes_somewhere(self) -> "AlertsConfig":
         if not self.command and self.webhook is None:
             paths.refuse("set command or webhook", "give one of them, or remove the section")
+        return self
+
+
+class ProfileConfig(Section):
+    """Traces of a few steps of the run, each reduced to a page in `profile/` of its folder (docs/profile.md)."""
+
+    at: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)  # updates done before the first step of each trace
+    steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 3  # of a trace
+
+    @model_validator(mode="after")
+    def _apart(self) -> "ProfileConfig":
+        if any(later - earlier <= self.steps for earlier, later in itertools.pairwise(self.at)):
+            paths.refuse(
+                f"name steps in increasing order, more than {self.steps} (steps of a trace) apart", "change `at`, or lower `steps`"
+            )
         return self
 
 

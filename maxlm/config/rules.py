@@ -34,10 +34,10 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
+    core = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint)
     files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules, offload_rules)
-    further = (_state, _health, _elastic, _compression, *(file.problems for file in files))
-    _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
+    further = (_samples, _profile, _state, _health, _elastic, _compression, *(file.problems for file in files))
+    _refuse((problem for problems in (*core, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         topology = topology_of(config, origins.get("cluster.topology", ""))
@@ -632,6 +632,13 @@ def _samples(config: Config) -> Iterator[Problem]:
         of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
         rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
         yield "samples.tokens", config.samples.tokens, rule, f"use for example {limit // 2}"
+
+
+def _profile(config: Config) -> Iterator[Problem]:
+    settings = config.run.profile
+    if settings is not None and settings.at[-1] + settings.steps >= config.total_steps:
+        rule = f"with {settings.steps} steps a trace must end before the run does, at step {config.total_steps}"
+        yield "run.profile.at", list(settings.at), rule, "trace earlier steps, or fewer"
 
 
 def _elastic(config: Config) -> Iterator[Problem]:

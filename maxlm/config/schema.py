@@ -46,6 +46,7 @@ from maxlm.config.reliability import (
     HealthConfig,
     IntegrityConfig,
     MemoryCheckpointsConfig,
+    ProfileConfig,
     PrometheusConfig,
     WatchdogConfig,
 )
@@ -530,6 +531,7 @@ class RunConfig(Section):
     log_every: Positive = 1
     tensorboard: Bool = True
     alerts: AlertsConfig | None = None
+    profile: ProfileConfig | None = None
 
 
 class SamplesConfig(Section):

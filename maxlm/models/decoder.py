@@ -85,6 +85,7 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(config.d_model, config, multiplier=config.multipliers.output)
         self.output_VD = None if config.tie_embeddings else parameter(table, ("vocab", "embed"), config.init_std)
 
+    @jax.named_scope("embed")
     def embed(self, tokens_BS: Int[Array, "B S"], positions_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Input of the first block."""
         x_BSD = self._embed_tokens(tokens_BS)

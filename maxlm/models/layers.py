@@ -62,14 +62,12 @@ class Norm(nnx.Module):
         self.scale_D = parameter((size,), (axis,), mean=1.0)
         self.bias_D = parameter((size,), (axis,)) if self.centred else None
 
+    @jax.named_scope("norm")
     def __call__(self, x_D: Float[Array, "... D"]) -> Float[Array, "... D"]:
         y_D = x_D.astype(jnp.float32)
-        if self.centred:
-            y_D -= jnp.mean(y_D, axis=-1, keepdims=True)
-        y_D *= jax.lax.rsqrt(jnp.mean(jnp.square(y_D), axis=-1, keepdims=True) + self.eps)
-        y_D *= self.scale_D[...]
-        if self.bias_D is not None:
-            y_D += self.bias_D[...]
+        y_D = y_D - jnp.mean(y_D, axis=-1, keepdims=True) if self.centred else y_D
+        y_D = y_D * jax.lax.rsqrt(jnp.mean(jnp.square(y_D), axis=-1, keepdims=True) + self.eps) * self.scale_D[...]
+        y_D = y_D if self.bias_D is None else y_D + self.bias_D[...]
         return (y_D if self.multiplier == 1 else y_D * self.multiplier).astype(x_D.dtype)
 
 
@@ -190,6 +188,7 @@ class Attention(AttentionBase):
         self.query_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
         self.key_norm = Norm(dim, config, "head_dim") if config.qk_norm else None
 
+    @jax.named_scope("attn")
     def __call__(
         self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
@@ -236,6 +235,7 @@ class Mlp(nnx.Module):
         self.up_bias_F = parameter((hidden,), ("mlp",)) if biased else None
         self.down_bias_D = parameter((width,), ("embed_act",)) if biased else None
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         if self.gate_DF is not None and self.up_bias_F is None:
             out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
@@ -247,8 +247,7 @@ class Mlp(nnx.Module):
             hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF, self.clamp)
         else:
             hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
-        out_BSD = linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN)
-        return checkpoint_name(out_BSD, "mlp_out")
+        return checkpoint_name(linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN), "mlp_out")
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""

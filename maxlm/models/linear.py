@@ -123,6 +123,7 @@ def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[
     return _SCAN.get()(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
+@jax.named_scope("unembed")
 def unembedding_loss(
     x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], weights_BS: Float[Array, "B S"], **options: Any
 ) -> kernels.CrossEntropySums:

@@ -1,5 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are projected from one narrow latent a token."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -31,6 +32,7 @@ class LatentAttention(AttentionBase):
         self.kv_norm = Norm(latent.kv_rank, config, "head_dim")
         self.kv_RHK = parameter((latent.kv_rank, heads, kv_dim), up, std)
 
+    @jax.named_scope("attn")
     def __call__(
         self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:

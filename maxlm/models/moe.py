@@ -45,6 +45,7 @@ class Moe(nnx.Module):
         self.balancing_E = state_constant(0.0, (experts,), ("choices",)) if moe.router.bias_rate else None
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None
 
+    @jax.named_scope("moe")
     def __call__(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> tuple[Float[Array, "B S D"], Float[Array, ""], Routing]:
         """(the layer's output, auxiliary losses summed over tokens, routing statistics)."""
         routed_BS = context.segment_ids_BS != 0

@@ -55,6 +55,7 @@ from maxlm.telemetry.wandb_observer import check_wandb
 from maxlm.training import bit_flips, findings, fits
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
+from maxlm.training.profiling import RunProfiler
 from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {
@@ -96,7 +97,7 @@ def run_training(
         progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
-    goodput = Goodput(began=phases.began)
+    goodput = Goodput(began=phases.began, mark=jax.profiler.TraceAnnotation)
     with contextlib.ExitStack() as stack:
         with goodput.measure(elastic.waiting_part(config)):
             joined = cluster.joined(named or {}, say, quorum_of=functools.partial(elastic.quorum_of, config, say))
@@ -177,7 +178,8 @@ def _train(
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
             observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
         session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
-        outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
+        with _profiling(run, session, observers) as session:
+            outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
         watchdog.stop()
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         summary |= {"bill": bill.totals().to_json()} if bill is not None else {}
@@ -185,6 +187,18 @@ def _train(
         regroup = {"regroup": True} if _regroups(outcome, here) else {}
         observers.on_event(Event("stop", outcome.step, data=summary | hung | regroup))
     return outcome
+
+
+@contextlib.contextmanager
+def _profiling(run: OpenRun, session: Session, observers: Observers) -> Iterator[Session]:
+    """The session, with a profiler if `run.profile` asks for one."""
+    if run.config.run.profile is None:
+        yield session
+        return
+    with contextlib.closing(
+        RunProfiler(run.config.run.profile, run.directory.profiles, run.config.run.name, observers.on_event)
+    ) as profiler:
+        yield replace(session, profiler=profiler)
 
 
 def _regroups(outcome: Outcome, here: Cluster) -> bool:

@@ -114,6 +114,10 @@ def sentence(event: Event) -> str:
             return f"Asked to stop at {at}{reason}"
         case "killed":
             return f"Killed or crashed after {at}: no end of this attempt was recorded"
+        case "profile":
+            return (
+                f"Profiled the steps from {at} on: {data['page']}" if data.get("page") else f"No profile of the steps from {at} on{reason}"
+            )
         case "observer":
             return f"{data.get('name') or 'An observer'} at {at}{reason}"
         case "stop":

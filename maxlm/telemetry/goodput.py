@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 # init: imports, devices, data. compile: the step, its first run included. hang: nothing moved until the process was ended. elastic:
@@ -31,8 +31,15 @@ class Goodput:
     One thread, the training loop, switches between parts; any thread may read `current` and `summary`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, began: float | None = None) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        began: float | None = None,
+        mark: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """`mark`: names what is measured in a trace, if one is being recorded, such as `jax.profiler.TraceAnnotation`."""
+        self._clock, self._mark = clock, mark
         self._starting = True
         self._state = _State("init", clock() if began is None else began, dict.fromkeys(PARTS, 0.0), 0)
 
@@ -57,7 +64,8 @@ class Goodput:
         outer = self._state.part
         self._switch("compile" if self._starting and part == "step" else part)
         try:
-            yield
+            with self._mark(f"maxlm:{part}"):
+                yield
         finally:
             self._switch("step" if outer == "init" and not self._starting else outer, steps=counts and part == "step")
 

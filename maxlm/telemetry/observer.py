@@ -14,7 +14,9 @@ from maxlm.telemetry.strict_json import dumps, is_number
 
 log = logging.getLogger(__name__)
 
-EventKind = Literal["start", "restore", "save", "skip", "alarm", "eval", "tasks", "rollback", "preempt", "stop", "observer", "killed"]
+EventKind = Literal[
+    "start", "restore", "save", "skip", "alarm", "eval", "tasks", "rollback", "preempt", "stop", "observer", "killed", "profile"
+]
 CLOSE_S = 10.0  # for all observers together
 
 
@@ -68,6 +70,8 @@ class Event:
     preempt   `reason` (the signal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
               attempt; `goodput`, as far as its last heartbeat or its records tell
+    profile   step before the first that was traced: `page` (its path), `attributed` (share of device time), `seconds` training paused for
+              it; or `reason`, where it failed
     observer  an observer failed, was switched off or writes again: `name reason`
     stop      last step; `reason` (done, nothing_left, preempted, unhealthy, hung), `message`, `goodput` (see goodput.py), `eval_loss`,
               `bill` (cost and energy of the run so far)

@@ -47,6 +47,7 @@ class RunDirectory:
     tensorboard = _Entry("tensorboard")
     checkpoints = _Entry("checkpoints")
     evaluations = _Entry("evaluations")
+    profiles = _Entry("profile")  # a folder for each traced step
     roll_backs = _Entry("roll_backs.json")  # where training went back, and the batches that were left out
     integrity = _Entry("integrity.json")  # findings of the checks for silent corruption
     unhealthy_hosts = _Entry("unhealthy_hosts.json")  # for schedulers: hosts with a device that was named there

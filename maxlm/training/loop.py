@@ -181,6 +181,8 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
         for step in range(start.step, total):
+            if session.profiler is not None:
+                session.profiler.before(step, state, meter)
             reason = session.stop(step)
             if end := _corrupted(session, step, state, now=saving.due(step) or saving.copy_due(step)):
                 return replace(end, eval_loss=eval_loss)

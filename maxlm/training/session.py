@@ -28,6 +28,13 @@ class Tasks(Protocol):
         """Data of the event `tasks`. None once `gives_up()`, which all processes ask equally often."""
 
 
+class StepProfiler(Protocol):
+    """Records traces of some steps (`profiling.RunProfiler`)."""
+
+    def before(self, step: int, state: TrainState, meter: Any) -> None:
+        """Call before update `step`. It begins and ends traces; it never fails."""
+
+
 class StateChecks(Protocol):
     """Checks for silent corruption (`integrity.Integrity`). Every process makes the same calls and gets the same answers."""
 
@@ -63,6 +70,7 @@ class Session:
     journal: Journal = field(default_factory=Journal)
     folder: Path | None = None  # for pages of evidence; None: none are written
     integrity: StateChecks | None = None
+    profiler: "StepProfiler | None" = None
     check_owner: Callable[[], None] = lambda: None  # raises if another start of this run has taken over its checkpoints
 
 

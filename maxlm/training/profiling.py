@@ -1,0 +1,103 @@
+"""Traces of some steps of a running job (`run.profile`). No failure here ends or changes the run: it is logged, and an event tells it."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.config.reliability import ProfileConfig
+from maxlm.telemetry.observer import Event
+from maxlm.telemetry.profile.record import start_trace, stop_trace
+from maxlm.training.step import TrainState
+
+_log = logging.getLogger(__name__)
+LAST_WAIT_S = 120.0  # for pages, at the end of the run
+
+
+def profile_folder(profiles: Path, step: int) -> Path:
+    """Folder of the trace of the steps from `step` on; each process has its own."""
+    folder = profiles / str(step)
+    return folder if jax.process_count() == 1 else folder / f"process-{jax.process_index()}"
+
+
+class RunProfiler:
+    """Records traces where `settings` says. Pages are made by processes of their own, while training goes on."""
+
+    def __init__(self, settings: ProfileConfig, profiles: Path, title: str, report: Callable[[Event], None]) -> None:
+        self._settings, self._profiles, self._title, self._report = settings, profiles, title, report
+        self._recording: int | None = None  # step before the first of the trace
+        self._paused: dict[int, float] = {}  # seconds of training, by that step
+        self._making: list[tuple[int, subprocess.Popen[bytes]]] = []
+
+    def before(self, step: int, state: TrainState, meter: Any) -> None:
+        """Begin or end a trace before update `step`, if it is time. Its steps are whole: devices are idle at both ends."""
+        self._collect()
+        if self._recording is not None and step >= self._recording + self._settings.steps:
+            self._guarded(self._end, step, state, meter)
+        elif step in self._settings.at and self._recording is None:
+            self._guarded(self._begin, step, state, meter)
+
+    def close(self) -> None:
+        """Give up a trace that has not ended, and wait for pages that are being made."""
+        if self._recording is not None:
+            self._fail(self._recording, "the run ended before its steps did")
+        deadline = time.monotonic() + LAST_WAIT_S
+        for _, process in self._making:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._collect()
+
+    def _guarded(self, action: Callable[[int, TrainState, Any], None], step: int, state: TrainState, meter: Any) -> None:
+        meter.flush()
+        began, first = time.monotonic(), step if self._recording is None else self._recording
+        try:
+            jax.block_until_ready(state)
+            meter.pause()  # writing a trace takes seconds, which are no step and no hang
+            action(step, state, meter)
+        except Exception as error:
+            _log.warning("profile at step %s: %s", step, error, exc_info=error)
+            self._fail(first, str(error).partition("\n")[0] or type(error).__name__)
+        self._paused[first] = self._paused.get(first, 0.0) + time.monotonic() - began
+        meter.pause()
+
+    def _begin(self, step: int, state: TrainState, meter: Any) -> None:
+        start_trace(profile_folder(self._profiles, step))
+        self._recording = step
+
+    def _end(self, step: int, state: TrainState, meter: Any) -> None:
+        assert self._recording is not None, "a trace has begun"
+        first, self._recording = self._recording, None
+        folder = profile_folder(self._profiles, first)
+        stop_trace(folder)
+        facts = {"title": f"{self._title}, step {first:,}", "steps": step - first, "step": first, "hardware": jax.devices()[0].device_kind}
+        facts["prediction_note"] = "A running job makes no prediction: `maxlm profile` does."
+        command = [sys.executable, "-m", "maxlm.telemetry.profile", str(folder), json.dumps(facts)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        self._making.append((first, process))
+
+    def _collect(self) -> None:
+        """Report pages that are done."""
+        for item in [item for item in self._making if item[1].poll() is not None]:
+            self._making.remove(item)
+            step, process = item
+            try:
+                answer = json.loads(process.stdout.read() if process.stdout else b"")
+            except ValueError:
+                answer = {"reason": f"the page was not made: its process ended with code {process.returncode}"}
+            self._report(Event("profile", step, data={**answer, "seconds": round(self._paused[step], 3)}))
+
+    def _fail(self, step: int, reason: str) -> None:
+        if self._recording is not None:
+            self._recording = None
+            with suppress(Exception):
+                jax.profiler.stop_trace()
+        self._report(Event("profile", step, data={"reason": reason}))

@@ -1,0 +1,92 @@
+"""Where time goes in synthetic traces of TPUs and GPUs, to the microsecond, and in a recorded one of this CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.telemetry.profile import TRACE, xplane
+from maxlm.telemetry.profile.attribution import profile_of
+from maxlm.telemetry.profile.record import start_trace, stop_trace
+from maxlm.telemetry.profile.xplane import Trace
+
+US = 1_000_000
+
+
+def reduced(path):
+    with Trace(path) as trace:
+        return profile_of(trace)
+
+
+@pytest.mark.parametrize("block", [64, 1 << 20])
+def test_a_tpu(tpu_file, monkeypatch, block):
+    """Waiting for a gather is communication; what lies under the loop is not counted twice."""
+    monkeypatch.setattr(xplane, "BLOCK", block)
+    profile = reduced(tpu_file)
+    assert {scope: {phase: time / US for phase, time in phases.items()} for scope, phases in profile.table().items()} == {
+        "attn": {"forward": 40, "recomputed": 20},
+        "mlp": {"forward": 38},
+        "collectives": {"forward": 42},
+        "optimizer": {"update": 30},
+        "layers": {"forward": 0},
+    }
+    (device,) = profile.devices
+    assert (device.name, device.window / US, device.busy.total / US) == ("TPU:0", 190, 170)
+    assert device.communication.total / US == 80  # of the gathers, start to end
+    assert device.exposed / US == 42  # but for the 19 us of the mlp in each
+    assert profile.attributed == 1
+    assert {name: spans.total / US for name, spans in profile.host.items()} == {"maxlm:data_wait": 4, "maxlm:step": 20}
+
+
+def test_a_gpu(gpu_file):
+    """Streams run beside each other; another program, and copies, are told apart."""
+    profile = reduced(gpu_file)
+    assert {scope: {phase: time / US for phase, time in phases.items()} for scope, phases in profile.table().items()} == {
+        "attn": {"forward": 40},
+        "mlp": {"backward": 30},
+        "collectives": {"backward": 30},
+        "other programs": {"update": 5},
+        "copies": {"update": 2},
+    }
+    (device,) = profile.devices
+    assert (device.window / US, device.busy.total / US, device.exposed / US) == (102, 40 + 40 + 7, 10)
+    assert profile.attributed == pytest.approx(105 / 107)
+
+
+def test_a_recorded_step_of_this_cpu(tmp_path):
+    """The parts of a small scan with a gradient and recomputation are found in what XLA:CPU records."""
+
+    @jax.named_scope("mlp")
+    def mlp(w, x):
+        return jnp.tanh(x @ w)
+
+    @jax.named_scope("attn")
+    def attention(w, x):
+        return jax.nn.softmax(x @ w, axis=-1)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(x, w):
+        return x + mlp(w, attention(w, x)), None
+
+    @jax.jit
+    def train_step(weights, x):
+        grads = jax.grad(lambda weights: jnp.sum(jax.lax.scan(block, x, weights)[0] ** 2))(weights)
+        return weights - 1e-3 * grads
+
+    weights, x = jnp.ones((4, 256, 256)) / 256, jnp.asarray(np.linspace(-1, 1, 256 * 256, dtype=np.float32).reshape(256, 256))
+    weights = jax.block_until_ready(train_step(weights, x))
+    start_trace(tmp_path)
+    with jax.profiler.TraceAnnotation("maxlm:step"):
+        jax.block_until_ready(train_step(weights, x))
+    assert stop_trace(tmp_path) == tmp_path / TRACE
+    assert [path.name for path in tmp_path.iterdir()] == [TRACE]
+    profile = reduced(tmp_path / TRACE)
+    table = profile.table()
+    assert profile.is_cpu
+    assert profile.attributed >= 0.95
+    assert set(table["mlp"]) >= {"forward", "backward"}
+    assert set(table["attn"]) >= {"forward", "backward", "recomputed"}
+    assert "optimizer" in table
+    assert profile.host["maxlm:step"].total >= profile.devices[0].busy.total > 0
