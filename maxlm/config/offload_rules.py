@@ -32,17 +32,20 @@ def _layers_on_host(config: Config) -> Iterator[Problem]:
     memory, mesh = config.memory, config.mesh
     weights = memory.offload_state is not None and memory.offload_state.weights is not None
     which = "memory.offload_state.weights" if weights else "memory.offload_state.gradients"
+    others = set(memory.offload) - {"layer_input"}
+    stages, zero = "divides the layers into stages that run by themselves", "gathers or reduces all layers at once"
+    frozen, remove = "has no gradients of matrices, and frozen weights that stay on the device", "remove one of them"
     problems = (
-        ("mesh.stage", mesh.stage, mesh.stage != 1, "divides the layers into stages that run by themselves"),
-        ("mesh.zero", mesh.zero, mesh.zero != 3, "gathers or reduces all layers at once"),
-        ("precision.matmul", "set", config.precision.matmul is not None, "quantizes all layers before the first is computed"),
-        ("model.lora", "set", config.model.lora is not None, "has no gradients of matrices, and frozen weights that stay on the device"),
-        ("train.noise_scale", "set", config.train.noise_scale is not None, "reads the gradient of every microbatch on the device"),
-        ("memory.remat", memory.remat, memory.remat != "full", "keeps more than a layer's input, from which it is recomputed"),
-        ("memory.offload", list(memory.offload), bool(set(memory.offload) - {"layer_input"}), "keeps more than a layer's input"),
-        ("samples", "set", weights and config.samples is not None, "generates text with all layers on the device"),
-        ("evaluation", "set", weights and config.evaluation is not None, "computes likelihoods with all layers on the device"),
+        ("mesh.stage", mesh.stage, mesh.stage != 1, stages, "use 1, and a larger mesh.fsdp"),
+        ("mesh.zero", mesh.zero, mesh.zero != 3, zero, "use 3"),
+        ("precision.matmul", "set", config.precision.matmul is not None, "quantizes all layers before the first is computed", remove),
+        ("model.lora", "set", config.model.lora is not None, frozen, remove),
+        ("train.noise_scale", "set", config.train.noise_scale is not None, "reads the gradient of every microbatch on the device", remove),
+        ("memory.remat", memory.remat, memory.remat != "full", "keeps more of a layer than its input", "use full"),
+        ("memory.offload", list(memory.offload), bool(others), "keeps more of a layer than its input", "use [layer_input] or []"),
+        ("samples", "set", weights and config.samples is not None, "generates text with all layers on the device", remove),
+        ("evaluation", "set", weights and config.evaluation is not None, "computes likelihoods with all layers on the device", remove),
     )
-    for field, value, refused, rule in problems:
+    for field, value, refused, rule, fix in problems:
         if refused:
-            yield field, value, f"{rule}, and with {which} = host they pass through it one by one", "remove one of them"
+            yield field, value, f"{rule}, and with {which} = host they pass through it one by one", fix

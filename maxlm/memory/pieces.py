@@ -121,11 +121,10 @@ def copy_on_host(arrays: Arrays, dtype: Any) -> list[jax.Array]:
     def fetch(i: jax.Array | int) -> list[jax.Array]:
         return [_here(lax.dynamic_index_in_dim(array, i, keepdims=False)) for array in arrays]
 
-    def body(row: Arrays, i: jax.Array) -> tuple[Arrays, Arrays]:
+    def body(row: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         return fetch(jnp.minimum(i + 1, last)), [to_host(array.astype(dtype)) for array in row]
 
-    copies: list[jax.Array] = lax.scan(body, fetch(0), jnp.arange(last + 1))[1]
-    return copies
+    return list(lax.scan(body, fetch(0), jnp.arange(last + 1))[1])
 
 
 def add_up(totals: Any, parts: Any, first: jax.Array) -> Any:

@@ -307,25 +307,21 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "memory.offload_state={optimizer: host, nvme: {dir: x}}": ["memory.offload_state", "no nvme section", "optimizer: nvme"],
     "memory.offload_state={optimizer: host} ; diloco={workers: 1, every: 2}": ["diloco = set", "memory.offload_state", "remove one"],
     "memory.offload_state={optimizer: host} ; health={layers: warn}": ["health.layers = set", "memory.offload_state"],
-    "memory.offload_state={gradients: host}": ["memory.offload_state", "optimizer: host beside gradients: host"],
+    "memory.offload_state={master: host, gradients: host}": ["memory.offload_state", "optimizer: host beside gradients: host"],
     "memory.offload_state={optimizer: host, weights: host}": ["memory.offload_state", "master: host beside weights: host"],
     "memory.offload_state={optimizer: host, gradients: nvme}": ["memory.offload_state.gradients = nvme", "host"],
     "memory.offload_state={optimizer: host, master: nvme, nvme: {dir: x}, gradients: host}": ["memory.offload_state", "no state in files"],
     **{
-        f"memory.offload_state={{optimizer: host, master: host, weights: host}} ; {setting}": [
-            said,
-            "memory.offload_state.weights",
-            "remove",
-        ]
+        f"memory.offload_state={{optimizer: host, master: host, weights: host}} ; {setting}": [said, "offload_state.weights"]
         for setting, said in {
             "memory.remat=dots": "memory.remat = dots",
-            "memory.offload=[query]": "memory.offload = ['query']",
+            "memory.remat=full ; memory.offload=[query]": "memory.offload = [query]",
             "mesh.stage=2": "mesh.stage = 2",
             "mesh.zero=1": "mesh.zero = 1",
-            "precision.matmul={element: int8}": "precision.matmul = set",
-            "train.noise_scale={}": "train.noise_scale = set",
-            "samples={prompts: [a]}": "samples = set",
-            "evaluation={tasks: [a]}": "evaluation = set",
+            "precision.matmul={format: int8}": "precision.matmul = set",
+            "train.microbatches=2 ; train.noise_scale={}": "train.noise_scale = set",
+            "memory.remat=full ; samples={prompts: [a]}": "samples = set",
+            "memory.remat=full ; evaluation={tasks: [a]}": "evaluation = set",
         }.items()
     },
     "health={spike: roll_back, spreads: 0.5}": ["health.spreads = 0.5", "1"],
