@@ -51,7 +51,7 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
               (bf16, int8 or fp8: whose peak MFU is a share of), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              `bill` (rates, and the totals of before; see bill.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+              `bill` (rates, see bill.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
