@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.metric import Metric
-from maxlm.telemetry.strict_json import dumps, is_number
+from maxlm.telemetry.strict_json import dumps, is_finite, is_number
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Event:
     def of(cls, item: Mapping[str, Any]) -> "Event | None":
         """The event of a line's object; None if it is no event."""
         kind, step, when = item.get("kind"), item.get("step"), item.get("time")
-        if not isinstance(kind, str) or not is_step(step) or not is_number(when):
+        if not isinstance(kind, str) or not is_step(step) or not is_finite(when):
             return None
         data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
         return cls(kind, step, float(when), data)  # type: ignore[arg-type]  # of a later version perhaps
