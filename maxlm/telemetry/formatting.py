@@ -87,7 +87,8 @@ def sentence(event: Event) -> str:
         case "start":
             return f"Started at {at}{_run_facts(data)}{_changed(data)}"
         case "restore":
-            skipped = "".join(f"; skipped: {cause}" for cause in data.get("passed_over", ()))
+            causes = data.get("passed_over")
+            skipped = "".join(f"; skipped: {cause}" for cause in (causes if isinstance(causes, list | tuple) else ()))
             done = f"Branched off {data['branch_of']} at {at}" if "branch_of" in data else f"Restored the checkpoint of {at}"
             return f"{done}{_time(data, 'seconds', ' in')}{skipped}{_changed(data)}"
         case "save":

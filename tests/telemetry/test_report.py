@@ -254,6 +254,7 @@ def test_no_value_spoils_a_page(tmp_path, make, value):
         start = json.dumps({**item, "parameters": 0.125, "trained_parameters": 0.25}).replace("0.125", value)
         file.write_text("\n".join([*odd, start, *lines]) + "\n")
     with (path / "events.jsonl").open("a") as file:
+        file.write('{"kind": "restore", "step": 5, "time": 1.0, "passed_over": VALUE}\n'.replace("VALUE", value))
         file.write('{"kind": "eval", "step": 5, "time": 1.0, "eval_loss": 2.0, "eval_loss/wiki": VALUE}\n'.replace("VALUE", value))
     html = report_of(tmp_path, path)
     blocks = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html, re.DOTALL)
