@@ -79,7 +79,7 @@ def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
         predictions, reason = _predict_largest(runs, done, settings, name), ""
     except UserError as error:
         predictions, reason = [], str(error)
-    parabolas = _parabolas(done)
+    parabolas = parabolas_of(done)
     return Analysis(done, whole, predictions, reason, parabolas, _exponents(parabolas))
 
 
@@ -123,7 +123,7 @@ def best_for(found: Fit, flops: float, flops_per_parameter_token: float) -> Opti
     )  # fmt: skip
 
 
-def _parabolas(done: Sequence[Found]) -> list[Parabola]:
+def parabolas_of(done: Sequence[Found]) -> list[Parabola]:
     """Minima of the loss over the size, budget by budget."""
     found = []
     for length in dict.fromkeys(one.rung.length for one in done if one.rung.length.startswith("budget ")):

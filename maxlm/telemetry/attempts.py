@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from maxlm.telemetry.goodput import PARTS
 from maxlm.telemetry.lifetime import Beat, Process
 from maxlm.telemetry.observer import Event, is_step
-from maxlm.telemetry.strict_json import is_number
+from maxlm.telemetry.strict_json import is_finite, is_number
 
 OVER = ("done", "nothing_left")  # reasons of a stop after which a run has nothing to do
 ROUNDING_S = 0.1  # by which parts that add up may differ from their sum
@@ -26,7 +26,7 @@ class StepTiming(NamedTuple):
     def of(cls, record: Mapping[str, Any]) -> "StepTiming | None":
         """From a line of metrics.jsonl; None if a field is missing."""
         values = [record.get(name) for name in cls._fields]
-        usable = is_step(values[0]) and all(map(is_number, values))
+        usable = is_step(values[0]) and all(map(is_finite, values))
         return cls(*values) if usable else None  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from maxlm.telemetry.ledger import ledger_of, read_attempts
 from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_number, read_objects
+from maxlm.telemetry.strict_json import is_finite, read_objects
 
 JOULES_A_KWH = 3.6e6
 READ_EVERY_S = 1.0  # between readings of the counters, which take milliseconds
@@ -215,4 +215,4 @@ def _newest(run: RunDirectory, events: Sequence[Event], attempt: Attempt) -> tup
 
 
 def _amount(item: Mapping[str, Any], name: str) -> float | None:
-    return float(value) if is_number(value := item.get(name)) and value >= 0 else None
+    return float(value) if is_finite(value := item.get(name)) and value >= 0 else None

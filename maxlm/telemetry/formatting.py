@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxlm.telemetry.observer import Event, evaluated
-from maxlm.telemetry.strict_json import is_number
+from maxlm.telemetry.strict_json import is_finite, is_number
 
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -87,7 +87,8 @@ def sentence(event: Event) -> str:
         case "start":
             return f"Started at {at}{_run_facts(data)}{_changed(data)}"
         case "restore":
-            skipped = "".join(f"; skipped: {cause}" for cause in data.get("passed_over", ()))
+            causes = data.get("passed_over")
+            skipped = "".join(f"; skipped: {cause}" for cause in (causes if isinstance(causes, list | tuple) else ()))
             done = f"Branched off {data['branch_of']} at {at}" if "branch_of" in data else f"Restored the checkpoint of {at}"
             return f"{done}{_time(data, 'seconds', ' in')}{skipped}{_changed(data)}"
         case "save":
@@ -139,9 +140,9 @@ def _run_facts(data: Mapping[str, Any]) -> str:
     text = f" of {total:,}" if isinstance(total, int) else ""
     text += f" on {devices} x {kind}" if devices and kind else ""
     figures = (("parameters", data.get("parameters")), ("tokens", data.get("total_tokens")))
-    known = [f"{count(value)} {unit}" for unit, value in figures if is_number(value)]
+    known = [f"{count(value)} {unit}" for unit, value in figures if is_finite(value)]
     parameters, trained = data.get("parameters"), data.get("trained_parameters")
-    if is_number(parameters) and is_number(trained) and trained != parameters:
+    if is_finite(parameters) and is_finite(trained) and trained != parameters:
         known.insert(1, f"{count(trained)} of them trained")
     text += f": {', '.join(known)}" if known else ""
     text += f", MFU of the {data['mfu_peak']} peak" if data.get("mfu_peak") in ("int8", "fp8") else ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.telemetry.strict_json import dumps, is_number, read_objects
+from maxlm.telemetry.strict_json import dumps, is_finite, is_number, read_objects
 
 BEAT_S = 5.0  # between two heartbeats
 
@@ -59,7 +59,7 @@ def read_beat(path: Path) -> Beat | None:
         attempt, when, goodput = item["attempt"], item["time"], item["goodput"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    usable = isinstance(attempt, str) and is_number(when) and isinstance(goodput, dict)
+    usable = isinstance(attempt, str) and is_finite(when) and isinstance(goodput, dict)
     return Beat(attempt, float(when), goodput) if usable else None
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.metric import Metric
-from maxlm.telemetry.strict_json import dumps, is_number
+from maxlm.telemetry.strict_json import dumps, is_finite, is_number
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
               (bf16, int8 or fp8: whose peak MFU is a share of), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              `bill` (rates, and the totals of before; see bill.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+              `bill` (rates, see bill.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
@@ -86,7 +86,7 @@ class Event:
     def of(cls, item: Mapping[str, Any]) -> "Event | None":
         """The event of a line's object; None if it is no event."""
         kind, step, when = item.get("kind"), item.get("step"), item.get("time")
-        if not isinstance(kind, str) or not is_step(step) or not is_number(when):
+        if not isinstance(kind, str) or not is_step(step) or not is_finite(when):
             return None
         data = {name: value for name, value in item.items() if name not in ("kind", "step", "time")}
         return cls(kind, step, float(when), data)  # type: ignore[arg-type]  # of a later version perhaps

@@ -1,6 +1,7 @@
 """Strict JSON lines: NaN and infinity become null; when reading, a torn line is skipped."""
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +22,13 @@ def _plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """True for a number, as files hold it: not NaN, and no larger than a float can be."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """True for a number that a float can hold; in records before they are written also NaN and infinity."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max)
+
+
+def is_finite(value: Any) -> TypeGuard[int | float]:
+    """True for a number as our files hold it."""
+    return is_number(value) and math.isfinite(value)
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:

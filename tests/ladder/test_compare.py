@@ -138,17 +138,3 @@ def test_bad_comparisons_are_refused_in_one_line(here, old, new, optimizers, sai
 def test_runs_that_are_missing_are_named(here):
     with pytest.raises(UserError, match=r"6 of 6 runs of the comparison have no loss: a-adamw-peak_lr0\.001.*not begun"):
         call(write_ladder(here[0], COMPARE), train=False)
-
-
-@pytest.mark.parametrize("reason", ["hung", "corrupted"])
-def test_a_trial_that_the_machine_spoiled_is_trained_again(here, reason):
-    """Only a rate at which training was unhealthy has lost."""
-    folder, names = here
-    file = write_ladder(folder, COMPARE)
-    call(file)
-    trial = names[0]
-    config = load(str(folder / f"out/configs/{trial}.yml")).config
-    end_run(folder / "out", Rung(trial, "", "", 0, config, 1, 1, 1.0), 2.0, reason)
-    names.clear()
-    call(file)
-    assert names == [trial]

@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
 
 from maxlm.config.errors import UserError
-from maxlm.ladder import ladder_command, runs
+from maxlm.ladder import analysis, ladder_command, runs
 from maxlm.ladder.fits import Fit
 from maxlm.ladder.ladder_command import Options
+from maxlm.ladder.runs import Found
 
 
 @pytest.fixture(autouse=True)
@@ -107,32 +109,25 @@ def test_a_changed_ladder_is_refused_where_runs_have_begun_and_grows_otherwise(h
     assert len(trained[0]) == 16
 
 
-def test_runs_of_another_config_are_refused_without_the_ladders_own_configs_too(here, trained):
-    file = write_ladder(here)
-    call(file)
-    shutil.rmtree(here / "out/configs")
-    call(file)
-    shutil.rmtree(here / "out/configs")
+def test_runs_of_another_config_are_refused_without_the_ladders_own_configs_too(here):
+    """As where runs were copied without them."""
+    file, folder = write_ladder(here), here / "out"
+    end_all(folder, rungs_of(file))
+    runs.write_configs(folder, rungs_of(file))
+    shutil.rmtree(folder / "configs")
     (here / "base.yml").write_text((here / "base.yml").read_text().replace("warmup_steps: 4", "warmup_steps: 5"))
     with pytest.raises(UserError, match=r"was begun with optimizer.warmup_steps = 4, and the ladder says 5 now"):
-        call(file)
-    assert len(trained[0]) == 12
+        runs.write_configs(folder, rungs_of(file))
 
 
-def test_names_are_no_markup(here, trained, capsys):
+def test_a_name_is_no_markup_and_what_is_no_number_is_null(here, monkeypatch, capsys):
+    """Constants of a bootstrap sample may be infinite."""
     file = write_ladder(here, LADDER.replace("folder: out", "folder: 'out[/b]'"))
     end_all(here / "out[/b]", rungs_of(file))
-    call(file, train=False)
-    assert "out[/b]/ladder.html shows it" in capsys.readouterr().out
-
-
-def test_what_is_no_number_is_null(here, trained, monkeypatch):
-    """Constants of a bootstrap sample may be infinite."""
-    file = write_ladder(here)
-    end_all(here / "out", rungs_of(file))
     monkeypatch.setattr(Fit, "ranges", lambda self: dict.fromkeys(self.values(), (0.0, float("inf"))))
     call(file, train=False)
-    assert json.loads((here / "out/ladder.json").read_text(), parse_constant=pytest.fail)["ranges"]["E"] == [0.0, None]
+    assert "out[/b]/ladder.html shows it" in capsys.readouterr().out
+    assert json.loads((here / "out[/b]/ladder.json").read_text(), parse_constant=pytest.fail)["ranges"]["E"] == [0.0, None]
 
 
 def test_a_dry_run_writes_nothing_and_without_training_configs_are_written(here, trained, capsys):
@@ -144,6 +139,15 @@ def test_a_dry_run_writes_nothing_and_without_training_configs_are_written(here,
     end_run(here / "out", rungs_of(file)[0])
     with pytest.raises(UserError, match="11 of 12 runs are not done"):
         call(file, train=False)
+
+
+@pytest.mark.parametrize(("reason", "failed"), [("unhealthy", True), ("hung", False), ("corrupted", False), ("preempted", False)])
+def test_only_unhealthy_training_is_a_result(here, reason, failed):
+    """A comparison does not train that again; what the machine spoiled it does."""
+    rung = rungs_of(write_ladder(here))[0]
+    end_run(here / "out", rung, reason=reason)
+    found = runs.find(here / "out", rung)
+    assert (found.loss, found.failed) == (None, failed)
 
 
 def test_runs_whose_loss_is_no_loss_have_failed(here, trained):
@@ -169,14 +173,14 @@ def test_minima_of_parabolas_have_the_exponents_of_the_losses(here, trained):
 
 
 @pytest.mark.parametrize("slope", [0.01, -0.01])
-def test_losses_on_a_straight_line_have_no_minimum(here, trained, slope):
+def test_losses_on_a_straight_line_have_no_minimum(here, slope):
     """Its parabola is at exp(-5000) or exp(5000) parameters, which no plot has room for."""
-    file = write_ladder(here, LADDER.replace("tokens: [2e5, 1e6, 5e6]", "budgets: [1e12, 1e13]\nfit: {form: kaplan, samples: 20}"))
-    file.write_text(file.read_text().removesuffix("fit: {samples: 20}\n"))
-    end_all(here / "out", rungs_of(file), loss=lambda rung: 3 + slope * np.log(rung.parameters) + 1e-6 * np.log(rung.parameters) ** 2)
-    call(file, train=False)
-    assert json.loads((here / "out/ladder.json").read_text())["exponents"] == {}
-    assert "Minima of parabolas" not in (here / "out/ladder.html").read_text()
+    rungs = rungs_of(write_ladder(here, LADDER.replace("tokens: [2e5, 1e6, 5e6]", "budgets: [1e12]")))
+    sizes = {rung.name: np.log(rung.parameters) for rung in rungs}
+    line = [Found(rung, 3 + slope * sizes[rung.name] + 1e-6 * sizes[rung.name] ** 2, "done") for rung in rungs]
+    assert analysis.parabolas_of(line) == []
+    curve = [replace(one, loss=3 + (sizes[one.rung.name] - 10) ** 2) for one in line]
+    assert [one.parameters for one in analysis.parabolas_of(curve)] == [pytest.approx(np.exp(10))]
 
 
 def test_two_ladders_in_one_folder_are_refused(here, trained, monkeypatch):

@@ -243,6 +243,26 @@ def test_status(make, reason, word, tone):
     assert (status.label, status.tone) == (word, tone)
 
 
+@pytest.mark.parametrize("value", ["9" * 400, "1e308", "-1e308", "1e999", "NaN", "true", "{}"])
+def test_no_value_spoils_a_page(tmp_path, make, value):
+    """Some cannot be summed or written as JSON: what they are of is left out."""
+    path = make("r")
+    for file in (path / "metrics.jsonl", path / "events.jsonl"):
+        lines = file.read_text().replace('"step_time_s":0.', '"step_time_s":1e308,"was":0.').splitlines()
+        item = json.loads(lines[0])
+        odd = [json.dumps(item).replace(json.dumps(number), value) for number in item.values() if isinstance(number, float)]
+        start = json.dumps({**item, "parameters": 0.125, "trained_parameters": 0.25}).replace("0.125", value)
+        file.write_text("\n".join([*odd, start, *lines]) + "\n")
+    with (path / "events.jsonl").open("a") as file:
+        file.write('{"kind": "restore", "step": 5, "time": 1.0, "passed_over": VALUE}\n'.replace("VALUE", value))
+        file.write('{"kind": "eval", "step": 5, "time": 1.0, "eval_loss": 2.0, "eval_loss/wiki": VALUE}\n'.replace("VALUE", value))
+    html = report_of(tmp_path, path)
+    blocks = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html, re.DOTALL)
+    assert len(blocks) > 3
+    for block in blocks:
+        json.loads(block, parse_constant=pytest.fail)
+
+
 def test_time_of_a_killed_attempt_is_that_of_its_steps(make):
     """First attempt: killed after 60 steps of 0.1 s with no last word; second: steps 51 to 100 and a stop after 8 s; between them 95 s."""
     path = make("r", reason=None)

@@ -117,7 +117,8 @@ class Run:
                 if is_number(value):
                     points.setdefault(name, []).append((event.step, value))
         arrays = {name: np.array(of_name, np.float64) for name, of_name in points.items()}
-        return {name: _rising(points_N2[:, 0], points_N2[:, 1]) for name, points_N2 in arrays.items()}
+        series = {name: _rising(points_N2[:, 0], points_N2[:, 1]) for name, points_N2 in arrays.items()}
+        return {name: one for name, one in series.items() if len(one.steps_N)}
 
     @cached_property
     def attempts(self) -> list[Attempt]:

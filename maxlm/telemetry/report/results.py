@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from maxlm.telemetry.formatting import figure
 from maxlm.telemetry.observer import is_step
-from maxlm.telemetry.strict_json import is_number, read_objects
+from maxlm.telemetry.strict_json import is_finite, read_objects
 
 
 class Outcome(NamedTuple):
@@ -45,10 +45,10 @@ def read_results(folder: Path, notes: list[str]) -> Outcomes:
 
 
 def _outcome(values: Any, step: int, n: Any) -> Outcome | None:
-    if not isinstance(values, dict) or not is_number(values.get("value")):
+    if not isinstance(values, dict) or not is_finite(values.get("value")):
         return None
     stderr = values.get("stderr")
-    return Outcome(float(values["value"]), float(stderr) if is_number(stderr) else None, step, n if is_step(n) else None)
+    return Outcome(float(values["value"]), float(stderr) if is_finite(stderr) else None, step, n if is_step(n) else None)
 
 
 def rows(results: Sequence[Outcomes]) -> list[tuple[str, list[str]]]:

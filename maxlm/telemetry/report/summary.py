@@ -11,7 +11,7 @@ import numpy as np
 from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.formatting import count, duration, figure, money, percent
 from maxlm.telemetry.report.load import Run, Series
-from maxlm.telemetry.strict_json import is_number
+from maxlm.telemetry.strict_json import is_finite
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _so_far(run: Run, name: str) -> float | None:
     bills = _bills(run)
     if name == "cost" and len(_currencies(bills)) > 1:
         return None  # they are not added
-    stated = [bill[name] for bill in bills if is_number(bill.get(name)) and bill[name] > 0]  # a first start knows of nothing: 0
+    stated = [bill[name] for bill in bills if is_finite(bill.get(name)) and bill[name] > 0]  # a first start knows of nothing: 0
     values_N = run.get(name).values_N
     return max([*stated, *([float(values_N.max())] if len(values_N) else [])], default=None)
 
@@ -208,4 +208,4 @@ def _as_sentence(text: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) and math.isfinite(value) else None
+    return float(value) if is_finite(value) else None
