@@ -86,8 +86,8 @@ class Estimate:
 
 
 class Analytic:
-    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh. `flash`: True for attention by
-    others' kernels, splash on TPUs and on GPUs those that keep scores on the chip; default what this repository runs there.
+    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh. `flash`: True for attention
+    by others' kernels, splash on TPUs and on GPUs those that keep scores on the chip; default what this repository runs there.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
         peak_name=PEAK_NAMES[mfu_format(config)],
         tokens=tokens if tokens is not None else config.total_tokens,
         chips=topology.chips,
-        correction=correction(topology.chip, mfu_format(config)),
+        correction=correction(topology.chip, mfu_format(config), experts=config.model.moe is not None),
     )
 
 
