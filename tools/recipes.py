@@ -48,7 +48,7 @@ on the day of the last column; rows of earlier days are of the code of then. Not
 | column | |
 |---|---|
 | step | estimate of the compiled program, as `maxlm compile` prints it |
-| as published runs | step times what such runs took beside estimates ([truth.md](truth.md#what-estimates-say-of-it)); in parentheses: others |
+| as published runs | step by the ratios of published runs ([truth.md](truth.md#what-estimates-say-of-it)); in parentheses: of others |
 | MFU | of the estimate, causal attention counted half, as a share of the peak of the matmuls' format |
 | exposed | share of the step in which chips wait for each other or for their hosts |
 | HBM | memory of a device: what the program needs by the compiler, of what there is |
