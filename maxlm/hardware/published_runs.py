@@ -87,7 +87,7 @@ RUNS: tuple[PublishedRun, ...] = (
 
 @dataclass(frozen=True)
 class Correction:
-    """What published runs took, as multiples of our estimates of them, for estimates of one chip and format.
+    """Ratios of published runs to our estimates of them, for estimates of one chip and format.
 
     `of`: what is estimated, as in `v5p` or `experts on tpu7x in fp8`. `ratios`: of the runs that it rests on, ascending; none for GPUs
     whose shares of peak were measured. `own`: runs of just that. `basis`: what it rests on if those are too few. `modelled`: True if the
