@@ -1,70 +1,81 @@
-"""Copy the rows of docs/truth.md and docs/truth_gpu.md to maxlm/hardware/published_runs.py, from which estimates state their correction.
+"""Copy the rows of three pages to maxlm/hardware/published_runs.py, from which estimates state their correction.
 
-python tools/published_runs.py          after tools/truth.py or tools/truth_gpu.py; also writes the table of corrections in docs/truth.md
+    python tools/published_runs.py      after tools/truth.py, truth_gpu.py or truth_tpu7x.py; also writes the table in docs/truth.md
+
+Of docs/low_precision_speed.md come the rows that have no compiled program in docs/truth.md.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 
 from maxlm.hardware import topologies
-from maxlm.hardware.chips import CHIPS
+from maxlm.hardware.chips import CHIPS, MatmulFormat
 from maxlm.hardware.published_runs import PublishedRun, correction
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULE, PAGE = REPOSITORY / "maxlm" / "hardware" / "published_runs.py", REPOSITORY / "docs" / "truth.md"
 MODULE_MARKS = "RUNS: tuple[PublishedRun, ...] = (\n", "    # end of rows\n"
 PAGE_MARKS = "<!-- tools/published_runs.py writes from here -->\n", "<!-- to here -->\n"
+PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml", "low_precision_speed.md": "truth_tpu7x_rows.yml"}
 FORMATS = {"fp8_full": "fp8", "int8": "int8"}  # MaxText's names
+FORMAT = re.compile(r"(?<!\w)quantization=(?P<theirs>\w+)|precision.matmul={format: (?P<ours>\w+)")
 ROW = re.compile(r"\| (?P<name>[\w.-]+) \|(?: \w[\w-]*:[\dx]+ \|)? (?P<published>\d+\.\d+)[^|]*\| (?P<predicted>\d+\.\d+) \| [+-]")
+CASES: tuple[tuple[MatmulFormat, bool], ...] = (("bf16", False), ("int8", False), ("e4m3", False), ("bf16", True), ("e4m3", True))
 
 
 def rows() -> list[PublishedRun]:
-    """The rows of the two pages."""
-    machines, found = _machines(), []
-    for page in ("truth.md", "truth_gpu.md"):
+    """The rows of the pages."""
+    found = []
+    for page, file in PAGES.items():
+        entries = _entries(YAML(typ="safe", pure=True).load(Path(__file__).with_name(file)))
         for line in (REPOSITORY / "docs" / page).read_text(encoding="utf-8").splitlines():
-            if row := ROW.match(line):
-                found.append(PublishedRun(row["name"], *machines[row["name"]], float(row["predicted"]), float(row["published"])))
+            if (row := ROW.match(line)) and (entry := entries.pop(row["name"], None)):  # its first table is of seconds
+                chip = topologies.parse(entry["topology"]).chip.name
+                seconds = float(row["predicted"]), float(row["published"])
+                found.append(PublishedRun(row["name"], chip, entry["format"], *seconds, entry.get("experts", False), page != "truth.md"))
     return found
 
 
-def _machines() -> dict[str, tuple[str, str]]:
-    """(chip, format) of each row, by its name."""
-    yaml = YAML(typ="safe", pure=True)
-    tpu, gpu = (yaml.load(Path(__file__).with_name(name)) for name in ("truth_rows.yml", "truth_gpu_rows.yml"))
-    found = {name: (topologies.parse(entry["topology"]).chip.name, "bf16") for name, entry in gpu["rows"].items()}
-    for entry in tpu["rows"]:
-        settings = " ".join(tpu["settings"].get(one, one) for one in entry["settings"])
-        quantization = re.search(r"(?<!\w)quantization=(\w+)", settings)
-        format = FORMATS[quantization[1]] if quantization else "bf16"
-        found[entry["name"]] = topologies.parse(entry["topology"]).chip.name, format
-    return found
+def _entries(file: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Entries by name with their `format`, without those that another page has a compiled program of."""
+    entries = file["rows"] if isinstance(file["rows"], dict) else {entry["name"]: entry for entry in file["rows"]}
+    groups = file["settings"] if "settings" in file else file["groups"]
+    kept = {name: entry for name, entry in entries.items() if not entry.get("compiled")}
+    return {
+        name: {**entry, "format": _format(" ".join(str(groups.get(one, one)) for one in entry["settings"]))} for name, entry in kept.items()
+    }
+
+
+def _format(settings: str) -> str:
+    """Format of the matmuls, by MaxText's setting or by ours."""
+    found = FORMAT.search(settings)
+    return "bf16" if found is None else found["ours"] or FORMATS[found["theirs"]]
 
 
 def python(runs: Sequence[PublishedRun]) -> Iterator[str]:
     """Lines of the module."""
     for run in runs:
-        yield f'    PublishedRun("{run.name}", "{run.chip}", "{run.format}", {run.predicted_s:.3f}, {run.published_s:.3f}),\n'
+        flags = "".join(f", {name}=True" for name in ("experts", "modelled") if getattr(run, name))
+        yield f'    PublishedRun("{run.name}", "{run.chip}", "{run.format}", {run.predicted_s:.3f}, {run.published_s:.3f}{flags}),\n'
 
 
 def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
-    """Lines of the table: the correction of each chip, and of the formats that have rows."""
-    yield "| chip | by the rows of | rows | median | range | others |\n"
+    """Lines of the table: the correction of each chip, and of the formats and of experts that have rows."""
+    yield "| estimates of | by the rows of | rows | median | range | others |\n"
     yield "|---|---|---|---|---|---|\n"
     for chip in CHIPS:
-        for format in ("bf16", "int8", "e4m3"):
-            found = correction(chip, format, runs)
-            if format == "bf16" or found.own:
+        for format, experts in CASES:
+            found = correction(chip, format, experts=experts, runs=runs)
+            if (format, experts) == ("bf16", False) or found.own:
                 low, high = found.range
-                name = chip.name if format == "bf16" else f"{chip.name} in {found.format}"
-                figures = (
-                    f"{len(found.ratios)} | {found.middle:.2f} | {low:.2f} to {high:.2f} | {', '.join(f'{one:.2f}' for one in found.apart)}"
-                )
-                yield f"| {name} | {found.basis or 'its own'} | {figures} |\n"
+                others = ", ".join(f"{one:.2f}" for one in found.apart)
+                figures = f"{len(found.ratios)} | {found.middle:.2f} | {low:.2f} to {high:.2f} | {others}"
+                yield f"| {found.of} | {found.basis or 'just these'} | {figures} |\n"
 
 
 def between(text: str, marks: tuple[str, str], lines: Iterator[str]) -> str:

@@ -48,7 +48,7 @@ on the day of the last column; rows of earlier days are of the code of then. Not
 | column | |
 |---|---|
 | step | estimate of the compiled program, as `maxlm compile` prints it |
-| as published runs | the same times what published runs took beside their estimates ([truth.md](truth.md#what-estimates-say-of-it)) |
+| as published runs | step by the ratios of published runs ([truth.md](truth.md#what-estimates-say-of-it)); in parentheses: of others |
 | MFU | of the estimate, causal attention counted half, as a share of the peak of the matmuls' format |
 | exposed | share of the step in which chips wait for each other or for their hosts |
 | HBM | memory of a device: what the program needs by the compiler, of what there is |
@@ -171,11 +171,11 @@ def _times(config: Config, step_s: float, exposed_s: float | None, size: str) ->
     topology = rules.topology_of(config)
     scale = scale_of(config, topology, TOKENS)
     low, high = scale.correction.range
-    unchecked = "" if not scale.correction.basis else " (no run in this format)"
+    basis = f" ({scale.correction.basis})" if scale.correction.basis else ""
     wanted = Wanted(LIST_PRICES)
     cost = run_cost(topology, config, scale.seconds(step_s), scale.expected_s(step_s), wanted)
     yield f"{duration(step_s)}"
-    yield f"{duration(low * step_s)} to {duration(high * step_s)}{unchecked}"
+    yield f"{duration(low * step_s)} to {duration(high * step_s)}{basis}"
     yield count(config.tokens_per_step / step_s / topology.chips)
     yield f"{scale.mfu(step_s):.1%}" + ("" if scale.peak_name == "bf16" else f" of {scale.peak_name}")
     yield "–" if exposed_s is None else f"{exposed_s / step_s:.1%}"

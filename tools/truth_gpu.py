@@ -9,7 +9,7 @@ torchtitan, llm-foundry) with kernels of their own, so attention is charged as b
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from maxlm.config import load, rules
-from maxlm.cost.mesh_links import node_links
-from maxlm.planning.analytic import Analytic, Estimate
+from maxlm.planning.analytic import Estimate
 from maxlm.planning.layouts import layout_of
+from maxlm.planning.plan import analytic_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("truth_gpu_rows.yml")
@@ -54,17 +54,26 @@ def rows(path: Path = ROWS) -> Iterator[Row]:
 
 
 def _row(name: str, entry: Mapping[str, Any], groups: Mapping[str, list[str]]) -> Row:
-    settings = [one for setting in entry["settings"] for one in groups.get(setting, [setting])]
+    settings = list(_expanded(entry["settings"], groups))
     cluster: dict[str, Any] = {"topology": entry["topology"]}
     if "network_gbit_per_s" in entry:
         cluster["network_gbit_per_s"] = entry["network_gbit_per_s"]
     config = load(entry["config"], [*COMMON, *settings, f"cluster={json.dumps(cluster)}"]).config
     topology = rules.topology_of(config)
-    model = Analytic(config, topology, lambda layout: node_links(layout.sizes, topology), flash=True)
+    model = analytic_model(config, topology, flash=True)
     published_s = entry.get("step_s") or config.tokens_per_step / (entry["tokens_per_s"] * topology.devices)
     return Row(
         name, topology.name, published_s, model.estimate(layout_of(config, topology.devices)), entry["source"], entry.get("note", "")
     )
+
+
+def _expanded(settings: Sequence[str], groups: Mapping[str, list[str]]) -> Iterator[str]:
+    """Settings, with the names of groups replaced by theirs."""
+    for setting in settings:
+        if setting in groups:
+            yield from _expanded(groups[setting], groups)
+        else:
+            yield setting
 
 
 def table(found: list[Row]) -> Iterator[str]:

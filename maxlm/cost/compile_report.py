@@ -49,8 +49,8 @@ class Report:
 
     @property
     def correction(self) -> Correction:
-        """What published runs took, as multiples of such estimates."""
-        return correction(self.topology.chip, mfu_format(self.config))
+        """Ratios of published runs to such estimates."""
+        return correction(self.topology.chip, mfu_format(self.config), experts=self.config.model.moe is not None)
 
     def _share_of(self, format: MatmulFormat) -> float | None:
         if self.cost is None or self.cost.total_s == 0:

@@ -1,7 +1,8 @@
 """Step times of published runs beside our estimates of them, and the correction that they suggest for other estimates. No jax here.
 
-The rows are those of docs/truth.md (MaxText's own programs, compiled for TPUs) and docs/truth_gpu.md (the analytic model of `maxlm plan`).
-No price, share or other constant of an estimate is fitted to them: a correction is stated beside the estimate that it leaves as it is.
+The rows are those of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of `maxlm plan`, of
+docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a correction is stated
+beside the estimate, which stays as it is.
 """
 
 import statistics
@@ -18,13 +19,18 @@ APART = 0.15  # of the median ratio: runs that differ more are stated one by one
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row: chip, format of its matmuls, seconds of a step as predicted and as published."""
+    """A row: chip, format of its matmuls, seconds of a step as predicted and as published.
+
+    `experts`: of a mixture of experts. `modelled`: predicted by the analytic model, not from a compiled program.
+    """
 
     name: str
     chip: str
     format: str  # as in PEAK_NAMES
     predicted_s: float
     published_s: float
+    experts: bool = False
+    modelled: bool = False
 
     @property
     def ratio(self) -> float:
@@ -32,7 +38,7 @@ class PublishedRun:
         return self.published_s / self.predicted_s
 
 
-# Written by `python tools/published_runs.py` from the tables of the two pages.
+# Written by `python tools/published_runs.py` from the tables of the three pages.
 RUNS: tuple[PublishedRun, ...] = (
     PublishedRun("llama3.1-8b-v6e-8", "v6e", "bf16", 4.542, 3.443),
     PublishedRun("llama3.1-8b-v6e-256", "v6e", "bf16", 6.310, 4.546),
@@ -52,33 +58,47 @@ RUNS: tuple[PublishedRun, ...] = (
     PublishedRun("llama3.1-70b-tpu7x-4x4x4", "tpu7x", "bf16", 10.387, 12.200),
     PublishedRun("llama3.1-70b-tpu7x-4x8x8", "tpu7x", "bf16", 10.383, 12.270),
     PublishedRun("llama3.1-405b-tpu7x-4x8x8", "tpu7x", "bf16", 92.593, 98.340),
-    PublishedRun("llama2-7b-256-h100", "H100", "bf16", 1.227, 1.500),
-    PublishedRun("llama2-70b-64-h100", "H100", "bf16", 6.347, 7.908),
-    PublishedRun("llama3.1-70b-256-h200", "H200", "bf16", 13.366, 15.516),
-    PublishedRun("llama3-70b-128-h100", "H100", "bf16", 14.320, 15.570),
-    PublishedRun("llama3-8b-64-a100", "A100-80GB", "bf16", 2.446, 2.755),
-    PublishedRun("llama3-70b-64-a100", "A100-80GB", "bf16", 22.456, 24.749),
-    PublishedRun("llama2-13b-64-a100", "A100-80GB", "bf16", 3.531, 3.789),
-    PublishedRun("mpt-70b-64-a100", "A100-80GB", "bf16", 144.431, 159.844),
-    PublishedRun("mpt-30b-8-a100", "A100-80GB", "bf16", 132.896, 140.856),
-    PublishedRun("mpt-7b-8-h100", "H100", "bf16", 0.911, 1.155),
+    PublishedRun("llama2-7b-256-h100", "H100", "bf16", 1.227, 1.500, modelled=True),
+    PublishedRun("llama2-70b-64-h100", "H100", "bf16", 6.347, 7.908, modelled=True),
+    PublishedRun("llama3.1-70b-256-h200", "H200", "bf16", 13.366, 15.516, modelled=True),
+    PublishedRun("llama3-70b-128-h100", "H100", "bf16", 14.320, 15.570, modelled=True),
+    PublishedRun("llama3-8b-64-a100", "A100-80GB", "bf16", 2.446, 2.755, modelled=True),
+    PublishedRun("llama3-70b-64-a100", "A100-80GB", "bf16", 22.456, 24.749, modelled=True),
+    PublishedRun("llama2-13b-64-a100", "A100-80GB", "bf16", 3.531, 3.789, modelled=True),
+    PublishedRun("mpt-70b-64-a100", "A100-80GB", "bf16", 144.431, 159.844, modelled=True),
+    PublishedRun("mpt-30b-8-a100", "A100-80GB", "bf16", 132.896, 140.856, modelled=True),
+    PublishedRun("mpt-7b-8-h100", "H100", "bf16", 0.911, 1.155, modelled=True),
+    PublishedRun("llama3.1-70b-64-fp8", "tpu7x", "fp8", 7.080, 7.930, modelled=True),
+    PublishedRun("llama3.1-70b-256-fp8", "tpu7x", "fp8", 7.080, 7.950, modelled=True),
+    PublishedRun("llama3.1-405b-256-fp8", "tpu7x", "fp8", 55.130, 64.370, modelled=True),
+    PublishedRun("llama3.1-70b-128k-256", "tpu7x", "bf16", 38.640, 34.020, modelled=True),
+    PublishedRun("llama3.1-70b-128k-256-fp8", "tpu7x", "fp8", 35.400, 30.110, modelled=True),
+    PublishedRun("deepseek-v3-128", "tpu7x", "bf16", 18.770, 27.020, experts=True, modelled=True),
+    PublishedRun("deepseek-v3-128-fp8", "tpu7x", "fp8", 16.110, 22.470, experts=True, modelled=True),
+    PublishedRun("deepseek-v3-256", "tpu7x", "bf16", 18.750, 26.790, experts=True, modelled=True),
+    PublishedRun("deepseek-v3-256-fp8", "tpu7x", "fp8", 16.090, 22.080, experts=True, modelled=True),
+    PublishedRun("qwen3-235b-256", "tpu7x", "bf16", 21.490, 30.870, experts=True, modelled=True),
+    PublishedRun("qwen3-235b-256-fp8", "tpu7x", "fp8", 19.340, 27.670, experts=True, modelled=True),
+    PublishedRun("gpt-oss-120b-64", "tpu7x", "bf16", 8.430, 14.930, experts=True, modelled=True),
+    PublishedRun("gpt-oss-120b-256", "tpu7x", "bf16", 8.520, 15.160, experts=True, modelled=True),
     # end of rows
 )
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What published runs took, as multiples of our estimates of them, for estimates of one chip and format.
+    """Ratios of published runs to our estimates of them, for estimates of one chip and format.
 
-    `ratios`: of the runs that it rests on, ascending; none for GPUs whose shares of peak were measured. `own`: runs of the chip and format
-    themselves. `basis`: which others it rests on, if those are too few.
+    `of`: what is estimated, as in `v5p` or `experts on tpu7x in fp8`. `ratios`: of the runs that it rests on, ascending; none for GPUs
+    whose shares of peak were measured. `own`: runs of just that. `basis`: what it rests on if those are too few. `modelled`: True if the
+    analytic model predicted all of them.
     """
 
-    chip: str
-    format: str
+    of: str
     ratios: tuple[float, ...]
     own: int
     basis: str = ""
+    modelled: bool = False
 
     @cached_property
     def middle(self) -> float:
@@ -103,17 +123,18 @@ class Correction:
     @property
     def sentence(self) -> str:
         """`5 of 6 published runs on v5p took 1% to 8% more time than such estimates, the other 22% less`, or what is not known."""
-        what = self.chip if self.format == "bf16" else f"{self.chip} in {self.format}"
         if not self.ratios:
-            return f"no published run checks shares of peak that were measured on this machine ({what})"
+            return f"no published run checks shares of peak that were measured on this machine ({self.of})"
         few = {0: "no published run checks", 1: "only one published run checks"}.get(self.own, f"only {self.own} published runs check")
-        head = f"{few} {what}; " if self.basis else ""
-        return f"{head}{self._counts(self.basis or what)}"
+        head = f"{few} {self.of}; " if self.basis else ""
+        return f"{head}{self._counts(self.basis or self.of)}"
 
-    def _counts(self, where: str) -> str:
+    def _counts(self, what: str) -> str:
         near, apart = self.near, self.apart
         count = f"{len(near)} of {len(self.ratios)}" if apart else f"{len(near)}"
-        text = f"{count} published runs on {where} took {_between(near[0], near[-1])} time than such estimates"
+        estimates = "the analytic model's estimates" if self.modelled else "such estimates"
+        link = "of" if what.startswith("experts") else "on"
+        text = f"{count} published runs {link} {what} took {_between(near[0], near[-1])} time than {estimates}"
         *more, last = [_off(ratio) for ratio in apart] or [""]
         each = f"{', '.join(more)} and {last}" if more else last
         return f"{text}, the other{'s' if more else ''} {each}" if apart else text
@@ -122,23 +143,35 @@ class Correction:
         """Plain values: ratios of published to predicted seconds."""
         low, high = self.range
         figures = {"low": low, "middle": self.middle, "high": high, "apart": list(self.apart)}
-        return {"runs": len(self.ratios), "runs_of_chip_and_format": self.own, **figures, "says": self.sentence}
+        return {"of": self.of, "runs": len(self.ratios), "own_runs": self.own, "modelled": self.modelled, **figures, "says": self.sentence}
 
 
-def correction(chip: Chip, format: MatmulFormat, runs: Sequence[PublishedRun] = RUNS) -> Correction:
+def correction(chip: Chip, format: MatmulFormat, *, experts: bool, runs: Sequence[PublishedRun] = RUNS) -> Correction:
     """The correction of estimates of `chip` with matmuls in `format`: by its own published runs if there are `ENOUGH`, else by those of the
-    chip in bf16, else by those of all TPUs or all GPUs.
+    chip in bf16, else by those of all TPUs or all GPUs. For models with `experts` in this order by runs of experts, then by the others.
     """
     name = PEAK_NAMES[format]
+    of = _what(chip.name, name, experts)
     if chip.achieved.source:
-        return Correction(chip.name, name, (), 0)
-    own = [run for run in runs if (run.chip, run.format) == (chip.name, name)]
-    bf16 = [run for run in runs if (run.chip, run.format) == (chip.name, "bf16")]
-    alike = [run for run in runs if (chip_named(run.chip).clock_hz is None) == (chip.clock_hz is None)]
+        return Correction(of, (), 0)
     kind = "GPUs" if chip.clock_hz is None else "TPUs"
-    choices = (("", own), (f"{chip.name} in bf16", bf16), (kind, alike))
+    alike = [run for run in runs if (chip_named(run.chip).clock_hz is None) == (chip.clock_hz is None)]
+    choices: list[tuple[str, list[PublishedRun]]] = []
+    for mixed in (True, False) if experts else (False,):
+        some = [run for run in alike if run.experts == mixed]
+        choices += [
+            (_what(chip.name, one, mixed), [run for run in some if (run.chip, run.format) == (chip.name, one)]) for one in (name, "bf16")
+        ]
+        choices.append((_what(kind, "bf16", mixed), some))
+    own = len(choices[0][1])
     basis, chosen = next((basis, some) for basis, some in choices if len(some) >= ENOUGH)
-    return Correction(chip.name, name, tuple(sorted(run.ratio for run in chosen)), len(own), basis)
+    ratios = tuple(sorted(run.ratio for run in chosen))
+    return Correction(of, ratios, own, "" if basis == of else basis, all(run.modelled for run in chosen))
+
+
+def _what(where: str, format: str, experts: bool) -> str:
+    """`experts on tpu7x in fp8`, `v5p`."""
+    return f"{'experts on ' if experts else ''}{where}{'' if format == 'bf16' else f' in {format}'}"
 
 
 def _off(ratio: float) -> str:

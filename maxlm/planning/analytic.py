@@ -86,8 +86,8 @@ class Estimate:
 
 
 class Analytic:
-    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh. `flash`: on GPUs, True for
-    attention by kernels that keep scores on the chip, default what this repository runs there.
+    """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh. `flash`: True for attention
+    by others' kernels, splash on TPUs and on GPUs those that keep scores on the chip; default what this repository runs there.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Analytic:
         self.share = predicted if topology.is_tpu else efficiency.gpu_matmul_share(chip)
         hbm_share = efficiency.HBM_SHARE if topology.is_tpu else efficiency.gpu_hbm_share(chip)
         self.hbm = hbm_share * chip.hbm_bytes_per_s_per_device
+        self.splash = flash is True
         self.writes_scores = False if topology.is_tpu else not (gpu_attention.kernel_runs(config, chip) if flash is None else flash)
         self.layers = model_shapes.layers(config.model)
         self.quantized = quantization_of(config)
@@ -180,7 +181,7 @@ class Analytic:
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
             return gpu_attention.seconds_a_token(self.config, chip, not self.writes_scores, self.peak, self.hbm)
-        ours = any(not why_not(self.config.data.seq_len // parts, model.head_dim, kind) for kind in chip.device_kinds)
+        ours = not self.splash and any(not why_not(self.config.data.seq_len // parts, model.head_dim, kind) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
         forward, backward = shares.get(chip.name, shares["v5p"])
         work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)

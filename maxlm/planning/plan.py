@@ -141,15 +141,17 @@ def _quantized(config: Config, topology: Topology, search: Search) -> dict[str, 
     return predicted
 
 
-def analytic_model(config: Config, topology: Topology) -> Analytic:
-    """The analytic model of `config` on `topology`; the links of each mesh are read off its devices, and of GPUs off its sizes."""
+def analytic_model(config: Config, topology: Topology, flash: bool | None = None) -> Analytic:
+    """The analytic model of `config` on `topology`; the links of each mesh are read off its devices, and of GPUs off its sizes. `flash`: as
+    in `Analytic`.
+    """
     if not topology.is_tpu:
-        return Analytic(config, topology, lambda layout: node_links(layout.sizes, topology))
+        return Analytic(config, topology, lambda layout: node_links(layout.sizes, topology), flash)
 
     def links(layout: Layout) -> Mapping[str, AxisLinks]:
         return axis_links(build_mesh(layout.apply(config), devices(topology)), topology)
 
-    return Analytic(config, topology, links)
+    return Analytic(config, topology, links, flash)
 
 
 def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
@@ -161,7 +163,7 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
         peak_name=PEAK_NAMES[mfu_format(config)],
         tokens=tokens if tokens is not None else config.total_tokens,
         chips=topology.chips,
-        correction=correction(topology.chip, mfu_format(config)),
+        correction=correction(topology.chip, mfu_format(config), experts=config.model.moe is not None),
     )
 
 

@@ -108,8 +108,8 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
     if plan.chosen is None or not plan.quantized or plan.search.end == explore.STOPPED:
         return plan
     matmuls: Mapping[str, MatmulFormat] = {"int8": "int8", "fp8": "e4m3"}
-    chip = plan.topology.chip
-    format = min(plan.quantized, key=lambda name: correction(chip, matmuls[name]).middle * plan.quantized[name])
+    chip, experts = plan.topology.chip, plan.loaded.config.model.moe is not None
+    format = min(plan.quantized, key=lambda name: correction(chip, matmuls[name], experts=experts).middle * plan.quantized[name])
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
     loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:

@@ -1,0 +1,70 @@
+"""Compare the analytic model's step times on tpu7x with those of MaxText's public runs, and write them to docs/low_precision_speed.md.
+
+    python tools/truth_tpu7x.py          reads tools/truth_tpu7x_rows.yml
+
+Nothing is compiled and nothing is fitted to these rows. The corrected seconds are the estimated ones times the median of the three
+dense runs in bf16 whose programs were compiled (docs/truth.md): for the other rows a check of that correction.
+"""
+
+import datetime
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ruamel.yaml import YAML
+from truth_gpu import AIM, REPOSITORY, Row, rows
+
+from maxlm.hardware.published_runs import RUNS
+
+ROWS, PAGE = Path(__file__).with_name("truth_tpu7x_rows.yml"), REPOSITORY / "docs" / "low_precision_speed.md"
+BEGIN, END = "<!-- tools/truth_tpu7x.py writes from here -->", "<!-- to here -->"
+
+
+def table(found: Sequence[Row]) -> Iterator[str]:
+    """Lines of the page: each run with its estimate, then the ratios of both formats."""
+    factor = statistics.median(run.ratio for run in RUNS if run.chip == "tpu7x" and not run.modelled)
+    raw, corrected = ([abs(scale * (row.error + 1) - 1) <= AIM for row in found] for scale in (1, factor))
+    yield (
+        f"{datetime.datetime.now(datetime.UTC).date()}, `python tools/truth_tpu7x.py`. **{sum(raw)} of {len(found)} within 15%, corrected "
+        f"(times {factor:.2f}) {sum(corrected)}.**"
+    )
+    yield ""
+    yield "| run, chips | published s | estimated s | error | corrected s | error | matmul | attention | memory | exposed |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in found:
+        parts = row.estimate.parts
+        seconds, exposed = sum(parts), sum(parts[3:])
+        figures = f"{row.published_s:.2f} | {seconds:.2f} | {row.error:+.1%} | {factor * seconds:.2f} | {factor * (1 + row.error) - 1:+.1%}"
+        yield f"| {row.name} | {figures} | {' | '.join(f'{part:.2f}' for part in (*parts[:3], exposed))} |"
+    yield ""
+    yield "| run, chips | published, fp8 over bf16 | estimated | error |"
+    yield "|---|---|---|---|"
+    for name, published, estimated in ratios(found):
+        yield f"| {name} | {published:.2f} | {estimated:.2f} | {estimated / published - 1:+.1%} |"
+
+
+def ratios(found: Sequence[Row]) -> Iterator[tuple[str, float, float]]:
+    """(run, published and estimated seconds in fp8 over those in bf16) of each pair."""
+    by_name = {row.name: row for row in found}
+    entries = YAML(typ="safe", pure=True).load(ROWS)["rows"]
+    for name, entry in entries.items():
+        if other := entry.get("fp8_of"):
+            fp8, bf16 = by_name[name], by_name[other]
+            yield other, fp8.published_s / bf16.published_s, sum(fp8.estimate.parts) / sum(bf16.estimate.parts)
+
+
+def main() -> int:
+    """Write the tables, and print them."""
+    text = "\n".join(table(list(rows(ROWS))))
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    from maxlm.compiler.aot import leave_chips_alone
+
+    leave_chips_alone()
+    sys.exit(main())
