@@ -16,6 +16,7 @@ from maxlm.config import load
 from maxlm.models import count_parameters
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.comm import during_training
+from maxlm.runtime.host_allgather import allgather_text
 from maxlm.telemetry.link_counters import Link
 from maxlm.telemetry.phases import Phases
 
@@ -58,6 +59,11 @@ def test_bad_input_is_one_line(capfd, arguments, said):
 def test_options_of_training_need_it(capfd, option):
     code, out, err = run(capfd, "mesh.data=2", *option)
     assert (code, out) == (2, "") and f"{option[0]}: is only for bench-comm with --during-training" in err
+
+
+@pytest.mark.parametrize("text", ["", "a", "é" * 5000])
+def test_text_of_any_length_is_gathered(text):
+    assert allgather_text(text) == [text]
 
 
 def test_steps_run_while_the_links_of_the_host_are_read(tmp_path, monkeypatch):
