@@ -4,6 +4,7 @@ The replay places every collective in time; its bytes pass its links at an even 
 is one of the busiest along a dim of the torus, one way.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from maxlm.hardware.topologies import Topology
 from maxlm.telemetry.link_use import LinkUse, Rates
 
 DIM_NAMES = "xyz"
+DIGITS = 13  # of times in seconds
+ALL_WAYS = ""  # key of collectives that use the links of both directions
 HOST_LANES = {"to host": "chip to host", "from host": "host to chip"}
 
 
@@ -74,21 +77,26 @@ def _use(name: str, found: list[Runs], step_s: float, network: Network, topology
 
 
 def rates_of(found: list[Runs], step_s: float, network: Network) -> Rates:
-    """Bandwidth over a link, as steps in time: the sum over the collectives that run."""
-    begins, ends, rates = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
-    for runs in found:
-        seconds = runs.span.end - runs.span.begin
-        moved = network.link_bytes(runs.span.collective)
-        if seconds > 0 and moved > 0:
-            begins.append(runs.begins)
-            ends.append(runs.begins + seconds)
-            rates.append(np.full(len(runs.begins), moved / seconds))
-    begin, end, rate = (np.concatenate(parts) for parts in (begins, ends, rates))
-    times = np.concatenate(([0.0, step_s], np.clip(begin, 0.0, step_s), np.clip(end, 0.0, step_s)))
-    changes = np.concatenate(([0.0, 0.0], rate, -rate))
-    order = np.argsort(times, kind="stable")
-    widths = np.diff(times[order])
-    levels = np.cumsum(changes[order])[:-1]
-    least = 1e-9 * float(rate.max(initial=0.0))  # what rounding leaves of a sum that is zero
-    kept = widths > 0
-    return Rates(widths[kept], np.where(levels > least, levels, 0.0)[kept])
+    """Bandwidth over the busiest of the links, as steps in time: the sum over the collectives that run.
+
+    A permutation passes the links of one direction only, so of those that differ the largest counts.
+    """
+    step_s = round(step_s, DIGITS)  # or one that begins as another ends would overlap with it for a rounding error
+    rounded = ((runs, runs.begins.round(DIGITS), (runs.begins + _seconds(runs)).round(DIGITS)) for runs in found)
+    spans = [(runs, np.clip(begins, 0.0, step_s), np.clip(ends, 0.0, step_s)) for runs, begins, ends in rounded]
+    edges = np.unique(np.concatenate(([0.0, step_s], *(times for _, *both in spans for times in both))))
+    levels: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(edges)))
+    for runs, begins, ends in spans:
+        if _seconds(runs) > 0:
+            changes = levels[runs.span.collective.lanes[0] if runs.span.collective.opcode == "collective-permute" else ALL_WAYS]
+            rate = network.link_bytes(runs.span.collective) / _seconds(runs)
+            np.add.at(changes, np.searchsorted(edges, begins), rate)
+            np.subtract.at(changes, np.searchsorted(edges, ends), rate)
+    over = {way: np.cumsum(changes)[:-1] for way, changes in levels.items()}
+    total = over.pop(ALL_WAYS, np.zeros(len(edges) - 1)) + np.max([np.zeros(len(edges) - 1), *over.values()], axis=0)
+    least = 1e-9 * float(total.max(initial=0.0))  # what rounding leaves of a sum that is zero
+    return Rates(np.diff(edges), np.where(total > least, total, 0.0))
+
+
+def _seconds(runs: Runs) -> float:
+    return runs.span.end - runs.span.begin

@@ -109,7 +109,7 @@ class Network:
         return Collective(op.name, "copy", "async", payload, 1, HOST_AXES, op.where, payload / speed, "host", (lane,))
 
     def transfer(self, send: Op) -> Collective:
-        """What a send of a program for several slices begins: a ring over them, each chip at its share of the data-centre network."""
+        """The transfer between slices that `send` begins: a ring over them, each chip at its share of the data-centre network."""
         kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, self.slices
         payload *= slices if kind == "ALL_GATHER" else 1  # a chip's own part is sent, and the full result counts
         opcode = kind.lower().replace("_", "-") or "transfer"

@@ -44,10 +44,10 @@ def place(folder, monkeypatch):
     (folder / "tiny.yml").write_text(TINY, encoding="utf-8")
 
 
-def run(capfd, *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `maxlm compile`."""
+def run(capfd, *arguments: str, verb: str = "compile") -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `maxlm compile`, or another verb."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["maxlm", "compile", *arguments])
+        patch.setattr(sys, "argv", ["maxlm", verb, *arguments])
         with pytest.raises(SystemExit) as end:
             cli.main()
     out, err = capfd.readouterr()
@@ -87,6 +87,23 @@ def test_the_report_adds_up(capfd, arguments, devices, mesh):
     assert {axis for row in report["communication"] for axis in row["axes"]} <= set(mesh)
     links = {link for row in report["communication"] for link in [row["link"]] if "data" in row["axes"]}
     assert links == ({"dcn"} if report["slices"] > 1 else set())
+
+
+@needs_libtpu
+def test_the_use_of_links_is_that_of_the_same_step(capfd, folder):
+    """`bench-comm --during-training` of the program of the report above: its time, what it exposes, and every dim of the torus."""
+    report = json.loads(run(capfd, "tiny", "--topology", "v5e:2x2", "--json")[1])
+    asked = ("--during-training", "tiny", "--topology", "v5e:2x2", "--out", "links.png")
+    code, out, _ = run(capfd, *asked, "--json", verb="bench-comm")
+    found = json.loads(out)
+    assert (code, found["source"], found["mesh"]) == (0, "schedule", {"fsdp": 4})
+    assert found["step_s"] == pytest.approx(report["time"]["step_s"]) and found["exposed_s"] == pytest.approx(report["time"]["exposed_s"])
+    assert [(row["link"], row["used_by"]) for row in found["links"]] == [("ICI x", "fsdp"), ("ICI y", "fsdp")]
+    assert all(0 < row["average_bytes_per_s"] <= row["peak_bytes_per_s"] <= row["limit_bytes_per_s"] for row in found["links"])
+    assert [need["kind"] for need in found["needs"]] == ["ici"]
+    assert (folder / "links.png").read_bytes().startswith(b"\x89PNG")
+    table = run(capfd, *asked, verb="bench-comm")[1]
+    assert all(word in table for word in ("90th percentile", "exposed communication", "5% longer at", "plot: links.png"))
 
 
 @needs_libtpu

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from maxlm.cost.link_needs import FACTORS, LONGER, needs
-from maxlm.cost.link_schedule import link_uses, runs_of
-from maxlm.cost.network import AxisLinks, Network
+from maxlm.cost.link_schedule import Runs, link_uses, rates_of, runs_of
+from maxlm.cost.network import AxisLinks, Collective, Network
+from maxlm.cost.replay import CollectiveSpan
 from maxlm.cost.step_cost import estimate_on, replay
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
@@ -93,6 +94,20 @@ ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
     assert (use.link, use.used_by, use.limit) == ("DCN", "data", topology.chip.dcn_bytes_per_s)
     assert use.average * root.seconds == pytest.approx(4 * 2**20), "half of it goes, twice"
     assert use.exposed_s == pytest.approx(root.seconds)
+
+
+def flying(lane, begin, opcode="collective-permute"):
+    """One run of a second of 10^9 bytes."""
+    one = Collective("c", opcode, "async", 10**9, 2, ("fsdp",), "", 1.0, "ici", (lane,))
+    return Runs(CollectiveSpan(one, 0.0, begin, begin + 1.0), np.array([begin]))
+
+
+@pytest.mark.parametrize(("lanes", "peak"), [(("fsdp {{0,1}}", "fsdp {{1,0}}"), 1e9), (("fsdp {{0,1}}", "fsdp {{0,1}}"), 2e9)])
+def test_permutations_of_different_directions_do_not_share_links(lanes, peak):
+    network = Network(parse("v5e:2x2").chip, {"fsdp": 2}, {"fsdp": AxisLinks(torus=(0,))})
+    rates = rates_of([flying(lane, 0.5 * number) for number, lane in enumerate(lanes)], 4.0, network)
+    assert rates.peak == pytest.approx(peak)
+    assert rates.seconds.sum() == pytest.approx(4.0) and rates.busy == pytest.approx(1.5 / 4)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sparsecore", "ici"), ("fused", "ici"), ("offload", "host")])

@@ -16,6 +16,7 @@ from maxlm.config import load
 from maxlm.models import count_parameters
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.comm import during_training
+from maxlm.runtime.host_allgather import allgather_text
 from maxlm.telemetry.link_counters import Link
 from maxlm.telemetry.phases import Phases
 
@@ -60,6 +61,11 @@ def test_options_of_training_need_it(capfd, option):
     assert (code, out) == (2, "") and f"{option[0]}: is only for bench-comm with --during-training" in err
 
 
+@pytest.mark.parametrize("text", ["", "a", "é" * 5000])
+def test_text_of_any_length_is_gathered(text):
+    assert allgather_text(text) == [text]
+
+
 def test_steps_run_while_the_links_of_the_host_are_read(tmp_path, monkeypatch):
     """From the end of the warm-up to that of the last step; nothing is saved."""
     monkeypatch.chdir(make_workspace(tmp_path))
@@ -84,6 +90,7 @@ def test_steps_run_while_the_links_of_the_host_are_read(tmp_path, monkeypatch):
 def test_gradients_between_two_hosts_are_counted(tmp_path):
     """Each sends every gradient once for an all-reduce of two, in float32, behind a link of 200 Mbit/s."""
     make_workspace(tmp_path)
+    subprocess.run(command("data", "prepare", "small.yml"), cwd=tmp_path, env=environment(1), check=True)
     settings = ("small.yml", "mesh.data=2", "model.d_model=256", "model.d_ff=1024", "--steps", "8", "--json")
     with Hosts(tmp_path, 2) as hosts:
         for name in hosts.names:

@@ -100,7 +100,7 @@ def measure(config: Config, here: Cluster, steps: int, phases: Phases) -> Found:
 
 
 def _samplers(here: Cluster) -> tuple[list[Sampler], bool | None]:
-    """(of the links of this host, if NVML is there; None without GPUs). The first process on a host reads for all."""
+    """(samplers of the links of this host, if NVML is there; None without GPUs). The first process on a host reads for all."""
     if here.hosts.index(here.hosts[jax.process_index()]) != jax.process_index():
         return [], None
     samplers = [Sampler(read_host)]
