@@ -24,25 +24,9 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    sections = (
-        _model,
-        _moe,
-        _rope,
-        _lora,
-        _data,
-        _train,
-        _objective,
-        _optimizer,
-        _ema,
-        _diloco,
-        _mesh,
-        _memory,
-        _checkpoint,
-        _samples,
-        _profile,
-    )
+    sections = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint, _samples)
     files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules)
-    further = (_state, _health, _elastic, _compression, *(file.problems for file in files))
+    further = (_state, _profile, _health, _elastic, _compression, *(file.problems for file in files))
     _refuse((problem for problems in (*sections, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
