@@ -50,8 +50,13 @@ class Drawn:
     row: list[np.ndarray] = field(default_factory=list)
     on: list[np.ndarray] = field(default_factory=list)  # numbers of tracks
     left_out: int = 0
+    shortest: int = 0  # picoseconds; events that are no longer are left out
 
     def add(self, track: str, start_N: Times, length_N: Times, row_N: np.ndarray) -> None:
+        if self.shortest:
+            long = length_N > self.shortest
+            self.left_out += len(long) - int(np.count_nonzero(long))
+            start_N, length_N, row_N = start_N[long], length_N[long], row_N[long]
         if not self.track or self.track[-1] != track:
             self.track.append(track)
         for held, new in zip(self._all(), (start_N, length_N, row_N, np.full(len(row_N), len(self.track) - 1)), strict=True):
@@ -66,6 +71,7 @@ class Drawn:
         if self.row and len(self.row[0]) > _DRAWN:
             longest = np.argpartition(self.length[0], -_DRAWN)[-_DRAWN:]
             self.left_out += len(self.row[0]) - _DRAWN
+            self.shortest = int(self.length[0][longest].min())
             for held in self._all():
                 held[0] = held[0][longest]
 

@@ -255,7 +255,13 @@ def _ops(profile: Profile, facts: Facts) -> str:
         op = profile.ops[row]
         number = sum(device.count.get(row, 0) for device in profile.devices) / max(facts.steps, 1) / len(profile.devices)
         place = op.where.replace("/", "/<wbr>") if not set("<>&\"'") & set(op.where) else escape(op.where)
-        cells = [escape(op.name[:120]), escape(TITLES[op.scope]), op.phase, f"{number:,.1f}", _time(own[row], profile, facts)]
+        cells = [
+            escape(op.name[:120]),
+            escape(TITLES[op.scope]),
+            op.phase,
+            f"{number:,.1f}",
+            _time(own[row], profile, facts).replace(" ", "&nbsp;"),
+        ]
         rows.append([*cells, percent(own[row] / total), f"<code>{place[:400] or '–'}</code>"])
     heads = ["operation", "part", "phase", "calls a step", "time a step", "share", "op_name"]
     return f'<section><h2>Longest operations</h2><div class="wrap">{table(heads, rows)}</div></section>'

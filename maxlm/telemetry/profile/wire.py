@@ -6,6 +6,7 @@ needs minutes and many gigabytes.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ _EVENT = 4 << 3 | BYTES  # tag of XLine.events
 _STAT = 4 << 3 | BYTES  # tag of XEvent.stats
 _ID, _START, _LENGTH = (1 << 3, 2 << 3, 3 << 3)  # tags of XEvent.metadata_id, offset_ps, duration_ps
 _MOST_BYTES = 10  # of a varint
+_STEPS = bytes(min(length, 127) + 2 for length in range(256))  # bytes of an event with its tag and length, by its length
 
 Buffer = bytes | memoryview
 
@@ -87,10 +89,12 @@ class Events(NamedTuple):
 def event_places(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
     """(where events begin, where they end, place of the first field that is cut off) in a part of an XLine that begins with a field."""
     tags: list[int] = []
-    add, place, last = tags.append, 0, len(data) - 1
-    while place < last:  # as if every field were an event of less than 128 bytes: each place follows from the one before
-        add(place)
-        place += data[place + 1] + 2
+    add, place, steps = tags.append, 0, data[1:].translate(_STEPS)
+    with suppress(IndexError):  # as if every field were an event of less than 128 bytes: each place follows from the one before
+        while True:
+            add(place)
+            place += steps[place]
+    tags.pop()
     tag_N, bytes_ = np.asarray(tags, np.int64), np.frombuffer(data, np.uint8)
     length_N = bytes_[tag_N + 1].astype(np.int64)
     if np.any(bytes_[tag_N] != _EVENT) or np.any(length_N > 127):
