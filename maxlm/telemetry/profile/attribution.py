@@ -188,7 +188,7 @@ class _Rows:
 
     def _op(self, key: tuple[int, ...], named: bool) -> Op | None:
         kind = self._plane.kinds.get(key[0], EventKind(""))
-        name, where = _instruction_name(kind), str(kind.stats.get("tf_op") or "").rpartition(":")[0] or str(kind.stats.get("tf_op") or "")
+        name, where = _instruction_name(kind), _place(str(kind.stats.get("tf_op") or ""))
         number, module, title, opcode = kind.stats.get("program_id"), "", name, str(kind.stats.get("hlo_category") or "")
         if named:
             names = self._plane.stat_names
@@ -216,6 +216,12 @@ class _Rows:
 def _instruction_name(kind: EventKind) -> str:
     """`fusion.12` of an event of that name, or of one that is named by its whole line, `%fusion.12 = ...`."""
     return kind.display_name or kind.name.split(" = ")[0].lstrip("%")
+
+
+def _place(tf_op: str) -> str:
+    """The op_name of `op_name:type`; op_names of several operations together hold colons, too."""
+    place, _, kind = tf_op.rpartition(":")
+    return place if place and not set("/()") & set(kind) else tf_op
 
 
 def _dense(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
