@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import random
 import re
 
 import numpy as np
@@ -97,3 +98,22 @@ def test_what_cannot_be_read_or_written_is_one_line(tpu_file, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         reduce_trace(tpu_file, tmp_path / "file", FACTS)
+
+
+@pytest.mark.parametrize("kind", ["tpu", "gpu"])
+def test_a_damaged_trace_gives_a_page_or_one_line(kind, request, tmp_path):
+    """Changed bytes and cut ends; no other error, and no endless loop."""
+    whole = request.getfixturevalue(f"{kind}_file").read_bytes()
+    refused = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 2, 8])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        (tmp_path / "damaged.pb").write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+        try:
+            reduce_trace(tmp_path / "damaged.pb", tmp_path / "out", FACTS)
+        except UserError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert 0 < refused < 40
