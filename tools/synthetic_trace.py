@@ -51,7 +51,7 @@ class PlaneWriter:
         self._details: dict[str, bytes] = {}
         self._names: dict[str, int] = {}
 
-    def describe(self, event: str, display_name: str = "", **stats: Value) -> None:
+    def describe(self, event: str, display_name: str = "", /, **stats: Value) -> None:
         """What all events of this name share."""
         content = (field(4, display_name) if display_name else b"") + b"".join(field(5, self._stat(k, v)) for k, v in stats.items())
         self._kind(event)
@@ -71,7 +71,7 @@ class PlaneWriter:
         after += b"".join(field(5, field(1, key) + field(2, field(1, key) + field(2, name))) for name, key in self._names.items())
         return field(2, self._name), after
 
-    def bytes(self) -> bytes:
+    def written(self) -> bytes:
         """The plane as a field of an XSpace."""
         before, after = self.parts()
         return field(1, before + self._lines + after)
@@ -117,8 +117,9 @@ def metadata_plane(programs: Mapping[int, bytes]) -> bytes:
     """The plane that holds compiled programs, by their id."""
     plane = PlaneWriter("/host:metadata")
     for number, program in programs.items():
-        plane.describe(f"jit_train_step({number})", **{"Hlo Proto": program, "program_id": number})
-    return plane.bytes()
+        stats: dict[str, Value] = {"Hlo Proto": program, "program_id": number}
+        plane.describe(f"jit_train_step({number})", **stats)
+    return plane.written()
 
 
 def write_large(path: Path, size: int) -> int:

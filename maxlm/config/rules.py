@@ -36,7 +36,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     origins = sources or {}
     core = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint)
     files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules, offload_rules)
-    further = (_samples, _profile, _state, _health, _elastic, _compression, *(file.problems for file in files))
+    further = (_samples, _state, _profile, _health, _elastic, _compression, *(file.problems for file in files))
     _refuse((problem for problems in (*core, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:

@@ -178,7 +178,7 @@ def _train(
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
             observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
         session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
-        with _profiling(run, session, observers) as session:
+        with _profiling(run, session, stop) as session:
             outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
         watchdog.stop()
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
@@ -190,14 +190,14 @@ def _train(
 
 
 @contextlib.contextmanager
-def _profiling(run: OpenRun, session: Session, observers: Observers) -> Iterator[Session]:
+def _profiling(run: OpenRun, session: Session, stop: StopSignal) -> Iterator[Session]:
     """The session, with a profiler if `run.profile` asks for one."""
-    if run.config.run.profile is None:
+    settings, folder, title = run.config.run.profile, run.directory.profiles, run.config.run.name
+    if settings is None:
         yield session
         return
-    with contextlib.closing(
-        RunProfiler(run.config.run.profile, run.directory.profiles, run.config.run.name, observers.on_event)
-    ) as profiler:
+    profiler = RunProfiler(settings, folder, title, session.observers.on_event, lambda: stop.received is not None)
+    with contextlib.closing(profiler):
         yield replace(session, profiler=profiler)
 
 

@@ -19,7 +19,8 @@ from maxlm.telemetry.profile.record import start_trace, stop_trace
 from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
-LAST_WAIT_S = 120.0  # for pages, at the end of the run
+LAST_WAIT_S = 60.0  # for pages, at the end of the run; none after a signal
+_POLL_S = 0.1
 
 
 def profile_folder(profiles: Path, step: int) -> Path:
@@ -31,7 +32,16 @@ def profile_folder(profiles: Path, step: int) -> Path:
 class RunProfiler:
     """Records traces where `settings` says. Pages are made by processes of their own, while training goes on."""
 
-    def __init__(self, settings: ProfileConfig, profiles: Path, title: str, report: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        settings: ProfileConfig,
+        profiles: Path,
+        title: str,
+        report: Callable[[Event], None],
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`gives_up`: True once a signal asks the run to end."""
+        self._gives_up = gives_up
         self._settings, self._profiles, self._title, self._report = settings, profiles, title, report
         self._recording: int | None = None  # step before the first of the trace
         self._paused: dict[int, float] = {}  # seconds of training, by that step
@@ -50,10 +60,10 @@ class RunProfiler:
         if self._recording is not None:
             self._fail(self._recording, "the run ended before its steps did")
         deadline = time.monotonic() + LAST_WAIT_S
-        for _, process in self._making:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        self._collect()
+        while self._collect() and time.monotonic() < deadline and not self._gives_up():
+            time.sleep(_POLL_S)
+        for step, _ in self._making:
+            self._report(Event("profile", step, data={"reason": "the run ended before the page was made, which may still come"}))
 
     def _guarded(self, action: Callable[[int, TrainState, Any], None], step: int, state: TrainState, meter: Any) -> None:
         meter.flush()
@@ -84,8 +94,8 @@ class RunProfiler:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
         self._making.append((first, process))
 
-    def _collect(self) -> None:
-        """Report pages that are done."""
+    def _collect(self) -> bool:
+        """Report pages that are done. True if more are being made."""
         for item in [item for item in self._making if item[1].poll() is not None]:
             self._making.remove(item)
             step, process = item
@@ -94,6 +104,7 @@ class RunProfiler:
             except ValueError:
                 answer = {"reason": f"the page was not made: its process ended with code {process.returncode}"}
             self._report(Event("profile", step, data={**answer, "seconds": round(self._paused[step], 3)}))
+        return bool(self._making)
 
     def _fail(self, step: int, reason: str) -> None:
         if self._recording is not None:

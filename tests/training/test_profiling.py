@@ -27,7 +27,7 @@ class Pauses:
 def run(tmp_path, monkeypatch):
     """Runs steps of nothing under a profiler; returns (calls, events, meter). The page is made by a program that prints `answer`."""
 
-    def go(start=None, stop=None, answer='{"page": "p", "attributed": 1.0}', until=12, **settings):
+    def go(start=None, stop=None, answer='{"page": "p", "attributed": 1.0}', until=12, seconds=0, gives_up=False, **settings):
         calls, events, meter = [], [], Pauses()
 
         def called(name, error):
@@ -42,9 +42,11 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(profiling, "stop_trace", called("stop", stop))
         popen = profiling.subprocess.Popen
         monkeypatch.setattr(
-            profiling.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", f"print({answer!r})"], **options)
+            profiling.subprocess,
+            "Popen",
+            lambda command, **options: popen([sys.executable, "-c", f"import time; time.sleep({seconds}); print({answer!r})"], **options),
         )
-        profiler = RunProfiler(ProfileConfig(**settings), tmp_path, "run", events.append)
+        profiler = RunProfiler(ProfileConfig(**settings), tmp_path, "run", events.append, lambda: gives_up)
         for step in range(until):
             profiler.before(step, jnp.float32(step), meter)
         profiler.close()
@@ -72,8 +74,9 @@ def test_each_trace_has_a_folder_and_an_event(run):
         ({"answer": "nothing"}, 2, "its process ended with code 0"),
         ({"answer": json.dumps({"reason": "damaged"})}, 2, "damaged"),
         ({"until": 5}, 1, "the run ended before its steps did"),
+        ({"seconds": 3, "gives_up": True}, 2, "the run ended before the page was made"),
     ],
-    ids=["start", "stop", "page", "reduction", "end"],
+    ids=["start", "stop", "page", "reduction", "end", "signal"],
 )
 def test_a_failure_is_an_event_and_nothing_more(run, failure, calls, reason):
     called, events, _ = run(at=(4,), steps=2, **failure)

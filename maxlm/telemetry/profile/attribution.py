@@ -1,5 +1,6 @@
 """Where the time of a trace goes: by part of the model and phase, gaps, communication, the host. Bounded memory."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ _HELD = 4 << 20  # events of a line that may wait for the end of one they are ne
 _DRAWN = 200_000  # events of the trace for a viewer, the longest
 _COPY = re.compile(r"^(?:copy|bitcast|transpose|slice|dynamic-slice|dynamic-update-slice|Memcpy|Memset|wrapped_copy)", re.IGNORECASE)
 _MEMORY = re.compile(r"^Mem(?:cpy|set)")  # of GPUs; events of no program
+GAP_BOUNDS = (10**6, 10**7, 10**8, 10**9)  # picoseconds, between classes of gaps
+LONGEST_GAPS = 12
 _STATS = ("hlo_op", "program_id", "hlo_module")
 
 
@@ -47,8 +50,13 @@ class Drawn:
     row: list[np.ndarray] = field(default_factory=list)
     on: list[np.ndarray] = field(default_factory=list)  # numbers of tracks
     left_out: int = 0
+    shortest: int = 0  # picoseconds; events that are no longer are left out
 
     def add(self, track: str, start_N: Times, length_N: Times, row_N: np.ndarray) -> None:
+        if self.shortest:
+            long = length_N > self.shortest
+            self.left_out += len(long) - int(np.count_nonzero(long))
+            start_N, length_N, row_N = start_N[long], length_N[long], row_N[long]
         if not self.track or self.track[-1] != track:
             self.track.append(track)
         for held, new in zip(self._all(), (start_N, length_N, row_N, np.full(len(row_N), len(self.track) - 1)), strict=True):
@@ -63,6 +71,7 @@ class Drawn:
         if self.row and len(self.row[0]) > _DRAWN:
             longest = np.argpartition(self.length[0], -_DRAWN)[-_DRAWN:]
             self.left_out += len(self.row[0]) - _DRAWN
+            self.shortest = int(self.length[0][longest].min())
             for held in self._all():
                 held[0] = held[0][longest]
 
@@ -75,30 +84,39 @@ class Device:
     """One device, or all threads of the CPU. Times in picoseconds."""
 
     name: str
-    compute: Spans = NONE
-    communication: Spans = NONE
+    window: int = 0  # from the first operation to the end of the last
+    busy: int = 0  # any operation runs
+    compute: int = 0  # one that is no collective
+    communication: int = 0  # a collective
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # number and time of gaps, by GAP_BOUNDS
+    longest_gaps: list[tuple[int, int]] = field(default_factory=list)  # start and end
+    idle_beside: dict[str, int] = field(default_factory=dict)  # what the loop does on the host -> time of it in gaps
     own: dict[int, int] = field(default_factory=dict)  # row -> time of the operation itself, of all its events
     count: dict[int, int] = field(default_factory=dict)
 
     @property
-    def busy(self) -> Spans:
-        return union(self.compute, self.communication)
-
-    @property
     def exposed(self) -> int:
         """Communication with no compute beside it."""
-        return self.busy.total - self.compute.total
+        return self.busy - self.compute
 
-    @property
-    def window(self) -> int:
-        """From the first operation to the end of the last."""
-        busy = self.busy
-        return int(busy.end_M[-1] - busy.start_M[0]) if len(busy.start_M) else 0
+    def add_times(self, compute: Spans, communication: Spans, host: Mapping[str, Spans]) -> None:
+        """Sum up when it ran what."""
+        busy = union(compute, communication)
+        gaps = busy.gaps()
+        length_M = gaps.end_M - gaps.start_M
+        self.busy, self.compute, self.communication = busy.total, compute.total, communication.total
+        self.window = int(busy.end_M[-1] - busy.start_M[0]) if len(busy.start_M) else 0
+        for low, high in itertools.pairwise((0, *GAP_BOUNDS, np.inf)):
+            inside = length_M[(length_M >= low) & (length_M < high)]
+            self.gaps.append((len(inside), int(inside.sum())))
+        longest = np.argpartition(-length_M, LONGEST_GAPS)[:LONGEST_GAPS] if len(length_M) > LONGEST_GAPS else range(len(length_M))
+        self.longest_gaps = [(int(gaps.start_M[i]), int(gaps.end_M[i])) for i in longest]
+        self.idle_beside = {name: marked.clipped_total(gaps) for name, marked in host.items()}
 
 
 @dataclass
 class Profile:
-    """All that a trace tells, ready for a page. `host`: seconds of what the loop marks, by name."""
+    """All that a trace tells, ready for a page. `host`: when the loop did what it marks, by name."""
 
     devices: list[Device] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)  # by row
@@ -148,7 +166,8 @@ class _Rows:
         columns = [events.metadata_N]
         if named:
             columns += [events.stats[key] if key >= 0 else np.full(len(events.metadata_N), -1) for key in self.stats]
-        code_N, keys = np.zeros(len(events.metadata_N), np.int64), [()]
+        keys: list[tuple[int, ...]] = [()]
+        code_N = np.zeros(len(events.metadata_N), np.int64)
         for column in columns:
             values, inverse_N = _dense(column)
             used, code_N = _dense(code_N * len(values) + inverse_N) if len(keys) > 1 or keys[0] else (np.arange(len(values)), inverse_N)
@@ -169,7 +188,7 @@ class _Rows:
 
     def _op(self, key: tuple[int, ...], named: bool) -> Op | None:
         kind = self._plane.kinds.get(key[0], EventKind(""))
-        name, where = _instruction_name(kind), str(kind.stats.get("tf_op") or "").rpartition(":")[0] or str(kind.stats.get("tf_op") or "")
+        name, where = _instruction_name(kind), _place(str(kind.stats.get("tf_op") or ""))
         number, module, title, opcode = kind.stats.get("program_id"), "", name, str(kind.stats.get("hlo_category") or "")
         if named:
             names = self._plane.stat_names
@@ -199,6 +218,12 @@ def _instruction_name(kind: EventKind) -> str:
     return kind.display_name or kind.name.split(" = ")[0].lstrip("%")
 
 
+def _place(tf_op: str) -> str:
+    """The op_name of `op_name:type`; op_names of several operations together hold colons, too."""
+    place, _, kind = tf_op.rpartition(":")
+    return place if place and not set("/()") & set(kind) else tf_op
+
+
 def _dense(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As np.unique with its inverse; small numbers without sorting."""
     low, high = int(values_N.min(initial=0)), int(values_N.max(initial=0))
@@ -218,12 +243,12 @@ def profile_of(trace: Trace) -> Profile:
     planes = [plane for plane in trace.planes if _TPU.match(plane.name) or _GPU.match(plane.name)]
     host = [plane for plane in trace.planes if plane.name == HOST_PLANE]
     profile.is_cpu = not planes
+    for plane in host:
+        _read_host(trace, plane, profile)
     for plane in planes or host:
         device = _device(trace, plane, profile, programs)
         if device.own:
             profile.devices.append(device)
-    for plane in host:
-        _read_host(trace, plane, profile)
     profile.drawn.shorten()
     _split_programs(profile)
     return profile
@@ -243,7 +268,7 @@ def _device(trace: Trace, plane: Plane, profile: Profile, programs: Mapping[int,
                 compute.append(spans(start_N[leaf_N & ~comm_N], end_N[leaf_N & ~comm_N]))
             communication.append(spans(start_N[comm_N], end_N[comm_N]))
             profile.drawn.add(f"{device.name} {line.name}".strip(), start_N, end_N - start_N, row_N)
-    device.compute, device.communication = union(*compute, NONE), union(*communication, NONE)
+    device.add_times(union(*compute, NONE), union(*communication, NONE), profile.host)
     return device
 
 

@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from maxlm.telemetry.formatting import duration, percent
-from maxlm.telemetry.profile.attribution import HOST_MARK, Device, Op, Profile
+from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Op, Profile
 from maxlm.telemetry.profile.intervals import Spans
 from maxlm.telemetry.profile.scopes import COLLECTIVES, PHASES, TITLES, Phase, scope_of
 from maxlm.telemetry.report.render import POLICY
@@ -15,7 +15,7 @@ from maxlm.telemetry.report.style import CSS
 from maxlm.telemetry.report.tables import table
 
 PS = 1e12  # picoseconds a second
-LONGEST_OPS, LONGEST_GAPS, MOST_DEVICES, MEMORY_POINTS = 40, 12, 64, 600
+LONGEST_OPS, MOST_DEVICES, MEMORY_POINTS = 40, 64, 600
 COLORS = ("--p0", "--p1", "--p2", "--p3", "--p4", "--p6", "--p5", "--p7")
 _EXTRA_CSS = "main{max-width:1240px}.bar span{min-width:1px}td code{overflow-wrap:anywhere}.wrap td{white-space:normal}"
 _FEW = 0.0005  # share of time under which a part is not drawn
@@ -73,9 +73,9 @@ def _header(profile: Profile, facts: Facts) -> str:
 def _cards(profile: Profile, facts: Facts) -> str:
     window = sum(device.window for device in profile.devices)
     share = {
-        "Compute": sum(device.compute.total for device in profile.devices) / window,
+        "Compute": sum(device.compute for device in profile.devices) / window,
         "Exposed communication": sum(device.exposed for device in profile.devices) / window,
-        "Idle": 1 - sum(device.busy.total for device in profile.devices) / window,
+        "Idle": 1 - sum(device.busy for device in profile.devices) / window,
     }
     hints = {"Compute": "operations that are no collective", "Exposed communication": "no compute beside it", "Idle": "nothing runs"}
     cards = [("Step", duration(_a_step(window, profile, facts)), "from the first operation to the last, a step")]
@@ -140,8 +140,8 @@ def _busy(profile: Profile, facts: Facts) -> str:
     """Compute, communication and idle time of every device."""
     steps, rows = max(facts.steps, 1) * PS, []
     for device in profile.devices[:MOST_DEVICES]:
-        busy, hidden = device.busy.total, device.communication.total - device.exposed
-        times = device.window, device.compute.total, device.communication.total, hidden, device.exposed, device.window - busy
+        busy, hidden = device.busy, device.communication - device.exposed
+        times = device.window, device.compute, device.communication, hidden, device.exposed, device.window - busy
         rows.append([escape(device.name), *(_short(time / steps) for time in times)])
     heads = ["device", "window", "compute", "communication", "hidden", "exposed", "idle"]
     left = len(profile.devices) - len(rows)
@@ -154,37 +154,31 @@ def _busy(profile: Profile, facts: Facts) -> str:
 
 def _gaps(profile: Profile, facts: Facts) -> str:
     """Times in which a device runs nothing, by length, and the longest."""
-    rows, found = [], [(device, device.busy.gaps()) for device in profile.devices]
-    bounds = (1e6, 1e7, 1e8, 1e9, np.inf)
-    titles = ("under 1 µs", "1 to 10 µs", "10 to 100 µs", "0.1 to 1 ms", "1 ms or more")
-    low = 0.0
-    for title, high in zip(titles, bounds, strict=True):
-        lengths = [gaps.end_M - gaps.start_M for _, gaps in found]
-        inside = [length[(length >= low) & (length < high)] for length in lengths]
-        number, time = sum(map(len, inside)), sum(int(length.sum()) for length in inside)
-        rows.append([title, f"{number / max(facts.steps, 1) / len(found):,.1f}", _time(time, profile, facts)])
-        low = high
-    gaps = "".join([table(["gap", "a step", "time a step"], rows, numbers=True), _longest_gaps(profile, found)])
-    return f"<section><h2>Gaps between operations</h2>{gaps}</section>"
+    rows = []
+    for place, title in enumerate(("under 1 µs", "1 to 10 µs", "10 to 100 µs", "0.1 to 1 ms", "1 ms or more")):
+        number, time = (sum(device.gaps[place][i] for device in profile.devices) for i in (0, 1))
+        rows.append([title, f"{number / max(facts.steps, 1) / len(profile.devices):,.1f}", _time(time, profile, facts)])
+    drawn = table(["gap", "a step", "time a step"], rows, numbers=True) + _longest_gaps(profile)
+    return f"<section><h2>Gaps between operations</h2>{drawn}</section>"
 
 
-def _longest_gaps(profile: Profile, found: Sequence[tuple[Device, Spans]]) -> str:
-    candidates = []
-    for device, gaps in found:
-        lengths = gaps.end_M - gaps.start_M
-        longest = np.argsort(-lengths)[:LONGEST_GAPS]
-        candidates += [(int(lengths[i]), int(gaps.start_M[i]), int(gaps.end_M[i]), device) for i in longest]
+def _longest_gaps(profile: Profile) -> str:
+    candidates = [(end - start, start, end, device) for device in profile.devices for start, end in device.longest_gaps]
     rows = []
     for length, start, end, device in sorted(candidates, key=lambda item: -item[0])[:LONGEST_GAPS]:
         gap = Spans(np.array([start]), np.array([end]))
         beside = {name: spans.clipped_total(gap) for name, spans in profile.host.items() if name.startswith(HOST_MARK)}
         cause = max(beside, key=lambda name: beside[name], default="")
-        host = f"{cause.removeprefix(HOST_MARK)} ({percent(beside[cause] / length)})" if cause and beside[cause] else "–"
+        host = f"{_mark(cause)} ({percent(beside[cause] / length)})" if cause and beside[cause] else "–"
         before, after = _drawn_op(profile, device, end=start), _drawn_op(profile, device, start=end)
         rows.append([_short(length / PS), escape(device.name), escape(before), escape(after), escape(host)])
     if not rows:
         return ""
     return f'<h3>The longest</h3><div class="wrap">{table(["time", "device", "after", "before", "host meanwhile"], rows)}</div>'
+
+
+def _mark(name: str) -> str:
+    return name.removeprefix(HOST_MARK).replace("_", " ") if name.startswith(HOST_MARK) else f"dispatch: {name}"
 
 
 def _drawn_op(profile: Profile, device: Device, *, start: int | None = None, end: int | None = None) -> str:
@@ -223,13 +217,11 @@ def _collectives(profile: Profile, facts: Facts) -> str:
 
 def _host(profile: Profile, facts: Facts) -> str:
     """What the training loop did on the host, and how much of it left the devices idle."""
-    gaps = [device.busy.gaps() for device in profile.devices]
     rows = []
     for name, spans in sorted(profile.host.items(), key=lambda item: -item[1].total):
-        idle = sum(spans.clipped_total(gap) for gap in gaps) / len(gaps)
-        label = name.removeprefix(HOST_MARK).replace("_", " ") if name.startswith(HOST_MARK) else f"dispatch: {name}"
+        idle = sum(device.idle_beside.get(name, 0) for device in profile.devices) / len(profile.devices)
         steps = max(facts.steps, 1) * PS
-        rows.append([escape(label), _short(spans.total / steps), _short(idle / steps)])
+        rows.append([escape(_mark(name)), _short(spans.total / steps), _short(idle / steps)])
     if not rows:
         return '<section><h2>Host</h2><p class="note">The training loop has left no marks in this trace.</p></section>'
     note = "step: the loop dispatches an update and waits for the one before; data wait: it waits for a batch."
@@ -263,7 +255,13 @@ def _ops(profile: Profile, facts: Facts) -> str:
         op = profile.ops[row]
         number = sum(device.count.get(row, 0) for device in profile.devices) / max(facts.steps, 1) / len(profile.devices)
         place = op.where.replace("/", "/<wbr>") if not set("<>&\"'") & set(op.where) else escape(op.where)
-        cells = [escape(op.name[:120]), escape(TITLES[op.scope]), op.phase, f"{number:,.1f}", _time(own[row], profile, facts)]
+        cells = [
+            escape(op.name[:120]),
+            escape(TITLES[op.scope]),
+            op.phase,
+            f"{number:,.1f}",
+            _time(own[row], profile, facts).replace(" ", "&nbsp;"),
+        ]
         rows.append([*cells, percent(own[row] / total), f"<code>{place[:400] or '–'}</code>"])
     heads = ["operation", "part", "phase", "calls a step", "time a step", "share", "op_name"]
     return f'<section><h2>Longest operations</h2><div class="wrap">{table(heads, rows)}</div></section>'

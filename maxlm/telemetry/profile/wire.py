@@ -6,6 +6,7 @@ needs minutes and many gigabytes.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ _EVENT = 4 << 3 | BYTES  # tag of XLine.events
 _STAT = 4 << 3 | BYTES  # tag of XEvent.stats
 _ID, _START, _LENGTH = (1 << 3, 2 << 3, 3 << 3)  # tags of XEvent.metadata_id, offset_ps, duration_ps
 _MOST_BYTES = 10  # of a varint
+_STEPS = bytes(min(length, 127) + 2 for length in range(256))  # bytes of an event with its tag and length, by its length
 
 Buffer = bytes | memoryview
 
@@ -84,9 +86,26 @@ class Events(NamedTuple):
     stats: dict[int, Int64[np.ndarray, " N"]]
 
 
-def event_places(data: bytes, place: int) -> tuple[list[int], list[int], int]:
-    """(where events begin, where they end, place of the first field that `data` cuts off), from a field of an XLine at `place` on."""
-    starts, ends, size = [], [], len(data)
+def event_places(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
+    """(where events begin, where they end, place of the first field that is cut off) in a part of an XLine that begins with a field."""
+    tags: list[int] = []
+    add, place, steps = tags.append, 0, data[1:].translate(_STEPS)
+    with suppress(IndexError):  # as if every field were an event of less than 128 bytes: each place follows from the one before
+        while True:
+            add(place)
+            place += steps[place]
+    tags.pop()
+    tag_N, bytes_ = np.asarray(tags, np.int64), np.frombuffer(data, np.uint8)
+    length_N = bytes_[tag_N + 1].astype(np.int64)
+    if np.any(bytes_[tag_N] != _EVENT) or np.any(length_N > 127):
+        return _places_of_others(data)
+    whole = len(tag_N) - (place > len(data))
+    return tag_N[:whole] + 2, (tag_N + 2 + length_N)[:whole], place if place <= len(data) else int(tag_N[-1])
+
+
+def _places_of_others(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
+    """The same where there are longer events, or other fields."""
+    starts, ends, size, place = [], [], len(data), 0
     while place + 2 <= size:
         length, begin = data[place + 1], place + 2
         if data[place] == _EVENT and length < 128:  # nearly all
@@ -105,13 +124,13 @@ def event_places(data: bytes, place: int) -> tuple[list[int], list[int], int]:
             starts.append(begin)
             ends.append(after)
         place = after
-    return starts, ends, place
+    return np.asarray(starts, np.int64), np.asarray(ends, np.int64), place
 
 
-def decode_events(data: bytes, starts: list[int], ends: list[int], wanted: tuple[int, ...] = ()) -> Events:
+def decode_events(data: bytes, start_N: np.ndarray, end_N: np.ndarray, wanted: tuple[int, ...] = ()) -> Events:
     """The events at these places. `wanted`: ids of stats to read."""
     bytes_ = np.frombuffer(data + bytes(_MOST_BYTES + 2), np.uint8)  # so that a look behind the end of an event is allowed
-    cursor_N, end_N = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+    cursor_N = start_N.copy()
     found = {tag: np.zeros(len(cursor_N), np.int64) for tag in (_ID, _START, _LENGTH)}
     for tag, array in found.items():  # all events alike, as nearly all blocks of devices are
         if not np.all((bytes_[cursor_N] == tag) & (cursor_N < end_N)):
@@ -156,12 +175,18 @@ def _varints(bytes_: np.ndarray, place_R: np.ndarray) -> tuple[np.ndarray, np.nd
     """(numbers at the places, places after them)."""
     byte_R = bytes_[place_R]
     value_R, after_R = (byte_R & 127).astype(np.int64), place_R + 1
-    rest = np.flatnonzero(byte_R >= 128)
-    for turn in range(1, _MOST_BYTES):
+    turn, more_R = 1, byte_R >= 128
+    while turn < _MOST_BYTES and np.all(more_R):  # all alike: without indices, which take most of the time
+        byte_R = bytes_[after_R]
+        value_R |= (byte_R & 127).astype(np.int64) << (7 * turn)
+        after_R += 1
+        turn, more_R = turn + 1, byte_R >= 128
+    rest = np.flatnonzero(more_R)
+    for later in range(turn, _MOST_BYTES):
         if not rest.size:
             break
         byte_R = bytes_[after_R[rest]]
-        value_R[rest] |= (byte_R & 127).astype(np.int64) << (7 * turn)
+        value_R[rest] |= (byte_R & 127).astype(np.int64) << (7 * later)
         after_R[rest] += 1
         rest = rest[byte_R >= 128]
     return value_R, after_R

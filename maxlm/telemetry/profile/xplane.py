@@ -99,16 +99,16 @@ class Trace:
         while place < line.end:
             data = self._data[place : min(place + size, line.end)]
             try:
-                starts, ends, read = wire.event_places(data, 0)
+                begin_N, end_N, read = wire.event_places(data)
                 if read == 0:
                     if place + size >= line.end:
                         raise DamagedTraceError
                     size *= 2  # one event is larger than a block
                     continue
-                events = wire.decode_events(data, starts, ends, wanted)
+                events = wire.decode_events(data, begin_N, end_N, wanted)
             except (IndexError, DamagedTraceError):
                 raise UserError(f"{self.path}: this trace is damaged or cut short: record it again.") from None
-            if starts:
+            if len(begin_N):
                 yield events._replace(start_N=events.start_N + offset)
             place += read
             self.forget()
@@ -188,7 +188,8 @@ class Trace:
                 yield from (item for item in wire.fields(self._view, value, after) if item[0] != 1 or key is None)
 
     def _stat(self, plane: Plane, start: int, end: int) -> tuple[str, Any]:
-        name, content = "", None
+        name = ""
+        content: Any = None
         for number, kind, value, after in wire.fields(self._view, start, end):
             if number == 1:
                 name = plane.stat_names.get(value, "")

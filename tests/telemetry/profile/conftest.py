@@ -36,7 +36,7 @@ def tpu_trace() -> bytes:
     plane.line("XLA Modules", [Event("jit_train_step(11)", 0, 190 * US)])
     host = PlaneWriter("/host:CPU")
     host.line("python", [Event("maxlm:data_wait", 70 * US, 4 * US), Event("maxlm:step", 74 * US, 20 * US)])
-    return plane.bytes() + host.bytes()
+    return plane.written() + host.written()
 
 
 def gpu_trace() -> bytes:
@@ -64,7 +64,7 @@ def gpu_trace() -> bytes:
     plane.line("Stream #21(MemcpyD2H)", [Event("MemcpyD2H", 100 * US, 2 * US, {"memcpy_details": "kind:D2H"})])
     plane.line("XLA Ops", [Event("gemm.1", 0, 40 * US)])  # derived from the streams: not counted again
     other = [Instruction("other.9", "fusion", "jit(metrics)/add")]
-    return metadata_plane({5: hlo_proto("jit_train_step", [program]), 6: hlo_proto("jit_metrics", [other])}) + plane.bytes()
+    return metadata_plane({5: hlo_proto("jit_train_step", [program]), 6: hlo_proto("jit_metrics", [other])}) + plane.written()
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from synthetic_trace import Event, PlaneWriter
 
-from maxlm.telemetry.profile import TRACE, xplane
-from maxlm.telemetry.profile.attribution import profile_of
+from maxlm.telemetry.profile import TRACE, Facts, xplane
+from maxlm.telemetry.profile.attribution import _place, profile_of
+from maxlm.telemetry.profile.page import render
 from maxlm.telemetry.profile.record import start_trace, stop_trace
 from maxlm.telemetry.profile.xplane import Trace
 
@@ -33,11 +35,32 @@ def test_a_tpu(tpu_file, monkeypatch, block):
         "layers": {"forward": 0},
     }
     (device,) = profile.devices
-    assert (device.name, device.window / US, device.busy.total / US) == ("TPU:0", 190, 170)
-    assert device.communication.total / US == 80  # of the gathers, start to end
+    assert (device.name, device.window / US, device.busy / US) == ("TPU:0", 190, 170)
+    assert device.communication / US == 80  # of the gathers, start to end
     assert device.exposed / US == 42  # but for the 19 us of the mlp in each
     assert profile.attributed == 1
     assert {name: spans.total / US for name, spans in profile.host.items()} == {"maxlm:data_wait": 4, "maxlm:step": 20}
+
+
+@pytest.mark.parametrize(
+    ("tf_op", "where"), [("a/b:", "a/b"), ("a/b:Mul", "a/b"), ("a/(b/c:d/e)", "a/(b/c:d/e)"), ("a/(b/c:d/e):", "a/(b/c:d/e)"), ("", "")]
+)
+def test_the_place_of_an_event_of_a_tpu_ends_before_its_type(tf_op, where):
+    assert _place(tf_op) == where
+
+
+def test_allocations_are_a_line_over_time(tmp_path):
+    """Of a synthetic trace; the page shows the peak."""
+    device, host = PlaneWriter("/device:TPU:0"), PlaneWriter("/host:CPU")
+    device.line("XLA Ops", [Event("fusion.1", 0, US)])
+    sizes = [1 << 30, 3 << 30, 2 << 30]
+    names = ("MemoryAllocation", "MemoryAllocation", "MemoryDeallocation")
+    host.line("allocator", [Event(n, i * US, 1, {"bytes_allocated": s}) for i, (n, s) in enumerate(zip(names, sizes, strict=True))])
+    path = tmp_path / "memory.xplane.pb"
+    path.write_bytes(device.written() + host.written())
+    profile = reduced(path)
+    assert profile.memory == [(i * US, size) for i, size in enumerate(sizes)]
+    assert "at most 3.00 GiB" in render(profile, Facts("memory"))
 
 
 def test_a_gpu(gpu_file):
@@ -51,7 +74,7 @@ def test_a_gpu(gpu_file):
         "copies": {"update": 2},
     }
     (device,) = profile.devices
-    assert (device.window / US, device.busy.total / US, device.exposed / US) == (102, 40 + 40 + 7, 10)
+    assert (device.window / US, device.busy / US, device.exposed / US) == (102, 40 + 40 + 7, 10)
     assert profile.attributed == pytest.approx(105 / 107)
 
 
@@ -89,4 +112,4 @@ def test_a_recorded_step_of_this_cpu(tmp_path):
     assert set(table["mlp"]) >= {"forward", "backward"}
     assert set(table["attn"]) >= {"forward", "backward", "recomputed"}
     assert "optimizer" in table
-    assert profile.host["maxlm:step"].total >= profile.devices[0].busy.total > 0
+    assert profile.host["maxlm:step"].total >= profile.devices[0].busy > 0
