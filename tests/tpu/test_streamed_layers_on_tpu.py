@@ -15,7 +15,7 @@ from maxlm.memory.spaces import HOST, peak_on_device
 
 LAYERS, WIDTH, INSIDE, ROWS = 16, 1024, 4096, 8192
 STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
-A_MATMUL = 5_000  # cycles by XLA's estimate
+A_MATMUL = 5_000  # cycles by XLA's estimate; what writes a layer's input takes more, too
 DIMS = ((WIDTH, 8, WIDTH // 8), (WIDTH, INSIDE), (INSIDE, WIDTH))
 
 
@@ -45,11 +45,12 @@ def test_copies_of_a_layer_begin_before_its_matmuls_and_end_after_them():
     stats, size = compiled.memory_analysis(), LAYERS * sum(map(math.prod, DIMS)) * 2 // 4
     assert stats.host_argument_size_in_bytes == stats.host_output_size_in_bytes == size and stats.host_temp_size_in_bytes == 0
     assert peak_on_device(stats) < LAYERS * ROWS * WIDTH * 2 // 4 + size  # layers' inputs, and less than the stacks
-    assert matmuls_beside_copies(read(compiled.as_text())) == [2, 5]
+    forward, backward = matmuls_beside_copies(read(compiled.as_text()))
+    assert forward >= 3 and backward >= 7, (forward, backward)  # all; all but the first of three that are recomputed and six others
 
 
 def matmuls_beside_copies(module):
-    """For each loop that copies between host and device, the matmuls between the last start and the first end of its copies."""
+    """For each loop that copies between host and device, the matmuls between the last start and the first end of its copies, sorted."""
     found = []
     for body in (computation for name, computation in module.computations.items() if name != module.entry):
         copies = [op.name for op in body.ops if op.opcode in STARTS and any(shape.memory_space == SPACE for shape in op.shapes)]
