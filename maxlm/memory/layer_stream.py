@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from maxlm.memory.spaces import is_on_host, to_device, to_host
 
@@ -32,7 +34,7 @@ def scan_layers(
     stacked: Any,
     *,
     weights: Sequence[jax.Array | None],
-    split: Callable[[Leaves], Leaves],
+    specs: Sequence[PartitionSpec],
     inputs_on_host: bool,
 ) -> tuple[jax.Array, Any]:
     """`jax.lax.scan(layer, x, stacked)`.
@@ -40,13 +42,13 @@ def scan_layers(
     Args:
         stacked: a tree of arrays with a leading dim of layers. The gradient of each is in the memory in which it is.
         weights: for each leaf of `stacked` what is read in its place, without a gradient; None for the leaf itself.
-        split: pins the shardings of one layer's leaves, which are on the device.
+        specs: how the current mesh splits one layer's leaves.
         inputs_on_host: keep the layers' inputs for the backward pass in host memory.
     """
     leaves, tree = jax.tree.flatten(stacked)
     if not leaves[0].shape[0]:
         return lax.scan(layer, x, stacked)
-    stream = _LayerStream(lambda x, leaves: layer(x, jax.tree.unflatten(tree, leaves)), weights, split, inputs_on_host)
+    stream = _LayerStream(lambda x, leaves: layer(x, jax.tree.unflatten(tree, leaves)), weights, specs, inputs_on_host)
 
     @jax.custom_vjp
     def scanned(x: jax.Array, leaves: Leaves) -> tuple[jax.Array, Any]:
@@ -63,8 +65,8 @@ def scan_layers(
 class _LayerStream:
     """The two passes of `scan_layers` over the leaves of a stack."""
 
-    def __init__(self, layer: Layer, weights: Sequence[jax.Array | None], split: Callable[[Leaves], Leaves], inputs_on_host: bool) -> None:
-        self._layer, self._weights, self._split, self._inputs_on_host = layer, weights, split, inputs_on_host
+    def __init__(self, layer: Layer, weights: Sequence[jax.Array | None], specs: Sequence[PartitionSpec], inputs_on_host: bool) -> None:
+        self._layer, self._weights, self._specs, self._inputs_on_host = layer, weights, specs, inputs_on_host
 
     def forward(self, x: jax.Array, leaves: Leaves, *, keep: bool) -> tuple[tuple[jax.Array, Any], Any]:
         """((hidden states, reports), what `backward` needs beside the leaves, if `keep`)."""
@@ -93,7 +95,7 @@ class _LayerStream:
             stacks = _write_all(stacks, waiting, jnp.minimum(i + 1, last))
             _, pull = jax.vjp(self._layer, x, self._whole(read, fetched, i))
             dx, gradients = pull((dy, jax.tree.map(partial(_cotangent, i), of_reports)))
-            return dx, following, x_before, list(self._split(gradients)), stacks
+            return dx, following, x_before, [_row_major(*one) for one in zip(self._split(gradients), self._specs, strict=True)], stacks
 
         waiting = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]  # overwritten by the gradient of the last layer
         start = dy, fetched, _fetch(inputs, jnp.int32(last)), waiting, [_zeros_beside(leaf) for leaf in leaves]
@@ -106,7 +108,24 @@ class _LayerStream:
     def _whole(self, read: Leaves, fetched: Leaves, i: jax.Array) -> list[jax.Array]:
         """All leaves of layer i, of which those in host memory are `fetched`."""
         far = iter(fetched)
-        return list(self._split([next(far) if is_on_host(stack) else _fetch(stack, i) for stack in read]))
+        return self._split([next(far) if is_on_host(stack) else _fetch(stack, i) for stack in read])
+
+    def _split(self, leaves: Leaves) -> list[jax.Array]:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return list(leaves)
+        return [lax.with_sharding_constraint(leaf, spec) for leaf, spec in zip(leaves, self._specs, strict=True)]
+
+
+def _row_major(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`gradient` with its dims in memory in their order, as arguments of programs are. XLA:TPU would write a stack as a matmul makes it,
+    and then copy the whole stack through HBM for the update. In a `shard_map`: the partitioner gathers around layout constraints.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.abstract_device is None or mesh.abstract_device.platform != "tpu":
+        return gradient
+    layout = Layout(tuple(range(gradient.ndim)))
+    return jax.shard_map(lambda x: with_layout_constraint(x, layout), in_specs=spec, out_specs=spec, check_vma=False)(gradient)
 
 
 def _fetch_far(stacks: Leaves, i: jax.Array) -> list[jax.Array]:

@@ -38,7 +38,7 @@ def to_host(array: jax.Array) -> jax.Array:
 def peak_on_device(stats: Any) -> int:
     """Bytes of arguments, results and temporaries at the fullest moment of a program, by its `memory_analysis()`, which counts those
     arguments and results that are in host memory; 0 if it has none. Where there are some its `temp_size_in_bytes` is up to 1.7 times what
-    is allocated (libtpu 0.0.42).
+    is allocated (libtpu 0.0.42). An upper bound where temporaries are in host memory: how many of them it counts is not stated.
     """
     on_hosts = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     return max(int(stats.peak_memory_in_bytes - on_hosts), 0)

@@ -30,8 +30,7 @@ BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, be
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 HIDDEN: Axes = ("batch", "seq", "mlp")
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
-_DEFAULT = PrecisionConfig()
-_SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=_DEFAULT)
+_SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=PrecisionConfig())  # noqa: B039 - it is frozen
 _EINSUM: ContextVar[Callable[..., Array]] = ContextVar("einsum", default=jnp.einsum)  # of `linear`
 _SCAN: ContextVar[Callable[..., tuple[Array, Any]]] = ContextVar("scan", default=jax.lax.scan)  # of `over_layers`
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import Config, ModelConfig
@@ -20,7 +21,7 @@ from maxlm.memory.spaces import is_on_host
 from maxlm.models.linear import layers_scanned
 from maxlm.models.parameters import Parameters, declarations
 from maxlm.models.stack import LayerGroup, group_of
-from maxlm.parallel import constrain
+from maxlm.parallel import partition_spec
 from maxlm.training.state_paths import Leaves, Name, flat_params, nested
 
 STACK = "layers"  # entry of the parameters that is scanned
@@ -79,13 +80,12 @@ def streamed_layers(config: Config, read: Leaves | None = None) -> Iterator[None
     """Trace the model with a stack of which one layer at a time is on the device. `read`: matrices that stand beside the parameters."""
     leaves = _of_stack(config.model)
 
-    def split(arrays: Any) -> list[jax.Array]:
-        return [constrain(array, *axes) for array, (_, axes) in zip(arrays, leaves, strict=True)]
-
     def scan(period: Any, x_BSD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        mesh, shapes = jax.sharding.get_abstract_mesh(), [leaf.shape[1:] for leaf in jax.tree.leaves(layers)]
+        named = zip(shapes, leaves, strict=True)
+        specs = [PartitionSpec() if mesh.empty else partition_spec(axes, dims, mesh, ".".join(name)) for dims, (name, axes) in named]
         weights = [(read or {}).get(name) for name, _ in leaves]
-        on_host = "layer_input" in config.memory.offload
-        return scan_layers(period, x_BSD, layers, weights=weights, split=split, inputs_on_host=on_host)
+        return scan_layers(period, x_BSD, layers, weights=weights, specs=specs, inputs_on_host="layer_input" in config.memory.offload)
 
     with layers_scanned(scan):
         yield

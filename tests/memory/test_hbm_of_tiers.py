@@ -5,10 +5,14 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from memory_cases import HOST
+from tiny import tiny_config
 
 from maxlm.compiler import aot
+from maxlm.config.schema import AXES
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.topologies import parse
+from maxlm.models.counts import count_parameters, count_scanned
 from maxlm.training import fits
 
 
@@ -31,3 +35,19 @@ def test_arguments_in_host_memory_take_no_hbm(monkeypatch, tmp_path):
         monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes, limit=limit: int(limit * GIB))
         with contextlib.nullcontext() if enough else pytest.raises(fits.TooLargeError, match="activations and gradients"):
             fits.check_compiled(compiled, jax.devices()[0])
+
+
+def test_bounds_count_layers_on_the_host_there(monkeypatch):
+    """Of a float32 model 4 bytes a number of the layers' matrices for their weights, and 4 for their gradients, leave the device."""
+    sizes = dict.fromkeys(AXES, 1)
+    near, far = (tiny_config(memory={"offload_state": HOST | more}) for more in ({}, {"weights": "host", "gradients": "host"}))
+    layers = 4 * count_scanned(far.model)
+    assert fits.least(near, sizes)[0].bytes - fits.least(far, sizes)[0].bytes == layers
+    monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes: None)
+    least = 12 * count_parameters(near.model)  # of the host: masters and moments
+    for room, config in ((least, near), (least + 2 * layers, far)):
+        monkeypatch.setattr(fits, "host_memory", lambda room=room: room)
+        fits.check(config, sizes, jax.devices())
+        monkeypatch.setattr(fits, "host_memory", lambda room=room: room - 1)
+        with pytest.raises(fits.TooLargeError, match="keeping state in host memory"):
+            fits.check(config, sizes, jax.devices())

@@ -203,6 +203,18 @@ def test_no_more_is_offloaded_than_the_hosts_hold():
         assert tuple(map(analytic(config, topology).fits_host, (little, much))) == fits
 
 
+def test_layers_on_the_host_leave_the_device():
+    """Of the layers' matrices 2 bytes a number for weights and 4 for the sum of gradients. Layouts with all layers there: none."""
+    tiers = "memory.offload_state={optimizer: host, master: host, %s}"
+    one_by_one = "weights: host, gradients: host"
+    near, far = (load("models/llama3-8b", [*LARGE, tiers % more, "memory.remat=full"]).config for more in ("", one_by_one))
+    before, after = (estimate(layout(remat="full", microbatches=2), config) for config in (near, far))
+    numbers = sum(leaf.numbers for leaf in parameter_leaves(far) if leaf.matrix and leaf.scanned) // 64
+    assert before.temporaries - after.temporaries >= 6 * numbers > 0
+    assert after.state == before.state and after.host_s > before.host_s
+    assert {(one.zero, one.remat, one.sizes["stage"]) for one in layouts(far, 8)} == {(3, "full", 1)}
+
+
 def test_recomputing_costs_what_it_computes():
     """Full remat runs every matmul of the forward pass again but the last, and attention; keeping all named tensors runs none again."""
     config = load("models/llama3-8b", LARGE).config

@@ -1,5 +1,7 @@
 """Layers whose weights and gradients are in host memory, compiled for a TPU: their copies go beside matmuls."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from maxlm.memory.spaces import HOST, peak_on_device
 
 LAYERS, WIDTH, INSIDE, ROWS = 16, 1024, 4096, 8192
 STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
-A_MATMUL = 30_000  # cycles by XLA's estimate: of these shapes 35,000 to 41,000
+A_MATMUL = 5_000  # cycles by XLA's estimate; what writes a layer's input takes more, too
+DIMS = ((WIDTH, 8, WIDTH // 8), (WIDTH, INSIDE), (INSIDE, WIDTH))
 
 
 @pytest.mark.soak
@@ -23,31 +26,31 @@ def test_copies_of_a_layer_begin_before_its_matmuls_and_end_after_them():
 
     def layer(x_BD, matrices):
         x_BD = jax.lax.with_sharding_constraint(x_BD, P("fsdp", None))
-        up_DF, down_FD = (jax.lax.with_sharding_constraint(w, P(None, None)) for w in matrices)
+        query_DHK, up_DF, down_FD = (jax.lax.with_sharding_constraint(w, P()) for w in matrices)
+        x_BD += jnp.tanh(jnp.einsum("BD,DHK->BHK", x_BD, query_DHK)).reshape(x_BD.shape)
         return x_BD + jnp.tanh(x_BD @ up_DF) @ down_FD, None
 
-    def split(matrices):
-        return [jax.lax.with_sharding_constraint(w, P("fsdp", None)) for w in matrices]
-
     def loss(stacks, x_BD):
-        y_BD, _ = scan_layers(layer, x_BD, stacks, weights=[None, None], split=split, inputs_on_host=False)
+        specs = [P("fsdp")] * len(stacks)
+        y_BD, _ = scan_layers(layer, x_BD, stacks, weights=[None] * len(stacks), specs=specs, inputs_on_host=False)
         return jnp.mean(y_BD.astype(jnp.float32) ** 2)
 
     def abstract(shape, spec, **memory):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec, **memory))
 
-    stacks = [abstract((LAYERS, *dims), P(None, "fsdp"), memory_kind=HOST) for dims in ((WIDTH, INSIDE), (INSIDE, WIDTH))]
+    stacks = [abstract((LAYERS, *dims), P(None, "fsdp"), memory_kind=HOST) for dims in DIMS]
     with jax.set_mesh(mesh):
         program = jax.jit(jax.grad(loss), out_shardings=[stack.sharding for stack in stacks])
         compiled = program.lower(stacks, abstract((ROWS, WIDTH), P("fsdp"))).compile()
-    stats, stack = compiled.memory_analysis(), LAYERS * WIDTH * INSIDE * 2 // 4
-    assert stats.host_argument_size_in_bytes == stats.host_output_size_in_bytes == 2 * stack and stats.host_temp_size_in_bytes == 0
-    assert peak_on_device(stats) < LAYERS * ROWS * WIDTH * 2 // 4 + 2 * stack  # layers' inputs, and less than the stacks
-    assert matmuls_beside_copies(read(compiled.as_text())) == [2, 5]
+    stats, size = compiled.memory_analysis(), LAYERS * sum(map(math.prod, DIMS)) * 2 // 4
+    assert stats.host_argument_size_in_bytes == stats.host_output_size_in_bytes == size and stats.host_temp_size_in_bytes == 0
+    assert peak_on_device(stats) < LAYERS * ROWS * WIDTH * 2 // 4 + size  # layers' inputs, and less than the stacks
+    forward, backward = matmuls_beside_copies(read(compiled.as_text()))
+    assert forward >= 3 and backward >= 7, (forward, backward)  # all; all but the first of three that are recomputed and six others
 
 
 def matmuls_beside_copies(module):
-    """For each loop that copies between host and device, the matmuls between the last start and the first end of its copies."""
+    """For each loop that copies between host and device, the matmuls between the last start and the first end of its copies, sorted."""
     found = []
     for body in (computation for name, computation in module.computations.items() if name != module.entry):
         copies = [op.name for op in body.ops if op.opcode in STARTS and any(shape.memory_space == SPACE for shape in op.shapes)]
