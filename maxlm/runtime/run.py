@@ -22,6 +22,7 @@ from maxlm.config.loader import dump
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.runtime import cluster, deadline, elastic, progress_file
@@ -36,9 +37,10 @@ from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
 from maxlm.runtime.signals import StopSignal
 from maxlm.runtime.watchdog import Watchdog
-from maxlm.telemetry import gpu_energy
+from maxlm.telemetry import gpu_energy, predicted
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
+from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
@@ -103,9 +105,10 @@ def run_training(
             here = stack.enter_context(joined)
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
+        compilations = stack.enter_context(Compilations())
         stack.enter_context(_locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        code = _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog)
+        code = _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog, compilations)
         if code in NO_RESTART:
             here.finish(NO_RESTART[code])
         return code
@@ -120,6 +123,7 @@ def _run(
     here: Cluster,
     log: RunLog,
     watchdog: Watchdog,
+    compilations: Compilations,
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
     run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
@@ -135,7 +139,7 @@ def _run(
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         bill = _bill(run, phases) if phases.primary else None
-        outcome = _train(run, phases, goodput, here, watchdog, stop, bill)
+        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations)
         checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
@@ -156,7 +160,14 @@ def _bill(run: OpenRun, phases: Phases) -> Bill:
 
 
 def _train(
-    run: OpenRun, phases: Phases, goodput: Goodput, here: Cluster, watchdog: Watchdog, stop: StopSignal, bill: Bill | None
+    run: OpenRun,
+    phases: Phases,
+    goodput: Goodput,
+    here: Cluster,
+    watchdog: Watchdog,
+    stop: StopSignal,
+    bill: Bill | None,
+    compilations: Compilations,
 ) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
     config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
@@ -177,6 +188,7 @@ def _train(
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
             observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
         session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
+        session = replace(session, compilations=compilations)
         outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
         watchdog.stop()
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
@@ -264,6 +276,7 @@ def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
         "cluster": here.description,
         "restarts": sum(item.get("kind") == "start" for item in read_objects(events)) if run.directory.primary else 0,
         "metrics": charts_of(metrics),
+        "predicted": {predicted.MEMORY: needed_by(run.program.step)} if run.trains else {},
         **({"bill": bill.facts()} if bill is not None else {}),
         **({"ended_before": ends} if (ends := here.ends_before()) else {}),
         **elastic.facts(config, here),
@@ -312,6 +325,8 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
             console.rule(style="dim")
     with contextlib.suppress(OSError):
         say(str(read_ledger(directory)))
+        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory))):
+            say(line)
     if bill is not None and (spent := bill.sentence(config.batch_sizes.before(outcome.step) * config.data.seq_len)):
         say(spent)
     say(message)

@@ -113,7 +113,16 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     """Train until the end, or until training goes back: then where it continues."""
     same_data = start.position.get("store") == session.data.fingerprint
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
-    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped, left_out=start.left_out)
+    meter = Meter(
+        session.program,
+        session.observers,
+        start.step,
+        levels,
+        session.progress,
+        skipped=skipped,
+        left_out=start.left_out,
+        compilations=session.compilations,
+    )
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)
     session.data.go_on(start.position, start.left_out)
@@ -207,7 +216,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
                 return replace(end, eval_loss=eval_loss)
             with goodput.measure("step"):
                 state, metrics = advance(state, batch)
-                meter.stepped(step + 1, metrics, waited)
+                meter.stepped(step + 1, metrics, waited, batches.waited)
             if (bad := meter.health.take_replay()) is not None:
                 replay.report(session, state, bad)
                 meter.pause()

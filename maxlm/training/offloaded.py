@@ -7,7 +7,7 @@ updated and written back.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
@@ -131,6 +131,7 @@ class StreamedStep:
     def wrap(self, train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> Callable[[TrainState, Any], Any]:
         """The whole update, from `train_step`, built with `GradientUpdates`."""
 
+        @wraps(train_step)  # the name of the program
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             params = self.compute_copy(state.params)
             zeros = jax.tree.map(lambda p: jnp.zeros((), p.dtype), params)

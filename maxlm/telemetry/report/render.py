@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
@@ -84,6 +85,10 @@ def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
     return None if value is None else text(value)
 
 
+def _size(number: float) -> str:
+    return in_bytes(int(number))
+
+
 def _marked(f: Figures, text: Callable[[float], str], value: float | None) -> str | None:
     """The text of a figure of energy, marked where it is estimated."""
     return None if value is None else f"{'~' if f.energy_estimated else ''}{text(value)}"
@@ -104,6 +109,8 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
     ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
     ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
+    ("Peak memory", lambda f: _or_none(_size, f.peak_memory), "of the fullest device"),
+    ("Memory, predicted", lambda f: _or_none(_size, f.predicted_memory), "of a device, by the compiler"),
     ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
     ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
     ("Cost", lambda f: f.cost or None, "of the chips, so far"),
