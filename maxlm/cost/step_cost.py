@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.network import AxisLinks, Collective, Network
-from maxlm.cost.pricing import GpuPricing, TpuPricing, format_of
+from maxlm.cost.pricing import CpuPricing, GpuPricing, Pricing, TpuPricing, format_of
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import DCN_S, Chip, MatmulFormat
-from maxlm.hardware.topologies import Topology, is_tpu
+from maxlm.hardware.topologies import Topology, is_cpu, is_tpu
 from maxlm.hlo.parser import Computation, Module, Op, text_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: M
     `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of those of more than one
     device. `top`: number of operations to list.
     """
-    pricing = TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
+    pricing = TpuPricing(module, chip) if is_tpu(chip) else CpuPricing(module, chip) if is_cpu(chip) else GpuPricing(module, chip)
     root = Replay(module, Network(chip, mesh_sizes, links), pricing.seconds).run(module.entry)
     segments = list(_segments(root, 1))
     timed = [(item, times) for segment, times in segments for item in segment.timed]
@@ -143,7 +143,7 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
         yield from _segments(inner, times * turns)
 
 
-def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> list[OpCost]:
+def _costs(timed: list[tuple[Timed, int]], pricing: Pricing) -> list[OpCost]:
     costs = []
     for item, times in timed:
         flops = pricing.flops(item.op, item.computation)
@@ -153,7 +153,7 @@ def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> 
     return costs
 
 
-def _formats(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> tuple[FormatCost, ...]:
+def _formats(timed: list[tuple[Timed, int]], pricing: Pricing) -> tuple[FormatCost, ...]:
     """Sums by operands; an operation with several kinds is divided by the time that their FLOPs take."""
     totals: dict[str, tuple[int, float]] = {}
     for item, times in timed:

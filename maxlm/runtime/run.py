@@ -57,6 +57,7 @@ from maxlm.telemetry.wandb_observer import check_wandb
 from maxlm.training import bit_flips, findings, fits
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
+from maxlm.training.program import Program
 from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {
@@ -79,15 +80,19 @@ class SamplePrinter(Protocol):
     ) -> None: ...
 
 
+Predictor = Callable[[Config], Callable[[Program], float]]
+
+
 def run_training(
     config: Config,
     phases: Phases,
     print_samples: SamplePrinter,
     named: Mapping[str, str] | None = None,
     open_tasks: OpenTasks | None = None,
+    predictor: Predictor | None = None,
 ) -> int:
     """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line. `open_tasks`: not None
-    where `config.evaluation` is set.
+    where `config.evaluation` is set; `predictor`: where `cost.calibration` is.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
@@ -108,7 +113,7 @@ def run_training(
         compilations = stack.enter_context(Compilations())
         stack.enter_context(_locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        code = _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog, compilations)
+        code = _run(config, phases, goodput, print_samples, open_tasks, predictor, here, log, watchdog, compilations)
         if code in NO_RESTART:
             here.finish(NO_RESTART[code])
         return code
@@ -120,12 +125,14 @@ def _run(
     goodput: Goodput,
     print_samples: SamplePrinter,
     open_tasks: OpenTasks | None,
+    predictor: Predictor | None,
     here: Cluster,
     log: RunLog,
     watchdog: Watchdog,
     compilations: Compilations,
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
+    predict = None if predictor is None else _on_all_hosts(predictor, asked)
     run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
@@ -139,7 +146,7 @@ def _run(
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         bill = _bill(run, phases) if phases.primary else None
-        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations)
+        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict)
         checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
@@ -168,6 +175,7 @@ def _train(
     stop: StopSignal,
     bill: Bill | None,
     compilations: Compilations,
+    predict: Callable[[Program], float] | None,
 ) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
     config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
@@ -181,7 +189,7 @@ def _train(
         watchdog.observers, watchdog.folder = observers, directory.path
         here.when_larger(stop.request)
         start = _record_start(run)
-        facts = _facts(run, here, bill) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
+        facts = _facts(run, here, bill) | _predicted(run, predict) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=facts))
         if run.flips is not None:
             bit_flips.inject(run.program, run.flips)
@@ -276,11 +284,35 @@ def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
         "cluster": here.description,
         "restarts": sum(item.get("kind") == "start" for item in read_objects(events)) if run.directory.primary else 0,
         "metrics": charts_of(metrics),
-        "predicted": {predicted.MEMORY: needed_by(run.program.step)} if run.trains else {},
         **({"bill": bill.facts()} if bill is not None else {}),
         **({"ended_before": ends} if (ends := here.ends_before()) else {}),
         **elastic.facts(config, here),
     }
+
+
+def _on_all_hosts(predictor: Predictor, config: Config) -> Callable[[Program], float]:
+    """The function that predicts a step. Raises UserError in all processes alike."""
+    predict, problem = None, None
+    try:
+        predict = predictor(config)
+    except UserError as error:
+        problem = error
+    require_equal({}, problem)
+    assert predict is not None, "a failure was raised above"
+    return predict
+
+
+def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict[str, Any]:
+    """Memory and seconds of the compiled step, for the event `start`. No failure of a prediction changes the run."""
+    if not run.trains:
+        return {}
+    found: dict[str, Any] = {predicted.MEMORY: needed_by(run.program.step)}
+    if predict is not None and run.directory.primary:
+        try:
+            found[predicted.STEP] = predict(run.program)
+        except Exception:
+            logging.getLogger(__name__).warning("the time of a step could not be predicted", exc_info=True)
+    return {"predicted": found}
 
 
 @contextlib.contextmanager

@@ -61,22 +61,22 @@ class Compilations:
         jax.monitoring.unregister_event_listener(self._on_event)
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
 
-    def _on_event(self, name: str, **_: Any) -> None:
-        if name in (_HIT, _MISS):  # the duration of the same program follows in the same thread
-            self._thread.cached = name == _HIT
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event in (_HIT, _MISS):  # the duration of the same program follows in the same thread
+            self._thread.cached = event == _HIT
 
-    def _on_duration(self, name: str, seconds: float, **data: Any) -> None:
-        if name not in (_TRACE, _LOWER, _COMPILE):
+    def _on_duration(self, event: str, duration_secs: float, **data: Any) -> None:
+        if event not in (_TRACE, _LOWER, _COMPILE):
             return
         with self._lock:
-            if name == _TRACE:
-                self._trace_s += seconds
-            elif name == _LOWER:
-                self._lower_s += seconds
+            if event == _TRACE:
+                self._trace_s += duration_secs
+            elif event == _LOWER:
+                self._lower_s += duration_secs
             else:
                 program = str(data.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
                 cached, self._thread.cached = getattr(self._thread, "cached", None), None
-                self._programs.append(Compiled(program, seconds, cached, getattr(_reason, "text", "")))
+                self._programs.append(Compiled(program, duration_secs, cached, getattr(_reason, "text", "")))
 
     def take(self, step: int) -> list[Event]:
         """Events since the last call: the sum of what was compiled, if it took long or is the first, and an alarm for each recompilation of

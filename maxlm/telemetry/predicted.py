@@ -1,23 +1,28 @@
 """Memory and time of a step that were predicted before the first one, beside those of the run.
 
-The event `start` holds them as `predicted`: `memory_bytes` that the compiled step needs on a device, by the compiler.
+The event `start` holds them as `predicted`: `memory_bytes` that the compiled step needs on a device, by the compiler, and `step_s`, its
+seconds, if the config names what was measured on such a machine (`cost.calibration`).
 """
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from maxlm.hardware.host import in_bytes
+from maxlm.telemetry import process_memory
 from maxlm.telemetry.device_memory import PEAK
+from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_number, read_objects
 
-MEMORY = "memory_bytes"  # key of `predicted`
+MEMORY, STEP = "memory_bytes", "step_s"  # keys of `predicted`
 
 
 class Compared(NamedTuple):
-    """A figure of a run; `measured` and `predicted` in the same unit, None where unknown."""
+    """A figure of a run; `measured` and `predicted` in the unit that `text` writes, None where unknown."""
 
     name: str
+    text: Callable[[float], str]
     measured: float | None
     predicted: float | None
 
@@ -26,11 +31,8 @@ class Compared(NamedTuple):
         if not self.measured or not self.predicted:
             return ""
         error = self.measured / self.predicted - 1
-        return f"{self.name} {in_bytes(int(self.measured))}, predicted {in_bytes(int(self.predicted))} ({_difference(error)})"
-
-
-def _difference(error: float) -> str:
-    return f"{abs(error):.1%} {'more' if error >= 0 else 'less'} than predicted"
+        more = f"{abs(error):.1%} {'more' if error >= 0 else 'less'} than predicted"
+        return f"{self.name} {self.text(self.measured)}, predicted {self.text(self.predicted)} ({more})"
 
 
 def predicted_of(start: Mapping[str, Any], key: str) -> float | None:
@@ -47,5 +49,11 @@ def read_compared(run: RunDirectory) -> list[Compared]:
         return []
     since = starts[-1].get("step", 0)
     records = [item for item in read_objects(run.metrics) if is_number(item.get("step")) and item["step"] > since]
-    peak = max((item[PEAK] for item in records if is_number(item.get(PEAK))), default=None)
-    return [Compared("peak memory of a device", peak, predicted_of(starts[-1], MEMORY))]
+    peaks = {key: max((item[key] for item in records if is_number(item.get(key))), default=None) for key in (PEAK, process_memory.NAME)}
+    steps = [item["step_time_s"] for item in records if is_number(item.get("step_time_s"))]
+    memory, step = predicted_of(starts[-1], MEMORY), predicted_of(starts[-1], STEP)
+    return [
+        Compared("peak memory of a device", in_bytes, peaks[PEAK], memory),
+        Compared("peak memory of the process beyond its baseline", in_bytes, peaks[process_memory.NAME], memory),
+        Compared("median step", duration, statistics.median(steps) if steps else None, step),
+    ]

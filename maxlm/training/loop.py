@@ -185,7 +185,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     """The steps, up to the last or a reason to stop."""
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
-    state, eval_loss, replay = start.state, None, Replay(program)
+    state, eval_loss, replay, probe = start.state, None, Replay(program), program.layer_probe
     advance = program.step if session.integrity is None else functools.partial(session.integrity.update, program.step)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
@@ -215,8 +215,9 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if end := _corrupted(session, step, state, batch):
                 return replace(end, eval_loss=eval_loss)
             with goodput.measure("step"):
+                looked = probe(state, batch) if probe is not None and probe.due(step + 1) else {}  # first: the state is donated
                 state, metrics = advance(state, batch)
-                meter.stepped(step + 1, metrics, waited, batches.waited)
+                meter.stepped(step + 1, metrics._replace(values={**metrics.values, **looked}), waited, batches.waited)
             if (bad := meter.health.take_replay()) is not None:
                 replay.report(session, state, bad)
                 meter.pause()

@@ -109,6 +109,8 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
     ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
     ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
+    ("Step", lambda f: _or_none(duration, f.step_s) if f.predicted_step_s is not None else None, "median"),
+    ("Step, predicted", lambda f: _or_none(duration, f.predicted_step_s), "before the first one"),
     ("Peak memory", lambda f: _or_none(_size, f.peak_memory), "of the fullest device"),
     ("Memory, predicted", lambda f: _or_none(_size, f.predicted_memory), "of a device, by the compiler"),
     ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),

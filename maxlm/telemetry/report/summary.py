@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.telemetry import process_memory
 from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import count, duration, figure, money, percent
-from maxlm.telemetry.predicted import MEMORY, predicted_of
+from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
 from maxlm.telemetry.strict_json import is_number
 
@@ -44,8 +45,10 @@ class Figures:
     goodput: float | None  # share of it spent on steps that count
     attempts: int
     skipped: int
-    peak_memory: float | None  # bytes, of the fullest local device
+    peak_memory: float | None  # bytes, of the fullest local device; on CPUs by the growth of the process
     predicted_memory: float | None  # bytes of a device, by the compiler
+    step_s: float | None  # median
+    predicted_step_s: float | None
     hardware: str
     cost: str  # so far, with its currency; "" where it is unknown
     kwh: float | None  # energy so far, of the data centre
@@ -55,7 +58,7 @@ class Figures:
 
 def figures_of(run: Run) -> Figures:
     loss, wait, step_time = run.get("loss"), run.get("data_wait_s"), run.get("step_time_s")
-    start, memory = _start_data(run), run.get(PEAK)
+    start, memory = _start_data(run), run.get(PEAK) if len(run.get(PEAK).values_N) else run.get(process_memory.NAME)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
     stated = start.get("bill")
@@ -79,6 +82,8 @@ def figures_of(run: Run) -> Figures:
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
         peak_memory=float(memory.values_N.max()) if len(memory.values_N) else None,
+        step_s=_median(step_time),
+        predicted_step_s=predicted_of(start, STEP),
         predicted_memory=predicted_of(start, MEMORY),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
         cost="" if cost is None else money(cost, str(bill.get("currency", ""))),
