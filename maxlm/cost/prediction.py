@@ -35,15 +35,22 @@ def predictor(config: Config) -> Callable[["Program"], float]:
     if devices[0].platform == "cpu" and len(devices) > 1:
         rule = f"is of one device, and here {len(devices)} CPU devices share the cores"
         raise ConfigError(FIELD, path, rule, "train on one device, or remove it")
+    if config.train.batch_ramp or (config.memory.offload_state is not None and config.memory.offload_state.on_nvme):
+        rule = "is for a step of one program, and train.batch_ramp or memory.offload_state makes several of it"
+        raise ConfigError(FIELD, path, rule, "remove it")
     topology = topology_of(found, devices)
     return lambda program: _step_s(program, topology)
 
 
 def _step_s(program: "Program", topology: Topology) -> float:
+    import jax
+
     from maxlm.cost.step_cost import program_cost
     from maxlm.hlo.parser import read
 
-    return program_cost(program, read(program.step.as_text()), topology).total_s
+    text = program.step.as_text() if isinstance(program.step, jax.stages.Compiled) else None
+    assert text is not None, "a step of one program, which XLA shows"
+    return program_cost(program, read(text), topology).total_s
 
 
 def topology_of(found: Calibration, devices: Sequence["jax.Device"]) -> Topology:

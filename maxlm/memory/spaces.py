@@ -52,10 +52,11 @@ def needed_on_device(held: int, peak: int, code: int) -> int:
     return (min(held, peak) if peak else held) + code
 
 
-def needed_by(step: Any) -> int | None:
-    """`needed_on_device` of a compiled program; None where the compiler does not state it."""
+def needed_by(step: Any, platform: str) -> int | None:
+    """`needed_on_device` of a program compiled for devices of that platform; None where the compiler does not state it."""
     stats = step.memory_analysis()
     if stats is None:
         return None
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    return needed_on_device(int(held), peak_on_device(stats), int(stats.generated_code_size_in_bytes))
+    peak = 0 if platform == "cpu" else peak_on_device(stats)  # XLA:CPU leaves temporaries out of it
+    return needed_on_device(int(held), peak, int(stats.generated_code_size_in_bytes))

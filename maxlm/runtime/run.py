@@ -306,7 +306,7 @@ def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict
     """Memory and seconds of the compiled step, for the event `start`. No failure of a prediction changes the run."""
     if not run.trains:
         return {}
-    found: dict[str, Any] = {predicted.MEMORY: needed_by(run.program.step)}
+    found: dict[str, Any] = {predicted.MEMORY: needed_by(run.program.step, jax.default_backend())}
     if predict is not None and run.directory.primary:
         try:
             found[predicted.STEP] = predict(run.program)

@@ -7,7 +7,7 @@ flash kernels stay as they are, and no bit of the state depends on it.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from maxlm.config.axes import BATCH_AXES
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.kernels.attention.entropy import attention_entropy
+from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block
 from maxlm.models.linear import matmul_precision
@@ -27,10 +28,9 @@ from maxlm.training.gradients import cast_frozen
 from maxlm.training.layer_figures import RATIO, layer_names, squares
 from maxlm.training.step import TrainState
 
-if TYPE_CHECKING:
-    from maxlm.training.program import Program
-
 ACTIVATION, ENTROPY, WEIGHT, UPDATE = "layer_activation", "layer_entropy", "layer_weight", "layer_update"
+Program = Any  # `training.program.Program`, which imports this module
+
 QUERIES = 128  # of a sequence, evenly over it, of which the entropy is computed
 
 # B batch, S sequence, D width, H heads, Q queries; L layers, G layers and parameters outside of them
@@ -57,7 +57,7 @@ def probe_metrics(config: ModelConfig) -> tuple[Metric, ...]:
 class LayerProbe:
     """Call it with the state and the batch of the next update. One program for each size of a batch."""
 
-    def __init__(self, program: "Program") -> None:
+    def __init__(self, program: Program) -> None:
         self._program, self._compiled = program, dict[int, jax.stages.Compiled]()
 
     def due(self, step: int) -> bool:
@@ -80,7 +80,8 @@ class LayerProbe:
     def lower(self, size: int) -> jax.stages.Lowered:
         """The program for batches of `size` sequences, traced and lowered without any array."""
         program = self._program.of_size(size)
-        state = jax.eval_shape(program.readable, program.abstract_state)
+        state, shardings = jax.eval_shape(program.readable, program.abstract_state), program.state_shardings
+        split = jax.tree.map(on_device, shardings.params), shardings.model_state, program.batch_sharding
         whole = NamedSharding(program.mesh, PartitionSpec())
 
         def layer_probe(params: Parameters, model_state: Parameters, batch: Any) -> dict[str, Array]:
@@ -88,7 +89,9 @@ class LayerProbe:
             return {ACTIVATION: figures.activation, ENTROPY: figures.entropy, WEIGHT: jnp.sqrt(squares(program.config.model, params))}
 
         with jax.set_mesh(program.mesh):
-            return jax.jit(layer_probe, out_shardings=whole).lower(state.params, state.model_state, program.abstract_batch)
+            return jax.jit(layer_probe, in_shardings=split, out_shardings=whole).lower(
+                state.params, state.model_state, program.abstract_batch
+            )
 
 
 def with_updates(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def with_updates(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, UPDATE: values[RATIO] * values[WEIGHT]} if WEIGHT in values else dict(values)
 
 
-def _forward(program: "Program", params: Parameters, model_state: Parameters, batch: Any) -> BlockFigures:
+def _forward(program: Program, params: Parameters, model_state: Parameters, batch: Any) -> BlockFigures:
     """Figures of every layer [L] in depth order, from the first sequence of each device."""
     config, objective = program.config, program.objective
     batch = objective.inputs(first_rows(config, dict(program.mesh.shape), batch), training=False)

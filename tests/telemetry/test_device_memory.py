@@ -48,18 +48,30 @@ def test_measured_and_predicted_are_those_of_the_newest_attempt(tmp_path):
     starts = [(0, {"predicted": {"memory_bytes": 1e9}}), (2, {"predicted": {"memory_bytes": 2e9}})]
     records = [{"step": step, "time": 1.0, "loss": 1.0, "memory_peak_bytes": peak} for step, peak in enumerate((9e9, 9e9, 2e9, 2.1e9), 1)]
     run = run_with(tmp_path, starts, records)
-    (figure,) = read_compared(run)
+    figure = read_compared(run)[0]
     assert figure.sentence() == "peak memory of a device 2.1 GB, predicted 2.0 GB (5.0% more than predicted)"
     page = write_report([run.path], tmp_path / "report.html").read_text()
     assert "Device memory" in page
     assert "<dt>Memory, predicted</dt><dd>2.0 GB</dd>" in page
 
 
+def test_the_time_of_a_step_and_the_memory_of_a_process(tmp_path):
+    """On CPUs memory is the growth of the process; the time is the median, which the first step does not move."""
+    start = [(0, {"predicted": {"memory_bytes": 2e9, "step_s": 0.5}})]
+    records = [{"step": i, "step_time_s": seconds, "process_memory_bytes": 1e9} for i, seconds in enumerate((9.0, 0.4, 0.4), 1)]
+    said = [figure.sentence() for figure in read_compared(run_with(tmp_path, start, records))]
+    assert said == [
+        "",
+        "peak memory of the process beyond its baseline 1.0 GB, predicted 2.0 GB (50.0% less than predicted)",
+        "median step 0.4 s, predicted 0.5 s (20.0% less than predicted)",
+    ]
+
+
 @pytest.mark.parametrize("start", [{}, {"predicted": None}, {"predicted": {"memory_bytes": None}}, {"predicted": {"memory_bytes": "much"}}])
 def test_nothing_is_said_of_what_is_unknown(tmp_path, start):
     run = run_with(tmp_path, [(0, start)], [{"step": 1, "memory_peak_bytes": None}])
     assert predicted_of(start, "memory_bytes") is None
-    assert [figure.sentence() for figure in read_compared(run)] == [""]
+    assert {figure.sentence() for figure in read_compared(run)} == {""}
 
 
 def test_the_cause_of_a_long_wait_is_named(record):
