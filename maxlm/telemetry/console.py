@@ -9,6 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from maxlm.hardware.host import in_bytes
+from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import WAIT_CAUSES, count, duration, percent, sentence
 from maxlm.telemetry.observer import Event, StepRecord
 
@@ -121,11 +123,13 @@ class Pace:
 
 
 def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[str]:
-    """Parts of the line, from left to right; MFU only where it is known."""
+    """Parts of the line, from left to right; MFU and peak memory only where they are known."""
     pieces = [f"step {record.step:,}/{total_steps:,}", f"loss {record.loss:.3f}", f"{count(record.tokens_per_s)} tokens/s"]
     if record.mfu is not None:
         pieces.append(f"MFU {percent(record.mfu)}")
     pieces += _declared(record)
+    if record.extra.get(PEAK) is not None:
+        pieces.append(f"memory {in_bytes(record.extra[PEAK] or 0.0)}")
     waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
     pieces.append(f"data wait {percent(waiting)}{_cause(record, waiting)}")
     if record.step < total_steps:
@@ -147,8 +151,8 @@ def _declared(record: StepRecord) -> list[str]:
 
 
 def _least_important(pieces: list[str], record: StepRecord) -> int:
-    """Index of the part that a narrow terminal drops next: data wait, MFU, declared metrics, then the last one."""
-    for candidates in (["data wait"], ["MFU"], _declared(record)):
+    """Index of the part that a narrow terminal drops next: data wait, memory, MFU, declared metrics, then the last one."""
+    for candidates in (["data wait"], ["memory"], ["MFU"], _declared(record)):
         found = [index for index, piece in enumerate(pieces) if piece.startswith(tuple(candidates))]
         if found:
             return found[-1]

@@ -74,6 +74,11 @@ def test_nothing_is_said_of_what_is_unknown(tmp_path, start):
     assert {figure.sentence() for figure in read_compared(run)} == {""}
 
 
+def test_the_console_shows_the_peak_where_it_is_known(record):
+    assert "memory 71.2 GB" in describe(record(1, extra={"memory_peak_bytes": 71_200_000_000}), 10, 5.0)
+    assert not any("memory" in piece for piece in describe(record(1, extra={"memory_peak_bytes": None}), 10, 5.0))
+
+
 def test_the_cause_of_a_long_wait_is_named(record):
     causes = {"data_read_s": 0.03, "data_pack_s": 0.01}
     assert "data wait 40.0% (reading the store)" in describe(record(1, step_time_s=0.1, data_wait_s=0.04, extra=causes), 10, 5.0)

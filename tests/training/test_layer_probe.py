@@ -79,6 +79,24 @@ def test_a_layout_changes_nothing(alone, mesh):
         np.testing.assert_allclose(figures[name], expected[name], rtol=1e-4, err_msg=name)
 
 
+LATENT = {"latent": {"q_rank": 32, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}, "n_kv_heads": 8}
+EXPERTS = {"n_layers": 3, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_dense": 1}, **LATENT}
+WINDOWS = {"n_layers": 5, "layer_pattern": ["local", "local", "global"], "window": 4, "softcap": {"attention": 20.0}}
+
+
+@pytest.mark.parametrize("model", [EXPERTS, WINDOWS], ids=["experts and latents", "windows"])
+def test_layers_of_every_kind_in_order_of_depth(model):
+    """With small weights attention is nearly even: a layer with a window has the entropy of few keys, whatever group it is in."""
+    figures, _ = looked(tiny_program(1, model=model, **LAYERS), equal_rows())
+    assert figures[ACTIVATION].shape == figures[ENTROPY].shape == (model["n_layers"],)
+    assert (figures[ACTIVATION] > 0).all()
+    positions = tiny_batch().positions_BS[0]
+    even, near = np.mean(np.log(positions + 1)), np.mean(np.log(np.minimum(positions, 3) + 1))
+    pattern = model.get("layer_pattern", ["global"])
+    expected = [near if pattern[depth % len(pattern)] == "local" else even for depth in range(model["n_layers"])]
+    np.testing.assert_allclose(figures[ENTROPY], expected, rtol=1e-3)
+
+
 def test_padding_is_left_out():
     """Rows of padding alone have no figure that is not finite."""
     batch = jax.tree.map(lambda array: array.at[:, SEQ_LEN // 2 :].set(0), jax.tree.map(jnp.asarray, equal_rows()))
