@@ -49,11 +49,13 @@ def read_compared(run: RunDirectory) -> list[Compared]:
         return []
     since = starts[-1].get("step", 0)
     records = [item for item in read_objects(run.metrics) if is_number(item.get("step")) and item["step"] > since]
-    peaks = {key: max((item[key] for item in records if is_number(item.get(key))), default=None) for key in (PEAK, process_memory.NAME)}
+    peaks = [item[PEAK] for item in records if is_number(item.get(PEAK))]
+    grown = [item[process_memory.NAME] for item in records if is_number(item.get(process_memory.NAME))]
     steps = [item["step_time_s"] for item in records if is_number(item.get("step_time_s"))]
     memory, step = predicted_of(starts[-1], MEMORY), predicted_of(starts[-1], STEP)
     return [
-        Compared("peak memory of a device", in_bytes, peaks[PEAK], memory),
-        Compared("peak memory of the process beyond its baseline", in_bytes, peaks[process_memory.NAME], memory),
+        Compared("peak memory of a device", in_bytes, max(peaks, default=None), memory),
+        # Every step needs as much; saves, evaluations and compilations between two records only add to it.
+        Compared("memory of a step, by the least growth of the process", in_bytes, min(grown, default=None), memory),
         Compared("median step", duration, statistics.median(steps) if steps else None, step),
     ]

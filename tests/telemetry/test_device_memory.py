@@ -56,13 +56,14 @@ def test_measured_and_predicted_are_those_of_the_newest_attempt(tmp_path):
 
 
 def test_the_time_of_a_step_and_the_memory_of_a_process(tmp_path):
-    """On CPUs memory is the growth of the process; the time is the median, which the first step does not move."""
+    """On CPUs memory is the least growth of the process; the time is the median, which the first step does not move."""
     start = [(0, {"predicted": {"memory_bytes": 2e9, "step_s": 0.5}})]
-    records = [{"step": i, "step_time_s": seconds, "process_memory_bytes": 1e9} for i, seconds in enumerate((9.0, 0.4, 0.4), 1)]
+    seconds, grown = (9.0, 0.4, 0.4), (3e9, 1e9, 4e9)
+    records = [{"step": i, "step_time_s": seconds[i - 1], "process_memory_bytes": grown[i - 1]} for i in (1, 2, 3)]
     said = [figure.sentence() for figure in read_compared(run_with(tmp_path, start, records))]
     assert said == [
         "",
-        "peak memory of the process beyond its baseline 1.0 GB, predicted 2.0 GB (50.0% less than predicted)",
+        "memory of a step, by the least growth of the process 1.0 GB, predicted 2.0 GB (50.0% less than predicted)",
         "median step 0.4 s, predicted 0.5 s (20.0% less than predicted)",
     ]
 

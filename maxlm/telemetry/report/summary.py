@@ -58,7 +58,7 @@ class Figures:
 
 def figures_of(run: Run) -> Figures:
     loss, wait, step_time = run.get("loss"), run.get("data_wait_s"), run.get("step_time_s")
-    start, memory = _start_data(run), run.get(PEAK) if len(run.get(PEAK).values_N) else run.get(process_memory.NAME)
+    start = _start_data(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
     stated = start.get("bill")
@@ -81,7 +81,7 @@ def figures_of(run: Run) -> Figures:
         goodput=run.ledger.goodput,
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
-        peak_memory=float(memory.values_N.max()) if len(memory.values_N) else None,
+        peak_memory=_peak_memory(run),
         step_s=_median(step_time),
         predicted_step_s=predicted_of(start, STEP),
         predicted_memory=predicted_of(start, MEMORY),
@@ -192,6 +192,12 @@ def _so_far(run: Run, name: str) -> float | None:
     stated = [bill[name] for bill in bills if isinstance(bill, dict) and is_number(bill.get(name))]
     values_N = run.get(name).values_N
     return max([*stated, *([float(values_N.max())] if len(values_N) else [])], default=None)
+
+
+def _peak_memory(run: Run) -> float | None:
+    """Of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
+    peaks_N, grown_N = run.get(PEAK).values_N, run.get(process_memory.NAME).values_N
+    return float(peaks_N.max()) if len(peaks_N) else float(grown_N.min()) if len(grown_N) else None
 
 
 def _last(series: Series) -> float | None:
