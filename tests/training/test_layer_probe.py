@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import SEQ_LEN, tiny_batch, tiny_program
+from tiny import SEQ_LEN, first_state, tiny_batch, tiny_program
 
 from maxlm.config.schema import Config
 from maxlm.models import bind
@@ -30,20 +30,24 @@ def equal_rows():
 
 def looked(program: Program, batch, change=lambda params: params):
     with jax.set_mesh(program.mesh):
-        state = program.init()
+        state = first_state(program)
         state.params.update(change(state.params))
         return jax.device_get(program.layer_probe(state, jax.device_put(batch, program.batch_sharding))), jax.device_get(state.params)
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return looked(tiny_program(1, **LAYERS), equal_rows())
+def program():
+    return tiny_program(1, **LAYERS)
 
 
-def test_by_hand(alone):
+@pytest.fixture(scope="module")
+def alone(program):
+    return looked(program, equal_rows())
+
+
+def test_by_hand(program, alone):
     """Block after block on the first row; a norm of weights from the arrays."""
     figures, params = alone
-    program = tiny_program(1, **LAYERS)
     batch = jax.tree.map(lambda array: jnp.asarray(array[:1]), tiny_batch())
     model = bind(program.config.model, params, {})
     x_BSD, expected = model.embed(batch.tokens_BS, batch.positions_BS), []
@@ -56,7 +60,7 @@ def test_by_hand(alone):
     np.testing.assert_allclose(figures[WEIGHT][:2], norms, rtol=1e-5)
 
 
-def test_equal_scores_have_the_entropy_of_their_number():
+def test_equal_scores_have_the_entropy_of_their_number(program):
     """With queries of zero every key weighs the same: ln of how many a query sees in its document."""
 
     def blind(params):
@@ -64,7 +68,7 @@ def test_equal_scores_have_the_entropy_of_their_number():
         attention["query_DHK"] = jnp.zeros_like(attention["query_DHK"])
         return params
 
-    figures, _ = looked(tiny_program(1, **LAYERS), equal_rows(), blind)
+    figures, _ = looked(program, equal_rows(), blind)
     seen = tiny_batch().positions_BS[0] + 1
     assert len(seen) == SEQ_LEN, "all of them are looked at"
     np.testing.assert_allclose(figures[ENTROPY], [np.mean(np.log(seen))] * 2, rtol=1e-5)
@@ -97,10 +101,9 @@ def test_layers_of_every_kind_in_order_of_depth(model):
     np.testing.assert_allclose(figures[ENTROPY], expected, rtol=1e-3)
 
 
-def test_padding_is_left_out():
+def test_padding_is_left_out(program):
     """Rows of padding alone have no figure that is not finite."""
     batch = jax.tree.map(lambda array: array.at[:, SEQ_LEN // 2 :].set(0), jax.tree.map(jnp.asarray, equal_rows()))
-    program = tiny_program(1, **LAYERS)
     one = looked(program, batch)[0]
     other = looked(program, batch._replace(tokens_BS=batch.tokens_BS.at[:, SEQ_LEN // 2 :].set(7)))[0]
     np.testing.assert_allclose(one[ACTIVATION], other[ACTIVATION], rtol=1e-6)
@@ -114,9 +117,8 @@ def test_one_row_of_each_device():
     assert rows["b"].shape == (4, 3)
 
 
-def test_it_costs_less_than_a_hundredth_of_the_steps_between():
+def test_it_costs_less_than_a_hundredth_of_the_steps_between(program):
     """FLOPs and bytes of the compiled programs, at 4 sequences a device; loops are counted once in both."""
-    program = tiny_program(1, **LAYERS, memory={"remat": "none"})
     step, probe = program.compiled(), program.layer_probe.lower(16).compile()
     every = program.config.health.activations_every
     for figure in ("flops", "bytes accessed"):
@@ -129,7 +131,7 @@ def test_off_without_layers():
     assert tiny_program(1, health={"spike": "warn"}).layer_probe is None
 
 
-def test_figures_are_in_the_record_of_their_step(monkeypatch):
+def test_figures_are_in_the_record_of_their_step(monkeypatch, program):
     """Also where no record would be made of that step; the norm of the update is the ratio times the norm of the weights."""
 
     class Records(list):
@@ -140,7 +142,6 @@ def test_figures_are_in_the_record_of_their_step(monkeypatch):
         def close(self): ...
 
     monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
-    program = tiny_program(1, **LAYERS)
     config = Config.model_validate({**program.config.model_dump(mode="json"), "run": {"name": "r", "log_every": 4}})
     records = Records()
     observers = Observers([records])

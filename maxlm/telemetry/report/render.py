@@ -12,10 +12,10 @@ from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import curves, experts, results
+from maxlm.telemetry.report import curves, experts, layers, results
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run, Series
-from maxlm.telemetry.report.style import CSS, EXPERTS_CSS
+from maxlm.telemetry.report.style import CSS, HEAT_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 from maxlm.telemetry.report.tables import table
 
@@ -36,11 +36,11 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     labels = [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
     runs = [replace(run, label=label, number=number) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
     points = points_per_line(runs)
-    about_experts = experts.section(runs, points)
-    css = CSS + _packaged("page.css") + (EXPERTS_CSS if about_experts else "")
+    about_experts, about_layers = experts.section(runs, points), layers.section(runs)
+    css = CSS + _packaged("page.css") + (HEAT_CSS if about_experts or about_layers else "")
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
     held_out = _held_out(runs[0]) if len(runs) == 1 else ""
-    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_experts, goodput]
+    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_layers, about_experts, goodput]
     sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = POLICY + "; connect-src 'self'" * bool(version)
