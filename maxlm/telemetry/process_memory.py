@@ -4,8 +4,6 @@ import contextlib
 import ctypes
 from pathlib import Path
 
-import jax
-
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NAME = "process_memory_bytes"  # key in metrics.jsonl
 
@@ -51,4 +49,6 @@ def _kilobytes(name: str) -> int | None:
 
 def _arrays() -> int:
     """Bytes of all arrays on local devices."""
+    import jax  # here, since the report needs none
+
     return sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards)
