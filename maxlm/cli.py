@@ -96,8 +96,11 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
         tasks: Any = None
         if settings.evaluation is not None:
             from maxlm.evaluation.while_training import open_tasks as tasks
+        predictor: Any = None
+        if settings.cost is not None and settings.cost.calibration is not None:
+            from maxlm.cost.prediction import predictor
 
-    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks))
+    raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks, predictor))
 
 
 @app.command(name="config")

@@ -32,7 +32,7 @@ def attention_xla(
     """See `maxlm.kernels.attention`; the logsumexp only if requested. Of `mask`, documents are always told apart by segment id."""
 
     def attend(q_BSHK: jax.Array, *query_at: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, prefix_BT, mask, scale, softcap)
+        scores_BGRST = masked_scores(q_BSHK, k_BTGK, query_at, key_at, prefix_BT, mask, scale, softcap)
         weights_BGRST = jax.nn.softmax(scores_BGRST, axis=-1)
         out_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
         # Padding must give 0.
@@ -73,7 +73,7 @@ def gradients_xla(
 
     def weigh(q_BSHK: jax.Array, k_BTGK: jax.Array, v_BTGV: jax.Array) -> tuple[jax.Array, jax.Array]:
         def block(q_BSHK: jax.Array, lse_BSH: jax.Array, *query_at: jax.Array) -> tuple[jax.Array, jax.Array]:
-            scores_BGRST = _scores(q_BSHK, k_BTGK, query_at, key_at, None, mask, scale, softcap)
+            scores_BGRST = masked_scores(q_BSHK, k_BTGK, query_at, key_at, None, mask, scale, softcap)
             lse_BGRS1 = jnp.swapaxes(lse_BSH, 1, 2).reshape(*scores_BGRST.shape[:-1], 1)
             weights_BGRST = jnp.exp(scores_BGRST - lse_BGRS1)
             mixed_BSGRV = jnp.einsum("BGRST,BTGV->BSGRV", weights_BGRST.astype(v_BTGV.dtype), v_BTGV)
@@ -103,7 +103,7 @@ def _split(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(blocked, 1, 0)
 
 
-def _scores(
+def masked_scores(
     q_BSHK: jax.Array,
     k_BTGK: jax.Array,
     query_at: Sequence[jax.Array],

@@ -41,8 +41,7 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIP
 class Memory:
     """Bytes of HBM of one device, as XLA reports them. `alias`: outputs that take the place of arguments. `host`: bytes of host memory.
 
-    `temp` includes what fragmentation wastes, `peak` (arguments and temporaries at the fullest moment) includes what lies in VMEM; the
-    compiler itself refuses a program by neither alone. Each bounds what is needed, so `used` takes the lower.
+    `temp` includes what fragmentation wastes, `peak` (arguments and temporaries at the fullest moment) includes what lies in VMEM.
     """
 
     argument: int
@@ -56,8 +55,9 @@ class Memory:
     @property
     def used(self) -> int:
         """Bytes that the step needs at its peak, its code included."""
-        held = self.argument + self.output - self.alias + self.temp
-        return (min(held, self.peak) if self.peak else held) + self.code
+        from maxlm.memory.spaces import needed_on_device
+
+        return needed_on_device(self.argument + self.output - self.alias + self.temp, self.peak, self.code)
 
 
 @dataclass(frozen=True)

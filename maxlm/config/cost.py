@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, model_validator
 
 from maxlm.config import paths
-from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, Text
+from maxlm.config.fields import AtLeastOne, LocalPath, PositiveFloat, Section, Text
 
 
 def _currency(value: str) -> str:
@@ -26,6 +26,7 @@ class CostConfig(Section):
     per_chip_hour: PositiveFloat | None = None  # price, host included
     currency: Currency = "USD"
     watts: PositiveFloat | None = None  # that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless
+    calibration: LocalPath | None = None  # file of `maxlm plan --calibrate`, by which the time of the step is predicted (docs/observing.md)
     pue: AtLeastOne | None = None  # energy of the data centre over that of its machines
 
     @model_validator(mode="after")

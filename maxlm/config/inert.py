@@ -58,6 +58,8 @@ def _training(config: Config) -> Iterator[Inert]:
     state = config.optimizer.state
     if state is not None and not {state.moments, state.second, state.masters} & {"bfloat16", "int8", "split24"}:
         yield Inert("optimizer.state.rounding", "optimizer.state stores nothing that would be rounded", "set optimizer.state.moments")
+    if config.health is not None and config.health.layers is None:
+        yield Inert("health.activations_every", "health.layers is not set", "set health.layers=warn")
     if config.optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
     compute = config.precision.compute

@@ -69,6 +69,7 @@ class HealthConfig(Section):
     not_finite: Literal["skip", "roll_back"] = "skip"  # such an update is never applied; roll_back: after ten in a row
     # A sudden change of the update/weight ratio or the gradient of a layer. None: these figures are not computed.
     layers: Literal["warn", "roll_back"] | None = None
+    activations_every: Count = 100  # with `layers`: updates between two looks at activations, attention and weights; 0: none
     spreads: AtLeastOne = 8.0
     spike_steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 5
     roll_backs: Count = 10  # in a run; one more ends it with exit code 4

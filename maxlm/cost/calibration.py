@@ -51,17 +51,17 @@ class Calibration(_Record):
     factors: Factors | None
 
 
-def read(path: Path) -> Calibration:
-    """The calibration in the file `path`. Raises UserError, which names the field, for anything else."""
+def read(path: Path, asked_by: str = "--calibration") -> Calibration:
+    """The calibration in the file `path`, which `asked_by` names. Raises UserError, which names the field, for anything else."""
     try:
         return Calibration.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"--calibration {path} cannot be read: {error.strerror}; give a file of `maxlm plan --calibrate`.") from None
+        raise UserError(f"{asked_by} {path} cannot be read: {error.strerror}; give a file of `maxlm plan --calibrate`.") from None
     except ValidationError as error:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"--calibration {path}: {where}: {first['msg']}; write the file with `maxlm plan --calibrate` on the machine itself."
+            f"{asked_by} {path}: {where}: {first['msg']}; write the file with `maxlm plan --calibrate` on the machine itself."
         ) from None
 
 

@@ -167,6 +167,32 @@ class GpuPricing(_Pricing):
         return {kernel_operands(op, computation): flops} if flops else {}
 
 
+class CpuPricing(_Pricing):
+    """Seconds of operations on a CPU whose speeds were measured: FLOPs or bytes, whichever takes longer, and nothing for a launch.
+
+    What one core does alone, what stays in a cache, and matmuls too small for the measured speed are priced as the rest, so it is a bound
+    from one side or the other rather than an estimate: docs/observing.md has its error.
+    """
+
+    def __init__(self, module: Module, chip: Chip) -> None:
+        super().__init__(module, chip, 1.0)
+
+    def seconds(self, op: Op, computation: Computation) -> float:
+        if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot", "convolution"):
+            return 0.0
+        return max(self.matmul_s(self.flops(op, computation)), moved_bytes(self.module, op, computation) / self.hbm)
+
+    def kind(self, op: Op, computation: Computation) -> str:
+        return "matmul" if matmul_flops(self.module, op, computation) else "memory"
+
+    def flops(self, op: Op, computation: Computation) -> Mapping[str, int]:
+        """FLOPs by the dtypes of the operands."""
+        return flops_by_operands(self.module, op, computation)
+
+
+Pricing = TpuPricing | GpuPricing | CpuPricing
+
+
 def _is_gpu_attention(op: Op) -> bool:
     return op.target.startswith(_MOSAIC) and bool(ATTENTION.search(op.where))
 

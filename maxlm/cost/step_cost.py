@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.network import AxisLinks, Network
-from maxlm.cost.pricing import GpuPricing, TpuPricing, format_of
+from maxlm.cost.pricing import CpuPricing, GpuPricing, Pricing, TpuPricing, format_of
 from maxlm.cost.replay import CollectiveSpan, Replay, Segment, Timed
 from maxlm.hardware.chips import Chip, MatmulFormat
-from maxlm.hardware.topologies import Topology, is_tpu
+from maxlm.hardware.topologies import Topology, is_cpu, is_tpu
 from maxlm.hlo.parser import Module
 
 if TYPE_CHECKING:
@@ -136,15 +136,15 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
     )
 
 
-def replay(module: Module, network: Network) -> tuple[Segment, TpuPricing | GpuPricing]:
+def replay(module: Module, network: Network) -> tuple[Segment, Pricing]:
     """One step of `module`, replayed, and the prices of its operations."""
     pricing = price(module, network.chip)
     return Replay(module, network, pricing.seconds).run(module.entry), pricing
 
 
-def price(module: Module, chip: Chip) -> TpuPricing | GpuPricing:
+def price(module: Module, chip: Chip) -> Pricing:
     """Prices of the operations of `module` on `chip`."""
-    return TpuPricing(module, chip) if is_tpu(chip) else GpuPricing(module, chip)
+    return TpuPricing(module, chip) if is_tpu(chip) else CpuPricing(module, chip) if is_cpu(chip) else GpuPricing(module, chip)
 
 
 def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
@@ -154,7 +154,7 @@ def _segments(segment: Segment, times: int) -> Iterator[tuple[Segment, int]]:
         yield from _segments(inner, times * turns)
 
 
-def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> list[OpCost]:
+def _costs(timed: list[tuple[Timed, int]], pricing: Pricing) -> list[OpCost]:
     costs = []
     for item, times in timed:
         flops = pricing.flops(item.op, item.computation)
@@ -164,7 +164,7 @@ def _costs(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> 
     return costs
 
 
-def _formats(timed: list[tuple[Timed, int]], pricing: TpuPricing | GpuPricing) -> tuple[FormatCost, ...]:
+def _formats(timed: list[tuple[Timed, int]], pricing: Pricing) -> tuple[FormatCost, ...]:
     """Sums by operands; an operation with several kinds is divided by the time that their FLOPs take."""
     totals: dict[str, tuple[int, float]] = {}
     for item, times in timed:

@@ -23,10 +23,10 @@ from maxlm.data.marks import Content
 from maxlm.data.mixture import Source, open_sources
 from maxlm.data.order import PADDING, SampleOrder, batch_number
 from maxlm.data.plan import POSITION, Plan, from_json, make_plan, repeating
-from maxlm.data.prefetch import Prefetcher
 from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
 from maxlm.data.token_store import TokenStore, read_context
+from maxlm.data.wait_causes import Batches, Spans
 
 if TYPE_CHECKING:
     import jax
@@ -221,24 +221,33 @@ class Pipeline:
         """
         return self._ids(self._samples(step))
 
-    def host_batch(self, step: int, rows: slice | np.ndarray | None = None) -> Batch:
-        """Batch `step`, or the given rows of it, as numpy arrays [rows, seq_len]."""
-        return self._batch(self._samples(step)[slice(None) if rows is None else rows])
+    def host_batch(self, step: int, rows: slice | np.ndarray | None = None, spans: Spans | None = None) -> Batch:
+        """Batch `step`, or the given rows of it, as numpy arrays [rows, seq_len]. `spans` is told where the time goes."""
+        spans = spans or Spans()
+        with spans.measure("pack"):
+            samples = self._samples(step)[slice(None) if rows is None else rows]
+            ids = self._ids(samples)
+        with spans.measure("read"):
+            read = self._read(ids)
+        with spans.measure("pack"):
+            batch = self._make_batch(*read, samples, self._stores[0].info.end_of_document_id)
+            return batch if self.annotate is None else self.annotate(batch, self._documents(ids))
 
-    def device_batch(self, step: int, shardings: Any) -> Any:
+    def device_batch(self, step: int, shardings: Any, spans: Spans | None = None) -> Any:
         """Batch `step` as global jax arrays with `shardings`: one NamedSharding for every array, or a batch of them.
 
-        Every process reads the rows of its own devices, each row once.
+        Every process reads the rows of its own devices, each row once. `spans` is told where the time goes.
         """
         import jax
 
+        spans = spans or Spans()
         rows = self.end_sample(step) - self.first_sample(step)
         held = np.zeros(rows, np.bool_)
         tokens = jax.tree.leaves(shardings)[0]  # the rows of all arrays are split like those of the first
         for index in tokens.addressable_devices_indices_map((rows, self._config.seq_len)).values():
             assert index is not None, "every device of a NamedSharding has a part or a copy"
             held[index[0]] = True
-        host = self.host_batch(step, np.flatnonzero(held))
+        host = self.host_batch(step, np.flatnonzero(held), spans)
         row = np.cumsum(held) - 1  # of the global batch -> of `host`
 
         def to_devices(sharding: "jax.sharding.NamedSharding", array: np.ndarray) -> "jax.Array":
@@ -247,14 +256,15 @@ class Pipeline:
 
             return jax.make_array_from_callback((rows, *array.shape[1:]), sharding, own)
 
-        return jax.tree.map(to_devices, jax.tree.broadcast(shardings, host), host)
+        with spans.measure("transfer"):
+            return jax.tree.map(to_devices, jax.tree.broadcast(shardings, host), host)
 
-    def batches(self, start_step: int, shardings: Any, stop_step: int) -> Prefetcher:
+    def batches(self, start_step: int, shardings: Any, stop_step: int) -> Batches:
         """Batches of steps [start_step, stop_step), with `data.prefetch` batches prefetched in the background.
 
         Errors in the background are raised here. Call `close` on it to stop early.
         """
-        return Prefetcher(lambda step: self.device_batch(step, shardings), range(start_step, stop_step), self._config.prefetch)
+        return Batches(lambda step, spans: self.device_batch(step, shardings, spans), range(start_step, stop_step), self._config.prefetch)
 
     def _samples(self, step: int) -> np.ndarray:
         return np.arange(self.first_sample(step), self.end_sample(step))
@@ -264,9 +274,9 @@ class Pipeline:
             return self._order.ids(samples)
         return np.where(samples < self.n_windows, samples, PADDING)
 
-    def _batch(self, samples: np.ndarray) -> Any:
-        """Read the windows of `samples`, each from its store."""
-        ids, S = self._ids(samples), self._config.seq_len
+    def _read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read windows, each from its store: tokens [B, T] and lengths [B]."""
+        S = self._config.seq_len
         window_BT, length_B = np.zeros((len(ids), S + 1), np.int32), np.zeros(len(ids), np.int64)
         owner_B = np.searchsorted(self._first, ids, side="right") - 1
         for number, store in enumerate(self._stores):
@@ -277,8 +287,7 @@ class Pipeline:
                 largest, limit = int((tokens & marks.IDS if store.info.content != "text" else tokens).max()), store.info.vocab_size
                 if largest >= limit:
                     raise UserError(f"{store.path} holds the id {largest}, and its manifest says all are below {limit}; prepare it again.")
-        batch = self._make_batch(window_BT, length_B, samples, self._stores[0].info.end_of_document_id)
-        return batch if self.annotate is None else self.annotate(batch, self._documents(ids))
+        return window_BT, length_B
 
     def _documents(self, ids: np.ndarray) -> list[np.ndarray]:
         owners, found = np.searchsorted(self._first, ids, side="right") - 1, []

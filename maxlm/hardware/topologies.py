@@ -143,6 +143,11 @@ def is_tpu(chip: Chip) -> bool:
     return chip.device_kinds[0].startswith("TPU")
 
 
+def is_cpu(chip: Chip) -> bool:
+    """True for a CPU, whose peaks were measured (`maxlm.cost.prediction`)."""
+    return chip.name == "cpu"
+
+
 def _count(shape: str) -> int:
     return math.prod(int(side) for side in shape.split("x"))
 

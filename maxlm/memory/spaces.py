@@ -42,3 +42,21 @@ def peak_on_device(stats: Any) -> int:
     """
     on_hosts = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     return max(int(stats.peak_memory_in_bytes - on_hosts), 0)
+
+
+def needed_on_device(held: int, peak: int, code: int) -> int:
+    """Bytes that a program needs on a device, its code included. `held`: arguments, results that take nobody's place and temporaries, with
+    what fragmentation wastes; `peak`: as `peak_on_device`, with what lies in VMEM. Compilers refuse a program by neither alone, and each
+    bounds what is needed.
+    """
+    return (min(held, peak) if peak else held) + code
+
+
+def needed_by(step: Any, platform: str) -> int | None:
+    """`needed_on_device` of a program compiled for devices of that platform; None where the compiler does not state it."""
+    stats = step.memory_analysis()
+    if stats is None:
+        return None
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    peak = 0 if platform == "cpu" else peak_on_device(stats)  # XLA:CPU leaves temporaries out of it
+    return needed_on_device(int(held), peak, int(stats.generated_code_size_in_bytes))

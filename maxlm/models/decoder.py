@@ -109,7 +109,7 @@ class Decoder(nnx.Module):
     def run(
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
-        """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`), which takes it and the value `beside` it."""
+        """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and the value `beside` it."""
         routers: list[RouterOutput] = []
         for entry in entries:
             period = partial(_run_groups, layer_groups(self.config, (entry,)), partial(layer or run_layer, context))
@@ -238,9 +238,9 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
 
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:
     """(sum of the auxiliary losses, statistics in depth order) of these groups."""
-    present = [router for router in routers if router is not None]
-    aux_loss = sum((jnp.sum(aux_loss) for aux_loss, _ in present), jnp.float32(0))
-    return aux_loss, in_depth_order([g for g in groups if g.experts], [routing for _, routing in present]) if present else None
+    present = [(group, router) for group, router in zip(groups, routers, strict=True) if router is not None]
+    aux_loss = sum((jnp.sum(aux_loss) for _, (aux_loss, _) in present), jnp.float32(0))
+    return aux_loss, in_depth_order([group for group, _ in present], [routing for _, (_, routing) in present]) if present else None
 
 
 def join_routing(*parts: Routing | None) -> Routing | None:

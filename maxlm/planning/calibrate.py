@@ -164,7 +164,8 @@ def _show(found: Calibration, path: Path) -> None:
         console.print(f"all-gather and reduce-scatter (bus bandwidth): {rates}{of(factors and factors.links)}")
     if factors is None:
         console.print(
-            f"No peak of {found.device_kind} is known, so these are no factors: {path} holds what was measured, and no plan reads it."
+            f"No peak of {found.device_kind} is known, so these are no factors. A run predicts its step by them: "
+            f"maxlm train CONFIG cost.calibration={path}"
         )
     elif found.chip is not None:
         console.print(

@@ -22,6 +22,7 @@ from maxlm.config.loader import dump
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.hardware.chips import PEAK_NAMES
+from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.runtime import cluster, deadline, elastic, progress_file
@@ -36,9 +37,10 @@ from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
 from maxlm.runtime.signals import StopSignal
 from maxlm.runtime.watchdog import Watchdog
-from maxlm.telemetry import gpu_energy
+from maxlm.telemetry import gpu_energy, predicted
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
+from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
@@ -56,6 +58,7 @@ from maxlm.training import bit_flips, findings, fits
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
+from maxlm.training.program import Program
 from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {
@@ -78,15 +81,19 @@ class SamplePrinter(Protocol):
     ) -> None: ...
 
 
+Predictor = Callable[[Config], Callable[[Program], float]]
+
+
 def run_training(
     config: Config,
     phases: Phases,
     print_samples: SamplePrinter,
     named: Mapping[str, str] | None = None,
     open_tasks: OpenTasks | None = None,
+    predictor: Predictor | None = None,
 ) -> int:
     """Train as configured; return the process's exit code. `named`: settings of the cluster on the command line. `open_tasks`: not None
-    where `config.evaluation` is set.
+    where `config.evaluation` is set; `predictor`: where `cost.calibration` is.
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
@@ -104,9 +111,10 @@ def run_training(
             here = stack.enter_context(joined)
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
+        compilations = stack.enter_context(Compilations())
         stack.enter_context(_locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        code = _run(config, phases, goodput, print_samples, open_tasks, here, log, watchdog)
+        code = _run(config, phases, goodput, print_samples, open_tasks, predictor, here, log, watchdog, compilations)
         if code in NO_RESTART:
             here.finish(NO_RESTART[code])
         return code
@@ -118,11 +126,14 @@ def _run(
     goodput: Goodput,
     print_samples: SamplePrinter,
     open_tasks: OpenTasks | None,
+    predictor: Predictor | None,
     here: Cluster,
     log: RunLog,
     watchdog: Watchdog,
+    compilations: Compilations,
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
+    predict = None if predictor is None else _on_all_hosts(predictor, asked)
     run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
@@ -136,7 +147,7 @@ def _run(
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         bill = _bill(run, phases) if phases.primary else None
-        outcome = _train(run, phases, goodput, here, watchdog, stop, bill)
+        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict)
         checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
@@ -157,7 +168,15 @@ def _bill(run: OpenRun, phases: Phases) -> Bill:
 
 
 def _train(
-    run: OpenRun, phases: Phases, goodput: Goodput, here: Cluster, watchdog: Watchdog, stop: StopSignal, bill: Bill | None
+    run: OpenRun,
+    phases: Phases,
+    goodput: Goodput,
+    here: Cluster,
+    watchdog: Watchdog,
+    stop: StopSignal,
+    bill: Bill | None,
+    compilations: Compilations,
+    predict: Callable[[Program], float] | None,
 ) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
     config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
@@ -171,13 +190,14 @@ def _train(
         watchdog.observers, watchdog.folder = observers, directory.path
         here.when_larger(stop.request)
         start = _record_start(run)
-        facts = _facts(run, here, bill) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
+        facts = _facts(run, here, bill) | _predicted(run, predict) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=facts))
         if run.flips is not None:
             bit_flips.inject(run.program, run.flips)
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
             observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
         session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
+        session = replace(session, compilations=compilations)
         with _profiling(run, session, stop) as session:
             outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
         watchdog.stop()
@@ -284,6 +304,31 @@ def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
     }
 
 
+def _on_all_hosts(predictor: Predictor, config: Config) -> Callable[[Program], float]:
+    """The function that predicts a step. Raises UserError in all processes alike."""
+    predict, problem = None, None
+    try:
+        predict = predictor(config)
+    except UserError as error:
+        problem = error
+    require_equal({}, problem)
+    assert predict is not None, "a failure was raised above"
+    return predict
+
+
+def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict[str, Any]:
+    """Memory and seconds of the compiled step, for the event `start`. No failure of a prediction changes the run."""
+    if not run.trains:
+        return {}
+    found: dict[str, Any] = {predicted.MEMORY: needed_by(run.program.step, jax.default_backend())}
+    if predict is not None and run.directory.primary:
+        try:
+            found[predicted.STEP] = predict(run.program)
+        except Exception:
+            logging.getLogger(__name__).warning("the time of a step could not be predicted", exc_info=True)
+    return {"predicted": found}
+
+
 @contextlib.contextmanager
 def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     """Lock the directories that this run writes. A run that holds them and received a signal is given its grace time.
@@ -326,6 +371,8 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
             console.rule(style="dim")
     with contextlib.suppress(OSError):
         say(str(read_ledger(directory)))
+        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory))):
+            say(line)
     if bill is not None and (spent := bill.sentence(config.batch_sizes.before(outcome.step) * config.data.seq_len)):
         say(spent)
     say(message)

@@ -9,12 +9,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from maxlm.telemetry.formatting import count, duration, percent, sentence
+from maxlm.hardware.host import in_bytes
+from maxlm.telemetry.device_memory import PEAK
+from maxlm.telemetry.formatting import WAIT_CAUSES, count, duration, percent, sentence
 from maxlm.telemetry.observer import Event, StepRecord
 
 PLAIN_EVERY_S = 10.0
 REFRESH_PER_S = 2  # a redraw costs milliseconds
+LONG_WAIT = 0.05  # share of a step from which the cause of the wait is shown
 BAR_MIN, BAR_MAX = 12, 40  # columns
+QUIET = ("preempt", "compile")  # after the one comes `stop`, with its message; the other is in the report
 LOCAL_CAUSES = ("bad_chunk", "save_failed")  # causes of alarms that only one process sees
 
 
@@ -45,7 +49,7 @@ class ConsoleObserver:
             self._print_plain(record)
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "preempt" or not (self._primary or event.data.get("cause") in LOCAL_CAUSES):  # `stop` follows, with its message
+        if event.kind in QUIET or not (self._primary or event.data.get("cause") in LOCAL_CAUSES):
             return
         if event.kind == "stop":
             self._end_line()
@@ -119,16 +123,25 @@ class Pace:
 
 
 def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[str]:
-    """Parts of the line, from left to right; MFU only where it is known."""
+    """Parts of the line, from left to right; MFU and peak memory only where they are known."""
     pieces = [f"step {record.step:,}/{total_steps:,}", f"loss {record.loss:.3f}", f"{count(record.tokens_per_s)} tokens/s"]
     if record.mfu is not None:
         pieces.append(f"MFU {percent(record.mfu)}")
     pieces += _declared(record)
+    if record.extra.get(PEAK) is not None:
+        pieces.append(f"memory {in_bytes(record.extra[PEAK] or 0.0)}")
     waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
-    pieces.append(f"data wait {percent(waiting)}")
+    pieces.append(f"data wait {percent(waiting)}{_cause(record, waiting)}")
     if record.step < total_steps:
         pieces.append(f"{duration(max(1.0, round(seconds_left)))} left")
     return pieces
+
+
+def _cause(record: StepRecord, waiting: float) -> str:
+    """The cause of most of the wait, where it is worth to look at."""
+    causes = {text: record.extra.get(key) or 0.0 for key, text in WAIT_CAUSES.items()}
+    text = max(causes, key=causes.__getitem__)
+    return f" ({text})" if waiting >= LONG_WAIT and 2 * causes[text] > record.data_wait_s else ""
 
 
 def _declared(record: StepRecord) -> list[str]:
@@ -138,8 +151,8 @@ def _declared(record: StepRecord) -> list[str]:
 
 
 def _least_important(pieces: list[str], record: StepRecord) -> int:
-    """Index of the part that a narrow terminal drops next: data wait, MFU, declared metrics, then the last one."""
-    for candidates in (["data wait"], ["MFU"], _declared(record)):
+    """Index of the part that a narrow terminal drops next: data wait, memory, MFU, declared metrics, then the last one."""
+    for candidates in (["data wait"], ["memory"], ["MFU"], _declared(record)):
         found = [index for index, piece in enumerate(pieces) if piece.startswith(tuple(candidates))]
         if found:
             return found[-1]

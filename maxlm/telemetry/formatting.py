@@ -7,6 +7,9 @@ from typing import Any
 from maxlm.telemetry.observer import Event, evaluated
 from maxlm.telemetry.strict_json import is_finite, is_number
 
+# Figures that are parts of data_wait_s
+WAIT_CAUSES = {"data_read_s": "reading the store", "data_pack_s": "shuffling and packing", "data_transfer_s": "transfer to devices"}
+
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 
@@ -91,6 +94,8 @@ def sentence(event: Event) -> str:
             skipped = "".join(f"; skipped: {cause}" for cause in (causes if isinstance(causes, list | tuple) else ()))
             done = f"Branched off {data['branch_of']} at {at}" if "branch_of" in data else f"Restored the checkpoint of {at}"
             return f"{done}{_time(data, 'seconds', ' in')}{skipped}{_changed(data)}"
+        case "compile":
+            return f"Compiled by {at}{_programs(data)}"
         case "save":
             return f"Saved {at}{_time(data, 'seconds', ' in')}{_time(data, 'blocked_s', '; training waited')}"
         case "skip":
@@ -132,6 +137,17 @@ def sentence(event: Event) -> str:
 def _time(data: Mapping[str, Any], key: str, prefix: str) -> str:
     seconds = data.get(key)
     return f"{prefix} {duration(float(seconds))}" if is_number(seconds) else ""
+
+
+def _programs(data: Mapping[str, Any]) -> str:
+    """Number, time and cache hits of the programs of a `compile` event."""
+    number, hits, longest = data.get("programs"), data.get("cache_hits"), data.get("longest")
+    seconds = [value for key in ("trace_s", "lower_s", "compile_s") if is_number(value := data.get(key))]
+    text = f": {number:,} {'program' if number == 1 else 'programs'}" if isinstance(number, int) else ""
+    text += f", {hits:,} of them from the cache" if isinstance(hits, int) and hits else ""
+    text += f", in {duration(sum(seconds))}" if seconds else ""
+    named = longest[0] if isinstance(longest, list) and longest and isinstance(longest[0], Mapping) else {}
+    return text + (f"; longest: {named['name']}{_time(named, 'seconds', ',')}" if named.get("name") else "")
 
 
 def _run_facts(data: Mapping[str, Any]) -> str:

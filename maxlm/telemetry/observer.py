@@ -15,7 +15,7 @@ from maxlm.telemetry.strict_json import dumps, is_finite, is_number
 log = logging.getLogger(__name__)
 
 EventKind = Literal[
-    "start", "restore", "save", "skip", "alarm", "eval", "tasks", "rollback", "preempt", "stop", "observer", "killed", "profile"
+    "start", "compile", "restore", "save", "skip", "alarm", "eval", "tasks", "rollback", "preempt", "stop", "observer", "killed", "profile"
 ]
 CLOSE_S = 10.0  # for all observers together
 
@@ -53,16 +53,18 @@ class Event:
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
               (bf16, int8 or fp8: whose peak MFU is a share of), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
-              `bill` (rates, see bill.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
+              `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
+    compile   programs compiled since the last of these events, or since the command began; `programs` (how many), `trace_s lower_s
+              compile_s`, `cache_hits cache_misses` of the persistent cache, `longest` (name, seconds, cached)
     save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
     skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
-              layer_alarms.py; not_finite, with `tensor`: see replay.py). Of the watchdog: `hang` (`hosts` to blame, if known; `seconds`
-              without progress), and `slow_host`, `slow_link` (`hosts`, `since` which step) with `slow_host_recovered` and
-              `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`, and `certain` if these are the wrong ones
-              and not suspects (see integrity.py)
+              layer_alarms.py; not_finite, with `tensor`: see replay.py; recompilation of the training step: see compilations.py). Of the
+              watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
+              which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
+              and `certain` if these are the wrong ones and not suspects (see integrity.py)
     eval      `eval_loss` (nats a token), `eval_loss/NAME` of each set of data.eval, `eval_loss_ema` and its names (`ema`), `seconds`
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on

@@ -113,7 +113,16 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     """Train until the end, or until training goes back: then where it continues."""
     same_data = start.position.get("store") == session.data.fingerprint
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
-    meter = Meter(session.program, session.observers, start.step, levels, session.progress, skipped=skipped, left_out=start.left_out)
+    meter = Meter(
+        session.program,
+        session.observers,
+        start.step,
+        levels,
+        session.progress,
+        skipped=skipped,
+        left_out=start.left_out,
+        compilations=session.compilations,
+    )
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)
     session.data.go_on(start.position, start.left_out)
@@ -176,7 +185,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     """The steps, up to the last or a reason to stop."""
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
-    state, eval_loss, replay = start.state, None, Replay(program)
+    state, eval_loss, replay, probe = start.state, None, Replay(program), program.layer_probe
     advance = program.step if session.integrity is None else functools.partial(session.integrity.update, program.step)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
@@ -208,8 +217,9 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if end := _corrupted(session, step, state, batch):
                 return replace(end, eval_loss=eval_loss)
             with goodput.measure("step"):
+                looked = probe(state, batch) if probe is not None and probe.due(step + 1) else {}  # first: the state is donated
                 state, metrics = advance(state, batch)
-                meter.stepped(step + 1, metrics, waited)
+                meter.stepped(step + 1, metrics._replace(values={**metrics.values, **looked}), waited, batches.waited)
             if (bad := meter.health.take_replay()) is not None:
                 replay.report(session, state, bad)
                 meter.pause()

@@ -2,20 +2,27 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from maxlm.data.order import batch_number, sequences_before
+from maxlm.data.wait_causes import Cause
 from maxlm.hardware.chips import chip_of
 from maxlm.models import mfu_format, step_flops
+from maxlm.telemetry import process_memory
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite
 from maxlm.telemetry.balance import Balance
+from maxlm.telemetry.compilations import Compilations
+from maxlm.telemetry.device_memory import memory_use
 from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
+from maxlm.telemetry.process_memory import ProcessMemory
 from maxlm.training.health import Health
 from maxlm.training.layer_figures import figures_of, layer_names
+from maxlm.training.layer_probe import WEIGHT, with_updates
 from maxlm.training.loss_scale import overflow
 from maxlm.training.noise_scale import LEVELS, PARTS, SQUARES, NoiseScale
 from maxlm.training.program import Program
@@ -43,12 +50,13 @@ class Meter:
         *,
         skipped: int = 0,
         left_out: Sequence[int] = (),
+        compilations: Compilations | None = None,
     ) -> None:
         """`levels`: as in `Health`; `skipped`: updates that the state of `start` has skipped; `left_out`: as in `Pipeline`."""
         self._progress = LoopProgress() if progress is None else progress
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
-        self._observers = observers
+        self._observers, self._compilations = observers, compilations
         self._log_every = config.run.log_every
         self._total = config.total_steps
         self._sizes, self._left_out, self._seq_len = config.batch_sizes, tuple(left_out), config.data.seq_len
@@ -59,6 +67,8 @@ class Meter:
         self._pending: _Pending | None = None
         self._since = time.monotonic()
         self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0  # since the last record
+        self._process_memory = ProcessMemory(jax.local_device_count()) if jax.default_backend() == "cpu" else None
+        self._causes: Counter[Cause] = Counter()  # of the wait for batches, in seconds since the last record
         self._alarms = RoutingAlarms()
         self._first_layer = config.model.moe.n_dense if config.model.moe is not None else 0
         self._detail_every = self._log_every * -(-self._total // (DETAILED_RECORDS * self._log_every))
@@ -76,13 +86,14 @@ class Meter:
         """State that a checkpoint keeps, so that the next update is judged and measured as it would be without a restart."""
         return {**self.health.levels, **({} if self._noise is None else {LEVELS: self._noise.levels})}
 
-    def stepped(self, step: int, metrics: Metrics, data_wait_s: float) -> None:
-        """Update number `step` was dispatched; the one before is read now, while it runs.
+    def stepped(self, step: int, metrics: Metrics, data_wait_s: float, causes: Mapping[Cause, float] | None = None) -> None:
+        """Update number `step` was dispatched; the one before is read now, while it runs. `causes`: parts of `data_wait_s` by cause.
 
         The wait for the batch of `step` lay between the reads of the two updates before, so it is a share of that time.
         """
         self._progress.dispatch(step)
         self._waited += data_wait_s
+        self._causes.update(causes or {})
         self.flush()
         self._pending = _Pending(step, metrics)
 
@@ -107,9 +118,12 @@ class Meter:
         self._watch(step, metrics, balance)
         if self._noise is not None:
             self._noise.update(metrics.values)
-        if self._due(step, self._log_every):
+        if self._due(step, self._log_every) or WEIGHT in metrics.values:
             self._observers.on_step(self._record(step, metrics, balance))
             self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0
+            self._causes = Counter(dict.fromkeys(self._causes, 0.0))
+            for event in self._compilations.take(step) if self._compilations is not None else ():
+                self._observers.on_event(event)
 
     def _sequences(self, step: int) -> int:
         """Sequences of the batch of update `step`."""
@@ -122,7 +136,7 @@ class Meter:
         step_time_s = self._seconds / self._steps
         tokens_per_s = self._tokens / self._seconds
         flops_per_s = self._flops_per_token * tokens_per_s
-        values = records(metrics.values)
+        values = records(with_updates(metrics.values))
         del values["tokens"]  # the record counts those consumed
         if self._noise is not None:
             del values[PARTS], values[SQUARES]
@@ -142,6 +156,9 @@ class Meter:
                 **values,
                 **({"global_batch": self._sequences(step)} if self._ramped else {}),
                 **(balance.figures() if balance is not None else {}),
+                **{f"data_{cause}_s": seconds / self._steps for cause, seconds in self._causes.items()},
+                **memory_use(jax.local_devices()),
+                **({} if self._process_memory is None else {process_memory.NAME: self._process_memory.peak()}),
             },
             balance=balance if self._due(step, self._detail_every) else None,
             declared=self._declared,

@@ -7,7 +7,7 @@ continues from its checkpoint.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
@@ -88,6 +88,7 @@ class NvmeStep:
         """The gradients' program, from the plain step built with `GradientUpdates`."""
         limit = self._config.optimizer.clip_norm
 
+        @wraps(train_step)  # the name of the program
         def gradients(small: TrainState, batch: Any) -> tuple[TrainState, Parameters, Scalars, Metrics]:
             params = self._streamed.compute_copy(small.params)
             zeros = jax.tree.map(lambda p: jnp.zeros((), p.dtype), params)

@@ -8,7 +8,7 @@ updated and written back.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
@@ -156,6 +156,7 @@ class StreamedStep:
     def wrap(self, train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> Callable[[TrainState, Any], Any]:
         """The whole update, from `train_step`, built with `GradientUpdates`."""
 
+        @wraps(train_step)  # the name of the program
         def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             params = flat_params(self.compute_copy(state.params))
             hosted = HostedLayers(self.config, {name: params.pop(name) for name in list(params) if self.offloading.is_hosted(name)})

@@ -31,6 +31,7 @@ from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.hosted_layers import streamed_layers
 from maxlm.training.layer_figures import with_gradient_norms
+from maxlm.training.layer_probe import LayerProbe, probe_metrics
 from maxlm.training.loss_scale import ScaledUpdates
 from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, with_part_norms
 from maxlm.training.nvme_step import NvmeStep
@@ -59,6 +60,7 @@ class Program:
         """Declarations of all that an update reports beside what every record holds."""
         declared = tuple(metric for metric in self.updater.metrics if metric not in PART_METRICS)
         declared += () if self.config.train.noise_scale is None else (NOISE_SCALE,)
+        declared += probe_metrics(self.config.model) if self.layer_probe is not None else ()
         return declared + (ROUTING_METRICS if self.config.model.moe is not None else ())
 
     @cached_property
@@ -201,6 +203,8 @@ class Program:
         """Compile all that batches from number `step` on need, so that training does not wait for it later."""
         if isinstance(self.step, RampedStep):
             self.step.prepare(self.config.batch_sizes.from_number(step))
+        if self.layer_probe is not None:
+            self.layer_probe.prepare(self.config.batch_sizes.from_number(step))
 
     @cached_property
     def step(self) -> jax.stages.Compiled | NvmeStep | RampedStep:
@@ -240,6 +244,12 @@ class Program:
         if self.config.optimizer.name != SCHEDULE_FREE:
             return self.readable(state)
         return replace(state, params=self._averaged(state.params, state.opt_state[-1].z))
+
+    @cached_property
+    def layer_probe(self) -> LayerProbe | None:
+        """Looks at layers now and then (`health.activations_every`)."""
+        health = self.config.health
+        return None if health is None or health.layers is None or not health.activations_every else LayerProbe(self)
 
     @cached_property
     def _averaged(self) -> Any:

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from maxlm.telemetry.compilations import because
+
 
 class RampedStep:
     """Call it as a compiled update, with a batch of any size of the run. There are at most nine programs."""
@@ -23,7 +25,8 @@ class RampedStep:
         """Compile the updates of these sizes, those that are not yet."""
         for size in sizes:
             if size not in self._compiled:
-                self._compiled[size] = self._compile(size)
+                with because(f"batches of {size:,} sequences, of which there were none before in this attempt"):
+                    self._compiled[size] = self._compile(size)
 
     def memory_analysis(self) -> Any:
         """XLA's figures of the largest program."""

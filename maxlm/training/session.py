@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.data.input_pipeline import Pipeline
+from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
 from maxlm.training.program import Program
@@ -71,6 +72,7 @@ class Session:
     folder: Path | None = None  # for pages of evidence; None: none are written
     integrity: StateChecks | None = None
     profiler: "StepProfiler | None" = None
+    compilations: Compilations | None = None  # of this process
     check_owner: Callable[[], None] = lambda: None  # raises if another start of this run has taken over its checkpoints
 
 

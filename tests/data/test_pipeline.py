@@ -222,7 +222,7 @@ def test_a_process_reads_only_the_rows_of_its_own_devices(store, monkeypatch):
     whole = pipe.host_batch(2)
     read, placed = [], []
     original = pipe.host_batch
-    monkeypatch.setattr(pipe, "host_batch", lambda step, rows: read.append(rows.tolist()) or original(step, rows))
+    monkeypatch.setattr(pipe, "host_batch", lambda step, rows, spans: read.append(rows.tolist()) or original(step, rows, spans))
 
     def place(shape, host, callback):
         parts = {device: callback(index) for device, index in host.addressable_devices_indices_map(shape).items()}

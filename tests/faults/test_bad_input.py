@@ -325,6 +325,8 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
         }.items()
     },
     "health={spike: roll_back, spreads: 0.5}": ["health.spreads = 0.5", "1"],
+    "health={activations_every: -1, layers: warn}": ["health.activations_every = -1", "at least 0"],
+    "health={activations_every: 10}": ["health.activations_every = 10", "does nothing", "health.layers"],
     "health={not_finite: warn}": ["health.not_finite = warn", "skip", "roll_back"],
     "health={leave_out: [3, 3]}": ["health.leave_out = [3, 3]", "twice"],
     "health={layers: warn} ; diloco={workers: 1, every: 2}": ["health.layers = warn", "diloco"],
@@ -436,6 +438,7 @@ DATA = {  # name -> (what is done to the workspace, overrides, words of the mess
     "no such sources": (lambda f: None, [*NEW_RUN, "data.store=new", "data.prepare.sources=[nowhere/]"], ["nowhere"]),
     "empty sources": (lambda f: (f / "empty").mkdir(), [*NEW_RUN, "data.store=new", "data.prepare.sources=[empty]"], ["empty"]),
     "settings of another store": (lambda f: None, [*NEW_RUN, "data.prepare.eval_fraction=0.5"], ["eval_fraction", "0.5"]),
+    "no calibration": (lambda f: None, [*NEW_RUN, "cost.calibration=none.json"], ["cost.calibration none.json", "maxlm plan --calibrate"]),
     "small vocabulary": (lambda f: None, [*NEW_RUN, "model.vocab_size=296"], ["model.vocab_size", "296", "300"]),
     "run folder is a file": (lambda f: (f / "runs" / "other").write_text("mine"), NEW_RUN, ["run.dir", "is a file"]),
     "runs is a file": (lambda f: (f / "afile").write_text("mine"), [*NEW_RUN, "run.dir=afile"], ["run.dir", "is a file"]),

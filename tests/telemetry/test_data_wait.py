@@ -43,12 +43,16 @@ def test_the_wait_is_counted_in_the_time_in_which_it_lay(monkeypatch, log_every)
         began = time.monotonic()
         time.sleep(0.02 if step % 2 else 0.0)
         waited = time.monotonic() - began
-        measured.stepped(step, Metrics({"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64.0, "skipped": 0}), waited)
+        measured.stepped(
+            step, Metrics({"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64.0, "skipped": 0}), waited, {"read": waited / 2}
+        )
     measured.flush()
     observers.close()
     assert records.seen[-1].step == 12
     for record in records.seen:
         assert 0 <= record.data_wait_s <= record.step_time_s
         shown = next(piece for piece in describe(record, 12, 0.0) if piece.startswith("data wait"))
-        assert float(shown.removeprefix("data wait ").rstrip("%").lstrip("<")) <= 100
+        assert float(shown.removeprefix("data wait ").partition("%")[0].lstrip("<")) <= 100
+        assert record.extra["data_read_s"] == pytest.approx(record.data_wait_s / 2)
+        assert record.extra["memory_peak_bytes"] is None, "a CPU does not count"
     assert sum(record.data_wait_s for record in records.seen) > 0

@@ -8,7 +8,9 @@ from html import escape
 
 import numpy as np
 
-from maxlm.telemetry.formatting import sentence
+from maxlm.hardware.chips import GIB
+from maxlm.telemetry.device_memory import MEMORY, PEAK
+from maxlm.telemetry.formatting import WAIT_CAUSES, sentence
 from maxlm.telemetry.report import experts
 from maxlm.telemetry.report.charts import FEW_RUNS, Line, chart, json_block, knots, metric_lines
 from maxlm.telemetry.report.load import EMPTY, Run, Series
@@ -136,8 +138,30 @@ def _figures(runs: Sequence[Run], points: int) -> Iterator[str]:
         if key.endswith(("_time_s", "_wait_s")):
             lines, unit = _in_readable_seconds(lines, unit)
         yield chart(title, unit, lines, points, zero=zero)
+    for title, unit, lines in (*_wait_causes(runs), *_memory(runs)):
+        yield chart(title, unit, lines, points, zero=True)
     for title, unit, lines in (*_evaluated(runs), *_declared(runs)):
         yield chart(title, unit, lines, points)
+
+
+def _wait_causes(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
+    """(title, unit, lines) of the parts of the wait for data of one run, by cause."""
+    parts = {text: runs[0].get(key) for key, text in WAIT_CAUSES.items()} if len(runs) == 1 else {}
+    lines, unit = _in_readable_seconds([Line(text, series, 0, i) for i, (text, series) in enumerate(parts.items())], "a step")
+    if any(len(series.steps_N) for series in parts.values()):
+        yield "Data wait by cause", unit, lines
+
+
+def _memory(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
+    """(title, unit, lines) of the memory of the fullest local device of process 0: its peak, and of one run also what is held."""
+    lines = [Line(run.label, _in_gib(run.get(PEAK)), run.number) for run in runs]
+    if len(runs) == 1:
+        lines = [Line("peak", lines[0].series, 0), Line("at the moment", _in_gib(runs[0].get(MEMORY)), 0, 1)]
+    yield "Device memory", "GiB, of the fullest device", lines
+
+
+def _in_gib(series: Series) -> Series:
+    return Series(series.steps_N, series.values_N / GIB)
 
 
 def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:

@@ -8,13 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import curves, experts, results
+from maxlm.telemetry.report import curves, experts, layers, results
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run, Series
-from maxlm.telemetry.report.style import CSS, EXPERTS_CSS
+from maxlm.telemetry.report.style import CSS, HEAT_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 from maxlm.telemetry.report.tables import table
 
@@ -35,11 +36,11 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     labels = [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
     runs = [replace(run, label=label, number=number) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
     points = points_per_line(runs)
-    about_experts = experts.section(runs, points)
-    css = CSS + _packaged("page.css") + (EXPERTS_CSS if about_experts else "")
+    about_experts, about_layers = experts.section(runs, points), layers.section(runs)
+    css = CSS + _packaged("page.css") + (HEAT_CSS if about_experts or about_layers else "")
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
     held_out = _held_out(runs[0]) if len(runs) == 1 else ""
-    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_experts, goodput]
+    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_layers, about_experts, goodput]
     sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = POLICY + "; connect-src 'self'" * bool(version)
@@ -84,6 +85,10 @@ def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
     return None if value is None else text(value)
 
 
+def _size(number: float) -> str:
+    return in_bytes(int(number))
+
+
 def _marked(f: Figures, text: Callable[[float], str], value: float | None) -> str | None:
     """The text of a figure of energy, marked where it is estimated."""
     return None if value is None else f"{'~' if f.energy_estimated else ''}{text(value)}"
@@ -104,6 +109,10 @@ _FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
     ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
     ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
     ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
+    ("Step", lambda f: _or_none(duration, f.step_s) if f.predicted_step_s is not None else None, "median"),
+    ("Step, predicted", lambda f: _or_none(duration, f.predicted_step_s), "before the first one"),
+    ("Peak memory", lambda f: _or_none(_size, f.peak_memory), "of the fullest device"),
+    ("Memory, predicted", lambda f: _or_none(_size, f.predicted_memory), "of a device, by the compiler"),
     ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
     ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
     ("Cost", lambda f: f.cost or None, "of the chips, so far"),

@@ -55,8 +55,8 @@ summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius
 @media print{.scroll{max-height:none}details{display:none}}
 """
 
-# Only on pages about mixtures of experts. Both ends of the scale contrast with the background, in light and dark.
-EXPERTS_CSS = """
+# Only on pages with heat maps. Both ends of the scale contrast with the background, in light and dark.
+HEAT_CSS = """
 :root{--h0:#0b2a4a;--h1:#2166ac;--h2:#67a9cf;--h3:#c3dfee;--h4:#f1f2f4;--h5:#fde0c8;--h6:#f4a264;--h7:#d6602d;--h8:#8c1d04}
 @media(prefers-color-scheme:dark){:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}
 .h0{--c:var(--h0)}.h1{--c:var(--h1)}.h2{--c:var(--h2)}.h3{--c:var(--h3)}.h4{--c:var(--h4)}

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.telemetry import process_memory
 from maxlm.telemetry.attempts import OVER
+from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import count, duration, figure, money, percent
+from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
 from maxlm.telemetry.strict_json import is_finite
 
@@ -43,6 +46,10 @@ class Figures:
     goodput: float | None  # share of it spent on steps that count
     attempts: int
     skipped: int
+    peak_memory: float | None  # bytes, of the fullest local device; on CPUs by the growth of the process
+    predicted_memory: float | None  # bytes of a device, by the compiler
+    step_s: float | None  # median
+    predicted_step_s: float | None
     hardware: str
     cost: str  # so far, with its currency; "" where it is unknown
     kwh: float | None  # energy so far, of the data centre
@@ -73,6 +80,10 @@ def figures_of(run: Run) -> Figures:
         goodput=run.ledger.goodput,
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
+        peak_memory=_peak_memory(run),
+        step_s=_median(step_time),
+        predicted_step_s=predicted_of(start, STEP),
+        predicted_memory=predicted_of(start, MEMORY),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
         cost="" if cost is None else money(cost, "".join(_currencies(bills))),
         kwh=kwh,
@@ -192,6 +203,12 @@ def _so_far(run: Run, name: str) -> float | None:
     stated = [bill[name] for bill in bills if is_finite(bill.get(name)) and bill[name] > 0]  # a first start knows of nothing: 0
     values_N = run.get(name).values_N
     return max([*stated, *([float(values_N.max())] if len(values_N) else [])], default=None)
+
+
+def _peak_memory(run: Run) -> float | None:
+    """Of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
+    peaks_N, grown_N = run.get(PEAK).values_N, run.get(process_memory.NAME).values_N
+    return float(peaks_N.max()) if len(peaks_N) else float(grown_N.min()) if len(grown_N) else None
 
 
 def _last(series: Series) -> float | None:

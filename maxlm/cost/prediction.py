@@ -1,0 +1,85 @@
+"""Predicted time of a step on the devices of this process, from its compiled program and what `maxlm plan --calibrate` measured there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxlm.config.errors import ConfigError
+from maxlm.config.schema import Config
+from maxlm.cost import calibration
+from maxlm.cost.calibration import Calibration
+from maxlm.hardware.chips import Achieved, Chip, chip_of
+from maxlm.hardware.topologies import Topology, is_tpu
+
+if TYPE_CHECKING:
+    import jax
+
+    from maxlm.training.program import Program
+
+FIELD = "cost.calibration"
+
+
+def predictor(config: Config) -> Callable[["Program"], float]:
+    """A function that predicts the seconds of a program's step by `cost.calibration`. Raises UserError for a file that is none, or that was
+    measured on other devices.
+    """
+    import jax
+
+    path, devices = config.cost.calibration if config.cost is not None else None, jax.devices()
+    assert path is not None, "asked for only where it is set"
+    found = calibration.read(Path(path), FIELD)
+    if devices[0].device_kind != found.device_kind:
+        rule = f"was measured on {found.device_kind}, and this run is on {devices[0].device_kind}"
+        raise ConfigError(FIELD, path, rule, "measure here, with `maxlm plan --calibrate`")
+    if devices[0].platform == "cpu" and len(devices) > 1:
+        rule = f"is of one device, and here {len(devices)} CPU devices share the cores"
+        raise ConfigError(FIELD, path, rule, "train on one device, or remove it")
+    if config.train.batch_ramp or (config.memory.offload_state is not None and config.memory.offload_state.on_nvme):
+        rule = "is for a step of one program, and train.batch_ramp or memory.offload_state makes several of it"
+        raise ConfigError(FIELD, path, rule, "remove it")
+    topology = topology_of(found, devices)
+    return lambda program: _step_s(program, topology)
+
+
+def _step_s(program: "Program", topology: Topology) -> float:
+    import jax
+
+    from maxlm.cost.step_cost import program_cost
+    from maxlm.hlo.parser import read
+
+    text = program.step.as_text() if isinstance(program.step, jax.stages.Compiled) else None
+    assert text is not None, "a step of one program, which XLA shows"
+    return program_cost(program, read(text), topology).total_s
+
+
+def topology_of(found: Calibration, devices: Sequence["jax.Device"]) -> Topology:
+    """`devices` as a topology, their chip with the speeds that were measured. Times on TPUs are XLA's own, which no factor changes."""
+    chip = chip_of(found.device_kind)
+    if chip is None:
+        return Topology(cpu_chip(found), (1, len(devices)))
+    if is_tpu(chip):
+        dims = 3 if chip.ici_links == 6 else 2
+        slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+        return Topology(chip, tuple(1 + max(device.coords[dim] for device in devices) for dim in range(dims)), len(slices))
+    if found.factors is not None:
+        factors = found.factors
+        chip = replace(chip, achieved=Achieved(factors.matmul, factors.hbm, factors.links, source=f"{found.machine}, {found.date}"))
+    nodes = len({device.process_index for device in devices})
+    return Topology(chip, (nodes, len(devices) // nodes))
+
+
+def cpu_chip(found: Calibration) -> Chip:
+    """A CPU as a chip, whose peaks are what was measured. It has no links: there is one device."""
+    measured = found.measured
+    return Chip(
+        name="cpu",
+        device_kinds=(found.device_kind,),
+        peak_bf16_flops=measured.matmul_flops,
+        hbm_bytes=0,
+        hbm_bytes_per_s=measured.hbm_bytes_per_s,
+        ici_bytes_per_s_per_link=0.0,
+        ici_links=0,
+        dcn_bytes_per_s=0.0,
+        source=f"{found.machine}, {found.date}",
+    )

@@ -1,0 +1,61 @@
+"""Memory and time of a step that were predicted before the first one, beside those of the run.
+
+The event `start` holds them as `predicted`: `memory_bytes` that the compiled step needs on a device, by the compiler, and `step_s`, its
+seconds, if the config names what was measured on such a machine (`cost.calibration`).
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from maxlm.hardware.host import in_bytes
+from maxlm.telemetry import process_memory
+from maxlm.telemetry.device_memory import PEAK
+from maxlm.telemetry.formatting import duration
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.strict_json import is_number, read_objects
+
+MEMORY, STEP = "memory_bytes", "step_s"  # keys of `predicted`
+
+
+class Compared(NamedTuple):
+    """A figure of a run; `measured` and `predicted` in the unit that `text` writes, None where unknown."""
+
+    name: str
+    text: Callable[[float], str]
+    measured: float | None
+    predicted: float | None
+
+    def sentence(self) -> str:
+        """Such as "peak memory 12.3 GiB, predicted 12.0 GiB (2.5% more than predicted)"; "" unless both are known."""
+        if not self.measured or not self.predicted:
+            return ""
+        error = self.measured / self.predicted - 1
+        more = f"{abs(error):.1%} {'more' if error >= 0 else 'less'} than predicted"
+        return f"{self.name} {self.text(self.measured)}, predicted {self.text(self.predicted)} ({more})"
+
+
+def predicted_of(start: Mapping[str, Any], key: str) -> float | None:
+    """A figure that the data of a `start` event predicts."""
+    stated = start.get("predicted")
+    value = stated.get(key) if isinstance(stated, Mapping) else None
+    return float(value) if is_number(value) else None
+
+
+def read_compared(run: RunDirectory) -> list[Compared]:
+    """Figures of the newest attempt of a run. Raises OSError."""
+    starts = [item for item in read_objects(run.events) if item.get("kind") == "start"]
+    if not starts:
+        return []
+    since = starts[-1].get("step", 0)
+    records = [item for item in read_objects(run.metrics) if is_number(item.get("step")) and item["step"] > since]
+    peaks = [item[PEAK] for item in records if is_number(item.get(PEAK))]
+    grown = [item[process_memory.NAME] for item in records if is_number(item.get(process_memory.NAME))]
+    steps = [item["step_time_s"] for item in records if is_number(item.get("step_time_s"))]
+    memory, step = predicted_of(starts[-1], MEMORY), predicted_of(starts[-1], STEP)
+    return [
+        Compared("peak memory of a device", in_bytes, max(peaks, default=None), memory),
+        # Every step needs as much; saves, evaluations and compilations between two records only add to it.
+        Compared("memory of a step, by the least growth of the process", in_bytes, min(grown, default=None), memory),
+        Compared("median step", duration, statistics.median(steps) if steps else None, step),
+    ]

@@ -1,0 +1,163 @@
+"""Figures of every layer that the training step does not compute: activations, entropy of attention, norms of weights.
+
+A program of its own, which computes a forward pass of one sequence of each device, now and then. So the step itself, its memory and its
+flash kernels stay as they are, and no bit of the state depends on it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from maxlm.config.axes import BATCH_AXES
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.kernels.attention.entropy import attention_entropy
+from maxlm.memory.spaces import on_device
+from maxlm.models import BlockContext, Parameters, bind, cast_matrices
+from maxlm.models.decoder import Block
+from maxlm.models.linear import matmul_precision
+from maxlm.parallel import constrain
+from maxlm.telemetry.metric import Metric
+from maxlm.training.gradients import cast_frozen
+from maxlm.training.layer_figures import RATIO, layer_names, squares
+from maxlm.training.step import TrainState
+
+ACTIVATION, ENTROPY, WEIGHT, UPDATE = "layer_activation", "layer_entropy", "layer_weight", "layer_update"
+Program = Any  # `training.program.Program`, which imports this module
+
+QUERIES = 128  # of a sequence, evenly over it, of which the entropy is computed
+
+# B batch, S sequence, D width, H heads, Q queries; L layers, G layers and parameters outside of them
+
+
+class BlockFigures(NamedTuple):
+    """Of one block: root mean square of its output, and mean entropy of its attention in nats. Padding is left out."""
+
+    activation: Float[Array, ""]
+    entropy: Float[Array, ""]
+
+
+def probe_metrics(config: ModelConfig) -> tuple[Metric, ...]:
+    """Declarations of the figures, in records of the steps that have them."""
+    layers = tuple(f"layer {depth}" for depth in range(config.n_layers))
+    return (
+        Metric(ACTIVATION, "Root mean square of each layer's output", entries=layers),
+        Metric(ENTROPY, "Entropy of attention, mean over heads", "nats", entries=layers),
+        Metric(WEIGHT, "Norm of the weights of each layer", entries=layer_names(config)),
+        Metric(UPDATE, "Norm of the update of each layer", entries=layer_names(config)),
+    )
+
+
+class LayerProbe:
+    """Call it with the state and the batch of the next update. One program for each size of a batch."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._compiled = program, dict[int, jax.stages.Compiled]()
+
+    def due(self, step: int) -> bool:
+        """True if update `step` is one to look at."""
+        health = self._program.config.health
+        return health is not None and step % health.activations_every == 0
+
+    def __call__(self, state: TrainState, batch: Any) -> dict[str, Array]:
+        """Figures of `state` by the names of their metrics, on the devices; `with_updates` completes them on the host."""
+        size = len(batch.tokens_BS)
+        self.prepare((size,))
+        return self._compiled[size](self._program.readable(state).params, state.model_state, batch)
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Compile the programs of batches of these sizes, those that are not yet."""
+        for size in sizes:
+            if size not in self._compiled:
+                self._compiled[size] = self.lower(size).compile(compiler_options=self._program.compiler_options)
+
+    def lower(self, size: int) -> jax.stages.Lowered:
+        """The program for batches of `size` sequences, traced and lowered without any array."""
+        program = self._program.of_size(size)
+        state, shardings = jax.eval_shape(program.readable, program.abstract_state), program.state_shardings
+        split = jax.tree.map(on_device, shardings.params), shardings.model_state, program.batch_sharding
+        whole = NamedSharding(program.mesh, PartitionSpec())
+
+        def layer_probe(params: Parameters, model_state: Parameters, batch: Any) -> dict[str, Array]:
+            figures = cast_frozen(program.config, partial(_forward, program))(params, model_state, batch)
+            return {ACTIVATION: figures.activation, ENTROPY: figures.entropy, WEIGHT: jnp.sqrt(squares(program.config.model, params))}
+
+        with jax.set_mesh(program.mesh):
+            return jax.jit(layer_probe, in_shardings=split, out_shardings=whole).lower(
+                state.params, state.model_state, program.abstract_batch
+            )
+
+
+def with_updates(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of an update on the host, completed by the norms of what it changed."""
+    return {**values, UPDATE: values[RATIO] * values[WEIGHT]} if WEIGHT in values else dict(values)
+
+
+def _forward(program: Program, params: Parameters, model_state: Parameters, batch: Any) -> BlockFigures:
+    """Figures of every layer [L] in depth order, from the first sequence of each device."""
+    config, objective = program.config, program.objective
+    batch = objective.inputs(first_rows(config, dict(program.mesh.shape), batch), training=False)
+    model = bind(config.model, cast_matrices(config, params), model_state)
+    with matmul_precision(config.precision):
+        x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
+        layer = partial(_measured_layer, batch.positions_BS)
+        reports: Any = model.run(x_BSD, objective.context(model, batch), layer=layer).routing
+    return reports
+
+
+def first_rows(config: Config, sizes: Mapping[str, int], batch: Any) -> Any:
+    """The first row of each device's share of the batch; no row moves."""
+    shares = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
+
+    def first(array: Array) -> Array:
+        rows = array.reshape(shares, array.shape[0] // shares, *array.shape[1:])[:, 0]
+        return constrain(rows, "batch", *("seq",) * (array.ndim == 2), *(None,) * (array.ndim - 2))
+
+    return jax.tree.map(first, batch)
+
+
+def _measured_layer(
+    positions_BS: Array, context: BlockContext, x_BSD: Array, inputs: tuple[Block, None]
+) -> tuple[Array, tuple[Float[Array, ""], BlockFigures]]:
+    """One block and its figures, in the place of `run_layer`."""
+    attention = inputs[0].attention
+    attend: Callable[..., Any] = attention.attend
+    entropies: list[Array] = []
+
+    def measured(q_BSHK: Array, k_BSGK: Array, v_BSGV: Array, *rest: Any) -> Any:
+        entropies.append(_entropy(attention, q_BSHK, k_BSGK, context, positions_BS))
+        return attend(q_BSHK, k_BSGK, v_BSGV, *rest)
+
+    vars(attention)["attend"] = measured  # of this object alone, which lives as long as the trace
+    y_BSD, _, _ = inputs[0](x_BSD, context)
+    del vars(attention)["attend"]
+    valid_BS1 = (context.segment_ids_BS != 0)[..., None]
+    square = jnp.sum(jnp.square(y_BSD.astype(jnp.float32)) * valid_BS1) / (jnp.maximum(jnp.sum(valid_BS1), 1) * y_BSD.shape[-1])
+    return y_BSD, (jnp.float32(0), BlockFigures(jnp.sqrt(square), entropies[0]))
+
+
+def _entropy(attention: Any, q_BSHK: Array, k_BSGK: Array, context: BlockContext, positions_BS: Array) -> Float[Array, ""]:
+    """Mean over heads and at most `QUERIES` queries of each sequence."""
+    length = q_BSHK.shape[1]
+    chosen_Q = np.unique(np.linspace(0, length - 1, min(length, QUERIES)).astype(np.int32))
+    at = context.segment_ids_BS, positions_BS
+    of_queries = context.segment_ids_BS[:, chosen_Q], positions_BS[:, chosen_Q]
+    entropy_BQH = attention_entropy(
+        q_BSHK[:, chosen_Q],
+        k_BSGK,
+        of_queries,
+        at,
+        prefix_BT=context.prefix_BS,
+        scale=attention.scale,
+        mask=replace(attention.mask, form=context.form),
+        softcap=attention.softcap,
+        sinks_H=None if attention.sinks_H is None else attention.sinks_H[...],
+    )
+    valid_BQ1 = (of_queries[0] != 0)[..., None]
+    return jnp.sum(entropy_BQH * valid_BQ1) / (jnp.maximum(jnp.sum(valid_BQ1), 1) * entropy_BQH.shape[-1])

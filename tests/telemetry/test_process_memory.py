@@ -1,0 +1,37 @@
+"""Memory of a run on a CPU is that of its arrays, by the growth of the process."""
+
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from maxlm.telemetry import process_memory
+from maxlm.telemetry.process_memory import ProcessMemory
+
+SIZE = 2**26  # bytes of an array
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by Linux's counters")
+
+
+def test_arrays_before_and_after_are_seen():
+    before = jnp.ones(SIZE // 4).block_until_ready()
+    memory = ProcessMemory(1)
+    assert memory.peak() == pytest.approx(SIZE, rel=0.1), "what was there counts"
+    after = jnp.ones(SIZE // 4).block_until_ready()
+    del after
+    assert memory.peak() == pytest.approx(2 * SIZE, rel=0.1), "at most since the last call"
+    assert memory.peak() == pytest.approx(SIZE, rel=0.1)
+    del before
+
+
+def test_devices_share_it():
+    whole, half = ProcessMemory(1), ProcessMemory(2)
+    array = jnp.ones(SIZE // 4).block_until_ready()
+    assert half.peak() == pytest.approx(whole.peak() / 2, rel=0.1)
+    del array
+
+
+def test_without_counters_it_is_unknown(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(process_memory, "_RESET", tmp_path / "folder" / "clear_refs")
+    assert ProcessMemory(1).peak() is None
