@@ -4,7 +4,7 @@ import jax
 from tiny import tiny_batch
 
 from maxlm.data.order import batch_number
-from maxlm.data.prefetch import Prefetcher
+from maxlm.data.wait_causes import Batches
 
 
 class NumberedData:
@@ -22,7 +22,7 @@ class NumberedData:
         return {}
 
     def batches(self, start, sharding, stop):
-        return Prefetcher(lambda step: self.batch(batch_number(step, self.left_out), sharding), range(start, stop), self.ahead)
+        return Batches(lambda step, spans: self.batch(batch_number(step, self.left_out), sharding), range(start, stop), self.ahead)
 
     def take_problems(self):
         return []

@@ -159,9 +159,9 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
     logits = FLOAT32 * rows // train.loss_chunks * model.vocab_size // split
-    gradients = FLOAT32 if train.microbatches > 1 else number
+    gradient = FLOAT32 if train.microbatches > 1 else number
     if model.lora is not None:  # of adapters there are few
-        each, gradients = FLOAT32, 0
+        each, gradient = FLOAT32, 0
     smaller, tiers = functools.partial(_smaller_state, model), config.memory.offload_state
     far_weights, far_gradients = _layers_on_host(config, sizes)
     if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with, or their halves
@@ -172,10 +172,10 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
     )
-    beside = Part("gradients", gradients * (numbers - far_gradients), smaller)
+    beside = Part("gradients", gradient * (numbers - far_gradients), smaller)
     if train.microbatches > 1:
         return (state, beside, *activations, *_batches(config, sizes))
-    either = (beside,) if gradients > kept + logits else activations
+    either = (beside,) if beside.bytes > kept + logits else activations
     return (state, *either, *_batches(config, sizes))
 
 

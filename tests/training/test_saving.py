@@ -24,7 +24,7 @@ from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
-from maxlm.data.prefetch import Prefetcher
+from maxlm.data.wait_causes import Batches
 from maxlm.objectives import Sums, build_objective
 from maxlm.runtime.open_run import begin_anew
 from maxlm.telemetry.goodput import Goodput
@@ -51,7 +51,7 @@ class Data(NumberedData):
 class Script:
     """A program whose update n has the loss `loss(n)` and sets the parameter to `parameter(n)`."""
 
-    mesh, batch_sharding, metrics = MESH, None, ()
+    mesh, batch_sharding, metrics, layer_probe = MESH, None, (), None
 
     def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
         self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})
@@ -154,12 +154,12 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
 def test_a_store_that_fails_costs_no_update(tmp_path):
     class Damaged(Data):
         def batches(self, start, sharding, stop):
-            def make(n):
+            def make(n, spans):
                 if n == 8:
                     raise UserError("a chunk is damaged")
                 return n
 
-            return Prefetcher(make, range(start, stop), 2)
+            return Batches(make, range(start, stop), 2)
 
     with pytest.raises(UserError, match="a chunk is damaged"):
         run(tmp_path, Script(), data=Damaged())
@@ -429,12 +429,12 @@ class Broken(Data):
     """Batches until the program that makes them crashes."""
 
     def batches(self, start, sharding, stop):
-        def read(n):
+        def read(n, spans):
             if n == 23:
                 raise RuntimeError("crash")
             return n
 
-        return Prefetcher(read, range(start, stop), 1)
+        return Batches(read, range(start, stop), 1)
 
 
 def test_a_copy_in_memory_holds_what_the_checkpoint_of_its_step_holds(tmp_path):
