@@ -52,7 +52,7 @@ class PlaneWriter:
         self._names: dict[str, int] = {}
 
     def describe(self, event: str, display_name: str = "", /, **stats: Value) -> None:
-        """What all events of this name share."""
+        """Set what all events of this name share."""
         content = (field(4, display_name) if display_name else b"") + b"".join(field(5, self._stat(k, v)) for k, v in stats.items())
         self._kind(event)
         self._details[event] = content

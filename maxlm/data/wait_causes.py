@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Where the time of making one batch went."""
+    """Times spent on making one batch, by cause."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

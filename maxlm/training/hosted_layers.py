@@ -49,7 +49,7 @@ class HostedLayers:
         return nested(flat)
 
     def sum_of_squares(self) -> Float[Array, ""]:
-        """Of all `gradients`, in float32, layer by layer."""
+        """Sum of squares of all `gradients`, in float32, layer by layer."""
 
         def add(total: jax.Array, row: jax.Array, _: Any) -> jax.Array:
             return total + jnp.sum(jnp.square(row.astype(jnp.float32)))

@@ -37,7 +37,7 @@ QUERIES = 128  # of a sequence, evenly over it, of which the entropy is computed
 
 
 class BlockFigures(NamedTuple):
-    """Of one block: root mean square of its output, and mean entropy of its attention in nats. Padding is left out."""
+    """Root mean square of the output of one block, and mean entropy of its attention in nats. Padding is left out."""
 
     activation: Float[Array, ""]
     entropy: Float[Array, ""]

@@ -36,7 +36,7 @@ class NvmeStep:
         self._copies: Leaves = {}  # of masters in the file, in the dtype of the matmuls, on the device
 
     def keep(self, path: Name, leaf: jax.Array) -> jax.Array | DiskArray:
-        """What stands for a leaf of a state: itself, or, for the file, what was written there. Only one state has one: the last."""
+        """Stand-in for a leaf of a state: itself, or, for the file, what was written there. Only one state has one: the last."""
         if path not in self._filed_paths:
             return leaf
         self.disk.adopt({path: leaf})

@@ -132,7 +132,7 @@ class StreamedStep:
 
     @cached_property
     def computed_shardings(self) -> Parameters:
-        """Of the parameters as the forward pass reads them."""
+        """Shardings of the parameters as the forward pass reads them."""
         flat = flat_params(self._abstract.params)
         return nested({name: (on_host if self._computed_on_host(name) else on_device)(leaf.sharding) for name, leaf in flat.items()})
 

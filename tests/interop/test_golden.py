@@ -44,6 +44,10 @@ def restored(folder: Path):
     return Checkpoints(folder / "checkpoints", config.checkpoint, {}).restore_entries(wanted).state
 
 
+# The suite compiles without optimizations; then gemma3 is 1.4e-5 off on a processor without AVX-512, and with them 0.3e-5.
+OPTIMIZED = {"xla_backend_optimization_level": 2}
+
+
 class Case:
     """A recorded case, and its import."""
 
@@ -85,12 +89,13 @@ def case(request, tmp_path_factory):
 
 def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
     with jax.default_matmul_precision("highest"):
-        (loss, logits), grads = jax.jit(jax.value_and_grad(case.loss, has_aux=True))(case.state["params"])
+        program = jax.jit(jax.value_and_grad(case.loss, has_aux=True), compiler_options=OPTIMIZED)
+        (loss, logits), grads = program(case.state["params"])
     recorded = ["logits", *(f"logits ahead {depth}" for depth in range(1, len(logits)))]
     assert recorded == [key for key in case.recorded.files if key.startswith("logits")]
     for got, key in zip(logits, recorded, strict=True):
         wanted = case.recorded[key]
-        assert np.abs(got - wanted).max() <= 3e-5 * np.abs(wanted).max(), key  # processors round differently: up to 1.4e-5 was seen
+        assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max(), key
     assert float(loss) == pytest.approx(float(case.recorded["loss"]), rel=1e-5)
     family = weights_family(case)
     for target in weights.targets(case.config.model, family):
@@ -102,7 +107,7 @@ def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
             theirs = target.rule.part(theirs if piece.row is None else theirs[piece.row], target.part)
             theirs = target.rule.layout.read(theirs, target.piece) - (1 if target.rule.layout == FROM_ONE else 0)
             scale = max(np.abs(theirs).max(), 1e-3)
-            assert np.abs(np.asarray(mine)[piece.index] - theirs).max() <= 3e-4 * scale, piece.theirs
+            assert np.abs(np.asarray(mine)[piece.index] - theirs).max() <= 1e-4 * scale, piece.theirs
 
 
 def weights_family(case):

@@ -38,7 +38,7 @@ def test_arguments_in_host_memory_take_no_hbm(monkeypatch, tmp_path):
 
 
 def test_bounds_count_layers_on_the_host_there(monkeypatch):
-    """Of a float32 model 4 bytes a number of the layers' matrices for their weights, and 4 for their gradients, leave the device."""
+    """4 bytes a number of a float32 model's matrices of layers leave the device for weights, and 4 for gradients."""
     sizes = dict.fromkeys(AXES, 1)
     near, far = (tiny_config(memory={"offload_state": HOST | more}) for more in ({}, {"weights": "host", "gradients": "host"}))
     layers = 4 * count_scanned(far.model)

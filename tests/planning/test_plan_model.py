@@ -204,7 +204,7 @@ def test_no_more_is_offloaded_than_the_hosts_hold():
 
 
 def test_layers_on_the_host_leave_the_device():
-    """Of the layers' matrices 2 bytes a number for weights and 4 for the sum of gradients. Layouts with all layers there: none."""
+    """2 bytes a number of the layers' matrices for weights and 4 for the sum of gradients. Layouts with all layers there: none."""
     tiers = "memory.offload_state={optimizer: host, master: host, %s}"
     one_by_one = "weights: host, gradients: host"
     near, far = (load("models/llama3-8b", [*LARGE, tiers % more, "memory.remat=full"]).config for more in ("", one_by_one))

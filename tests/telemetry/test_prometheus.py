@@ -95,7 +95,7 @@ def test_garbage_of_any_kind_changes_nothing(server):
 
 
 def test_a_crowd_that_says_nothing_is_closed_and_a_scrape_comes_through(server, monkeypatch):
-    """Of several times more connections than are kept, all silent: the oldest give way, and memory and descriptors do not grow."""
+    """Several times more connections than are kept, all silent: the oldest give way, and memory and descriptors do not grow."""
     monkeypatch.setattr(text_server, "MIN_S", 0.2)
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     with contextlib.ExitStack() as crowd:

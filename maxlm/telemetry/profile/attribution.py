@@ -1,4 +1,4 @@
-"""Where the time of a trace goes: by part of the model and phase, gaps, communication, the host. Bounded memory."""
+"""Time of a trace: by part of the model and phase, gaps, communication, the host. Bounded memory."""
 
 import itertools
 import re
@@ -309,7 +309,7 @@ def _add(total: dict[int, int], row_N: np.ndarray, value_N: np.ndarray) -> None:
 
 
 def _read_host(trace: Trace, plane: Plane, profile: Profile) -> None:
-    """What the loop marks, the calls of compiled functions, and allocations."""
+    """Read marks of the loop, calls of compiled functions, and allocations into `profile`."""
     marks = {key: kind.name for key, kind in plane.kinds.items() if kind.name.startswith((HOST_MARK, "PjitFunction("))}
     allocations = {key for key, kind in plane.kinds.items() if kind.name in ("MemoryAllocation", "MemoryDeallocation")}
     allocated = plane.stat_id("bytes_allocated") if allocations else None

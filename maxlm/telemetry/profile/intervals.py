@@ -26,7 +26,7 @@ class Spans(NamedTuple):
         return self.total + other.total - union(self, other).total
 
     def gaps(self) -> "Spans":
-        """What lies between the first and the last."""
+        """Gaps between the spans."""
         return Spans(self.end_M[:-1], self.start_M[1:])
 
 

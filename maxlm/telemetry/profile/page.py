@@ -25,7 +25,7 @@ Predicted = Mapping[str, Mapping[Phase, float]]  # scope -> phase -> seconds a s
 
 @dataclass(frozen=True)
 class Facts:
-    """What the page says beside the trace itself."""
+    """Facts that the page states beside the trace itself."""
 
     title: str
     steps: int = 1  # that the trace covers
@@ -216,7 +216,7 @@ def _collectives(profile: Profile, facts: Facts) -> str:
 
 
 def _host(profile: Profile, facts: Facts) -> str:
-    """What the training loop did on the host, and how much of it left the devices idle."""
+    """Table of the training loop's work on the host, and how much of it left the devices idle."""
     rows = []
     for name, spans in sorted(profile.host.items(), key=lambda item: -item[1].total):
         idle = sum(device.idle_beside.get(name, 0) for device in profile.devices) / len(profile.devices)

@@ -206,7 +206,7 @@ def _so_far(run: Run, name: str) -> float | None:
 
 
 def _peak_memory(run: Run) -> float | None:
-    """Of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
+    """Peak bytes of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
     peaks_N, grown_N = run.get(PEAK).values_N, run.get(process_memory.NAME).values_N
     return float(peaks_N.max()) if len(peaks_N) else float(grown_N.min()) if len(grown_N) else None
 

@@ -1,4 +1,4 @@
-"""Where time goes in synthetic traces of TPUs and GPUs, to the microsecond, and in a recorded one of this CPU."""
+"""Attribution of time in synthetic traces of TPUs and GPUs, to the microsecond, and in a recorded one of this CPU."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_the_place_of_an_event_of_a_tpu_ends_before_its_type(tf_op, where):
 
 
 def test_allocations_are_a_line_over_time(tmp_path):
-    """Of a synthetic trace; the page shows the peak."""
+    """Allocations of a synthetic trace; the page shows the peak."""
     device, host = PlaneWriter("/device:TPU:0"), PlaneWriter("/host:CPU")
     device.line("XLA Ops", [Event("fusion.1", 0, US)])
     sizes = [1 << 30, 3 << 30, 2 << 30]

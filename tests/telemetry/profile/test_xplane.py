@@ -69,7 +69,7 @@ def test_what_is_no_trace_is_refused(tmp_path, content):
 
 
 def test_operations_without_a_place_take_that_of_their_neighbours(tmp_path):
-    """What a fusion holds, else what is read, else who reads."""
+    """The place of what a fusion holds, else of what is read, else of the reader."""
     outer = [
         Instruction("parameter.1", "parameter", "state"),
         Instruction("dot.2", "dot", "jit(f)/jvp()/mlp/dot_general", (1,)),
