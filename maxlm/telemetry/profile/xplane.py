@@ -20,7 +20,7 @@ BLOCK = 8 << 20  # bytes of events that are decoded at a time
 
 @dataclass(frozen=True)
 class EventKind:
-    """Metadata that events of one metadata_id share: their name, and `stats` (name -> number or text; bytes as (start, end) in the file)."""
+    """Metadata that events of one metadata_id share: their name, and `stats` (name -> number or text; bytes as (start, end) in it)."""
 
     name: str
     display_name: str = ""
