@@ -43,23 +43,23 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     found = link_needs.needs(module, network, {use.kind for use in uses if use.peak > 0})
     number = f"{machine.slices} slices of {machine.name}" if machine.slices > 1 else machine.name
     exposed_s = sum(len(runs.begins) * runs.span.exposed_s for runs in runs_of(root))
-    if out is not None:
-        plot(uses, f"{config.run.name} on {number}: links of a chip during a step, predicted", out)
     if as_json:
         mesh = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
         facts = {"source": "schedule", "run": config.run.name, "topology": machine.name, "slices": machine.slices, "mesh": mesh}
         times = {"step_s": root.seconds, "exposed_s": exposed_s}
         links = {"links": [use.to_json() for use in uses], "needs": [need.to_json() for need in found]}
         sys.stdout.write(json.dumps({**facts, **times, **links}) + "\n")
-        return 0
-    console = output_console()
-    share = percent(exposed_s / root.seconds if root.seconds else 0.0)
-    console.print(f"{config.run.name} on {number}: a step of {duration(root.seconds)} (predicted), {share} of it exposed communication.")
-    console.print("Bandwidth of the busiest link of each kind at a chip, one way, by the schedule of the compiled program:")
-    console.print(table(uses, "mesh axes"))
-    if found:
-        console.print("Step with other bandwidth of one kind of link, relative to now:")
-        console.print(link_needs.table(found))
-    if out is not None:
-        console.print(f"plot: {out}")
+    else:
+        console = output_console()
+        share = percent(exposed_s / root.seconds if root.seconds else 0.0)
+        console.print(f"{config.run.name} on {number}: a step of {duration(root.seconds)} (predicted), {share} of it exposed communication.")
+        console.print("Bandwidth of the busiest link of each kind at a chip, one way, by the schedule of the compiled program:")
+        console.print(table(uses, "mesh axes"))
+        if found:
+            console.print("Step with other bandwidth of one kind of link, relative to now:")
+            console.print(link_needs.table(found))
+    if out is not None:  # after the figures, which a full disk must not take along
+        plot(uses, f"{config.run.name} on {number}: links of a chip during a step, predicted", out)
+        if not as_json:
+            output_console().print(f"plot: {out}")
     return 0

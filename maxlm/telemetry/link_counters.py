@@ -54,7 +54,8 @@ class Sampler:
             self._take()
 
     def _take(self) -> None:
-        self._samples.append((time.monotonic(), self._read()))
+        values = self._read()
+        self._samples.append((time.monotonic(), values))  # not before: PCIe is read for 40 ms a GPU
 
     def uses(self, used_by: str = "") -> list[LinkUse]:
         """Use of every link that carried anything. A counter that went back, as after a reset, leaves an interval out."""

@@ -119,7 +119,7 @@ def plot(uses: Sequence[LinkUse], title: str, path: Path) -> None:
     """Write a PNG to `path`: a panel a link, bandwidth against time, with its average, 90th percentile and limit. Raises UserError."""
     shown = [use for use in uses if use.rates is not None][:MOST_PANELS]
     page = Figure(figsize=(11, 1.0 + 2.0 * max(1, len(shown))), dpi=120, layout="constrained")
-    page.suptitle(title, fontsize="medium")
+    page.suptitle(title, fontsize="medium", parse_math=False)  # a `$` in the name of a run or of a link is no formula
     panels = page.subplots(max(1, len(shown)), 1, sharex=True, squeeze=False)[:, 0]
     for panel, use in zip(panels, shown, strict=False):
         assert use.rates is not None
@@ -129,7 +129,7 @@ def plot(uses: Sequence[LinkUse], title: str, path: Path) -> None:
         for value, style, label in ((use.average, "-", "average"), (use.p90, ":", "90th percentile"), (use.limit, "--", "limit")):
             if value is not None:
                 panel.axhline(value / unit, color="0.2", linestyle=style, linewidth=1, label=f"{label} {figure(value / unit, 3)}")
-        panel.set_title(f"{use.link} ({use.used_by})" if use.used_by else use.link, fontsize="small", loc="left")
+        panel.set_title(f"{use.link} ({use.used_by})" if use.used_by else use.link, fontsize="small", loc="left", parse_math=False)
         panel.set_ylabel(name)
         in_sight = use.limit if use.limit is not None and use.limit < FAR * use.peak else use.peak
         panel.set_ylim(0, 1.1 * max(in_sight, use.peak) / unit or 1.0)

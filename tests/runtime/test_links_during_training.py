@@ -10,14 +10,16 @@ import pytest
 from hosts import Hosts, can_make_hosts
 from rich.console import Console
 from small_run import command, environment, make_workspace
+from tiny import tiny_config
 
 from maxlm import cli
-from maxlm.config import load
+from maxlm.config import UserError, load
 from maxlm.models import count_parameters
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.comm import during_training
 from maxlm.runtime.host_allgather import allgather_text
 from maxlm.telemetry.link_counters import Link
+from maxlm.telemetry.link_use import LinkUse
 from maxlm.telemetry.phases import Phases
 
 
@@ -67,12 +69,13 @@ def test_text_of_any_length_is_gathered(text):
 
 
 def test_steps_run_while_the_links_of_the_host_are_read(tmp_path, monkeypatch):
-    """From the end of the warm-up to that of the last step; nothing is saved."""
+    """From the end of the warm-up to that of the last step, of whose time a first reading that is slow is no part; nothing is saved."""
     monkeypatch.chdir(make_workspace(tmp_path))
     config = load("small.yml", ["mesh.data=2", f"mesh.fsdp={jax.device_count() // 2}"]).config
     reads = []
 
     def read():
+        time.sleep(0 if reads else 2)
         reads.append(time.monotonic())
         return {Link("eth0 sent", "ethernet", 1.25e9): 1e6 * len(reads)}
 
@@ -83,6 +86,15 @@ def test_steps_run_while_the_links_of_the_host_are_read(tmp_path, monkeypatch):
     assert reads[-1] - reads[0] == pytest.approx(3 * found.step_s, abs=0.5 + 0.5 * found.step_s)
     assert use.average == pytest.approx(1e6 * (len(reads) - 1) / (reads[-1] - reads[0]), rel=0.2)
     assert not (tmp_path / "runs").exists()
+
+
+def test_figures_are_printed_although_the_plot_cannot_be_written(tmp_path, capsys):
+    use, here = LinkUse("eth0 sent", "ethernet", 1e6, 2e6, 3e6, 1.25e9, used_by="host7"), Cluster("one process", ("host7",))
+    found = during_training.Found(0.5, 3, None, [use])
+    for as_json in (True, False):
+        with pytest.raises(UserError, match="--out .* cannot be written"):
+            during_training._print(tiny_config(), found, [use], here, tmp_path / "missing" / "plot.png", as_json=as_json)
+        assert "eth0 sent" in capsys.readouterr().out
 
 
 @pytest.mark.soak

@@ -41,6 +41,11 @@ def test_a_plot_is_drawn_for_any_number_of_intervals(tmp_path, intervals):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_dollar_sign_in_a_name_is_no_formula(tmp_path):
+    plot([LinkUse.of("$_$", "ici", Rates(SECONDS, LEVELS), None)], "a$_$b on x", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
 def test_a_plot_that_cannot_be_written_is_an_error_of_one_line(tmp_path):
     with pytest.raises(UserError, match=r"--out .* cannot be written"):
         plot([], "title", tmp_path / "missing" / "plot.png")

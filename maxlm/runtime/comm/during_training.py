@@ -86,9 +86,9 @@ def measure(config: Config, here: Cluster, steps: int, phases: Phases) -> Found:
             for number in range(WARM_UP + steps):
                 if number == WARM_UP:
                     jax.block_until_ready(state)
-                    began = time.monotonic()
                     for sampler in samplers:
                         sampling.enter_context(sampler)
+                    began = time.monotonic()  # the first reading of PCIe takes 40 ms a GPU
                 before, (state, metrics) = metrics, step(state, batches.get())
                 jax.block_until_ready(before)  # one step ahead of the device, as in training
             jax.block_until_ready((state, metrics))
@@ -125,13 +125,19 @@ def _print(config: Config, found: Found, uses: list[LinkUse], here: Cluster, out
     where = (
         f"{jax.device_count()} x {kind}, {len(here.hosts)} process{'es' * (len(here.hosts) > 1)}, {len(hosts)} host{'s' * (len(hosts) > 1)}"
     )
-    if out is not None:
-        plot(found.uses, f"{config.run.name} on {where}: links of {here.hosts[0]} during {found.steps} steps", out)
     if as_json:
         facts = {"source": "counters", "run": config.run.name, "device_kind": kind, "devices": jax.device_count(), "hosts": list(hosts)}
         times = {"jax": jax.__version__, "steps": found.steps, "step_s": found.step_s, "sampled_every_s": PERIOD_S, "nvml": found.nvml}
         sys.stdout.write(json.dumps({**facts, **times, "links": [use.to_json() for use in uses]}) + "\n")
-        return
+    else:
+        _show(config, found, uses, where)
+    if out is not None:  # after the figures, which a full disk must not take along
+        plot(found.uses, f"{config.run.name} on {where}: links of {here.hosts[0]} during {found.steps} steps", out)
+        if not as_json:
+            sys.stdout.write(f"plot: {out}\n")
+
+
+def _show(config: Config, found: Found, uses: list[LinkUse], where: str) -> None:
     console = Console(width=max(WIDTH, Console().width))
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     say(f"{config.run.name} on {where}: {found.steps} steps of {duration(found.step_s)}")
@@ -145,5 +151,3 @@ def _print(config: Config, found: Found, uses: list[LinkUse], here: Cluster, out
     console.print(table(busiest[:MOST_ROWS], "host"))
     if len(uses) > MOST_ROWS:
         say(f"{len(uses) - MOST_ROWS} more links carried less; --json has them all.")
-    if out is not None:
-        say(f"plot: {out}")
