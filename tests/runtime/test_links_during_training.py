@@ -92,7 +92,7 @@ def test_figures_are_printed_although_the_plot_cannot_be_written(tmp_path, capsy
     use, here = LinkUse("eth0 sent", "ethernet", 1e6, 2e6, 3e6, 1.25e9, used_by="host7"), Cluster("one process", ("host7",))
     found = during_training.Found(0.5, 3, None, [use])
     for as_json in (True, False):
-        with pytest.raises(UserError, match="--out .* cannot be written"):
+        with pytest.raises(UserError, match=r"--out .* cannot be written"):
             during_training._print(tiny_config(), found, [use], here, tmp_path / "missing" / "plot.png", as_json=as_json)
         assert "eth0 sent" in capsys.readouterr().out
 
