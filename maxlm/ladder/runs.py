@@ -41,10 +41,9 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
         begun = folder / "runs" / rung.name / "config.yml"
         file, text = config_file(folder, rung), dump(rung.config)
         before = file if file.exists() else begun  # the configs may have been removed, or the runs copied without them
-        if begun.exists() and before.read_text(encoding="utf-8") != text:
+        if begun.exists() and (changed := _difference(before, text, rung)):
             raise UserError(
-                f"{rung.name} was begun with {_difference(before, rung)}: undo the change, remove its folder {begun.parent}, "
-                "or take another `folder`."
+                f"{rung.name} was begun with {changed}: undo the change, remove its folder {begun.parent}, or take another `folder`."
             )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +52,15 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
             raise UserError(f"{file} cannot be written ({error.strerror or error}): choose another `folder`.") from error
 
 
-def _difference(file: Path, rung: Rung) -> str:
-    """The first setting that differs: its value in the file, and now."""
+def _difference(file: Path, text: str, rung: Rung) -> str:
+    """The first setting that differs: its value in the file, and now; "" if none does, as where `text`, the config as it is written now,
+    has settings that the version of maxlm before did not have.
+    """
+    if file.read_text(encoding="utf-8", errors="replace") == text:
+        return ""
     before, now = (dict(flatten(config.model_dump(mode="json"))) for config in (load(str(file)).config, rung.config))
-    key = next((key for key in sorted({*before, *now}) if before.get(key) != now.get(key)), "another format")
-    return f"{key} = {show(before.get(key))}, and the ladder says {show(now.get(key))} now"
+    key = next((key for key in sorted({*before, *now}) if before.get(key) != now.get(key)), None)
+    return "" if key is None else f"{key} = {show(before.get(key))}, and the ladder says {show(now.get(key))} now"
 
 
 def find(folder: Path, rung: Rung) -> Found:

@@ -109,6 +109,20 @@ def test_a_changed_ladder_is_refused_where_runs_have_begun_and_grows_otherwise(h
     assert len(trained[0]) == 16
 
 
+@pytest.mark.parametrize("place", ["configs/{}.yml", "runs/{}/config.yml"])
+def test_runs_go_on_whose_config_another_version_wrote(here, place):
+    """Without a setting that is new, and has its default: of the ladder's own copy, and of the run where there is none."""
+    (rung, *_), folder = rungs_of(write_ladder(here)), here / "out"
+    end_run(folder, rung)
+    if place.startswith("configs"):
+        runs.write_configs(folder, [rung])
+    file = folder / place.format(rung.name)
+    (line,) = (line for line in file.read_text().splitlines() if line.startswith("  loss_chunks: "))
+    file.write_text(file.read_text().replace(f"{line}\n", ""))
+    runs.write_configs(folder, [rung])
+    assert line in runs.config_file(folder, rung).read_text()
+
+
 def test_runs_of_another_config_are_refused_without_the_ladders_own_configs_too(here):
     """As where runs were copied without them."""
     file, folder = write_ladder(here), here / "out"
