@@ -14,7 +14,7 @@ from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.planning.branching import search_all
-from maxlm.planning.explore import Point, Search, explore, points
+from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
@@ -150,15 +150,15 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
 
             for tries in range(1, TRIES + 1):
                 explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), compiling, most=tries)
-                if machine.search.end == "stopped":
-                    raise KeyboardInterrupt
-                if machine.search.best:
+                if machine.search.best or machine.search.end == STOPPED:
                     break
                 machine.search.end = ""
-            for other in machines:
+            for other in machines if machine.search.trials else ():
                 if other.topology.chip == here.chip and other is not machine:
                     other.search.other_trials += machine.search.trials
                 other.choose()
+            if machine.search.end == STOPPED:
+                raise KeyboardInterrupt  # after what was compiled has counted
 
 
 def _best(search: Search) -> Point | None:
@@ -194,8 +194,9 @@ def _show(
     console.print(
         f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured.", style="dim"
     )
-    console.print(_correction_line(machines), style="dim")
-    console.print(_price_line(machines, wanted), style="dim")
+    if machines:
+        console.print(_correction_line(machines), style="dim")
+        console.print(_price_line(machines, wanted), style="dim")
     without = [_name(machine.topology) for machine in others if machine.point is None]
     if without:
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")

@@ -1,5 +1,6 @@
 """The search of `maxlm plan` against a compiler that answers at once: it finds the best, and keeps what it found."""
 
+import contextlib
 import math
 import random
 from dataclasses import replace
@@ -9,7 +10,9 @@ from test_plan_model import LARGE, analytic
 
 from maxlm.config.loader import load
 from maxlm.cost.verify import Verdict
-from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, Trial, begin, explore, points, predict, rows
+from maxlm.hardware.topologies import parse
+from maxlm.planning import choose_topology
+from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, STOPPED, Trial, begin, explore, points, predict, rows
 from maxlm.planning.layouts import frames, layout_of, savings
 
 GIB = 2**30
@@ -162,3 +165,21 @@ def test_the_frontier_holds_what_no_other_beats():
     assert {point.layout for point in shown if point.compiled} == {one.layout for one in found.trials}
     assert len(shown) <= len(found.trials) + 6
     assert [point.frontier for point in shown] == sorted((point.frontier for point in shown), reverse=True)
+
+
+def test_a_comparison_that_is_stopped_forgets_no_layout_that_does_not_fit(monkeypatch):
+    """Ctrl-C while the second layout of a machine is compiled: the first, predicted to fit, did not."""
+    search, one = begin(SPACE[:1], MODEL, AVAILABLE), SPACE[0]
+    (point,) = points(search)
+    machine = choose_topology.Machine(parse("v5p:4x4x4"), CONFIG, search, None, None, point=point)
+
+    def explore_some(search, *_, most, **__):
+        if most == 1:
+            search.trials.append(Trial(one, search.open.pop(one), Verdict(2 * AVAILABLE, AVAILABLE, None, 1.0, cached=False)))
+        search.end = "1 are enough" if most == 1 else STOPPED
+
+    monkeypatch.setattr(choose_topology, "explore", explore_some)
+    monkeypatch.setattr(choose_topology, "Compiler", contextlib.nullcontext)
+    with pytest.raises(KeyboardInterrupt):
+        choose_topology._check([machine], lambda _: None)
+    assert machine.point is None
