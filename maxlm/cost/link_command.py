@@ -52,7 +52,8 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     else:
         console = output_console()
         share = percent(exposed_s / root.seconds if root.seconds else 0.0)
-        console.print(f"{config.run.name} on {number}: a step of {duration(root.seconds)} (predicted), {share} of it exposed communication.")
+        step_s = duration(root.seconds)
+        console.print(f"{config.run.name} on {number}: a step of {step_s} (predicted), {share} of it exposed communication.")
         console.print("Bandwidth of the busiest link of each kind at a chip, one way, by the schedule of the compiled program:")
         console.print(table(uses, "mesh axes"))
         if found:

@@ -109,7 +109,7 @@ class Network:
         return Collective(op.name, "copy", "async", payload, 1, HOST_AXES, op.where, payload / speed, "host", (lane,))
 
     def transfer(self, send: Op) -> Collective:
-        """The transfer between slices that `send` begins: a ring over them, each chip at its share of the data-centre network."""
+        """The transfer between slices that `send` begins: a ring over them, or from one to the next, at a chip's share of the network."""
         kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, self.slices
         payload *= slices if kind == "ALL_GATHER" else 1  # a chip's own part is sent, and the full result counts
         opcode = kind.lower().replace("_", "-") or "transfer"
@@ -117,7 +117,9 @@ class Network:
         return Collective(send.name, opcode, "async", payload, slices, (self.across,), send.where, seconds, "dcn", ("dcn",))
 
     def _crossing(self, opcode: str, payload: int) -> float:
-        """Bytes that a chip sends to other slices for a transfer."""
+        """Bytes that a chip sends to other slices for a transfer; all of it where it goes to one other (`one-to-one`, of a permutation)."""
+        if opcode not in OPCODES:
+            return payload
         return (2 if opcode == "all-reduce" else 1) * (self.slices - 1) / self.slices * payload
 
     def seconds(self, opcode: str, payload: int, axes: tuple[str, ...], group_size: int) -> float:

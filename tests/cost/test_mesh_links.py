@@ -72,6 +72,13 @@ def test_what_computes_meanwhile_hides_a_transfer_between_slices(share):
     assert cost.exposed_s + cost.hidden_s == pytest.approx(row.seconds)
 
 
+def test_of_a_permutation_between_slices_all_is_sent_once():
+    """As between the stages of a pipeline."""
+    (row,) = step_between_slices(0, "ONE_TO_ONE").traffic
+    assert (row.opcode, row.bytes) == ("one-to-one", 4 * 2**20)
+    assert row.seconds == pytest.approx(4 * 2**20 / parse("v5e:2x2").chip.dcn_bytes_per_s, rel=0.05)
+
+
 def test_of_a_gather_between_slices_every_part_goes_to_every_other_slice():
     (row,) = step_between_slices(0, "ALL_GATHER").traffic
     assert (row.opcode, row.bytes) == ("all-gather", 2 * 4 * 2**20)
