@@ -64,10 +64,13 @@ class Collectives:
         self.heads = 1 + config.model.mtp_depth
 
     def _traffic(self, mesh: tuple[tuple[str, int], ...], across: str, zero: int, attention: str, parts: bool) -> Traffic:
-        """Traffic on a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there."""
+        """Traffic on a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there, unless
+        those of the layers go to host memory one by one.
+        """
         sizes = dict(mesh)
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
-        weights = _Weights(self, network, sizes, zero, once=parts or zero == 1 or sizes["stage"] > 1)
+        once = (parts or zero == 1 or sizes["stage"] > 1) and not self.config.memory.layers_on_host  # see `gradients.reduction_axes`
+        weights = _Weights(self, network, sizes, zero, once=once)
         gathers, sums = weights.seconds([kind for kind in self.layers if kind.pattern])
         end_gathers, end_sums = weights.seconds([kind for kind in self.layers if not kind.pattern], table=True)
         forward, backward, ends = self._ring_s(network, sizes, attention), 0.0, 0.0
@@ -78,8 +81,8 @@ class Collectives:
             crossing, forward = crossing + 2 * forward + self._ring_s(network, sizes, attention, backward=True), 0.0
         if sizes["stage"] > 1:
             ends = STAGE_ENDS * network.seconds("all-gather", self.number * MESSAGE * self.config.model.d_model, ("stage",), sizes["stage"])
-        once = weights.once_s + self._distribution_s(network, sizes)
-        return Traffic(gathers, sums, end_gathers, end_sums, once, crossing, ends / MESSAGE, forward, backward)
+        once_s = weights.once_s + self._distribution_s(network, sizes)
+        return Traffic(gathers, sums, end_gathers, end_sums, once_s, crossing, ends / MESSAGE, forward, backward)
 
     def travels(self, kind: LayerKind, matmul: Matmul) -> float:
         """Bytes of a number of gathered weights: quantized ones travel so."""

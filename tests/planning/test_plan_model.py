@@ -23,7 +23,9 @@ from maxlm.hardware.topologies import parse
 from maxlm.models import abstract_parameters, parameter_axes, token_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate
+from maxlm.planning.branching import search_all
 from maxlm.planning.layouts import Layout, frames, layout_of, layouts, meshes, savings
+from maxlm.planning.plan import _why_none
 from maxlm.training.program import build_program
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -213,6 +215,16 @@ def test_layers_on_the_host_leave_the_device():
     assert before.temporaries - after.temporaries >= 6 * numbers > 0
     assert after.state == before.state and after.host_s > before.host_s
     assert {(one.zero, one.remat, one.sizes["stage"]) for one in layouts(far, 8)} == {(3, "full", 1)}
+
+
+def test_gradients_that_go_to_the_host_are_summed_over_data_in_every_microbatch():
+    """As training does: elsewhere once an update."""
+    tiers = "memory.offload_state={optimizer: host, master: host, %s}"
+    near, far = (load("models/llama3-8b", [*LARGE, tiers % more, "memory.remat=full"]).config for more in ("", "gradients: host"))
+    mesh = layout(mesh={"data": 4, "fsdp": 16}).mesh
+    once, each = (analytic(config, "v5p:4x4x4").collectives.of(mesh, "data", 3, "ring", True) for config in (near, far))
+    assert each.once == 0 < once.once
+    assert each.sums + each.end_sums == pytest.approx(once.sums + once.end_sums + once.once)
 
 
 def test_recomputing_costs_what_it_computes():
