@@ -201,7 +201,9 @@ def _memory(report: Report, console: Console) -> None:
         rows.append(("free", "", size(step.available - step.needed), percent(1 - step.needed / step.available)))
     _table(console, ("", "", ">", ">"), rows)
     if step.memory is not None and step.memory.host:
-        console.print(f"  and {size(step.memory.host)} of host memory")
+        chip = report.topology.chip
+        stated = f", of {size(round(chip.host_bytes / chip.devices_per_chip))} that there is" if chip.host_bytes is not None else ""
+        console.print(f"  and {size(step.memory.host)} of host memory{stated}")
 
 
 def _time(report: Report, console: Console) -> None:

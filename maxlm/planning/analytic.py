@@ -17,7 +17,7 @@ from maxlm.cost import efficiency, model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.quantized_matmuls import quantization_of
-from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES, MatmulFormat
+from maxlm.hardware.chips import LANES, MOST_VMEM_BYTES, Chip, MatmulFormat
 from maxlm.hardware.topologies import Topology
 from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
@@ -85,6 +85,11 @@ class Estimate:
         return self.matmul_s, self.attention_s, self.memory_s, self.exposed_s, self.host_s
 
 
+def host_room(chip: Chip) -> float:
+    """Bytes of host memory for the state and the activations of a device; half of HBM is assumed where none is stated."""
+    return (chip.host_bytes or chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
+
+
 class Analytic:
     """The analytic model of one config on one machine. `links`: physical links of the axes of a layout's mesh. `flash`: True for attention
     by others' kernels, splash on TPUs and on GPUs those that keep scores on the chip; default what this repository runs there.
@@ -148,12 +153,15 @@ class Analytic:
         return compute_s + self._exposed_s(kept, tokens, compute_s), self._least_beside(frame, 0)
 
     def fits_host(self, layout: Layout) -> bool:
-        """True if what `layout` offloads fits in the hosts' memory, and the time of its copies is known (of GPUs it is not)."""
+        """True if what `layout` and `memory.offload_state` keep there fits in the hosts' memory, and the time of a layout's copies is known
+        (of GPUs it is not). No state is refused where host memory is only assumed.
+        """
         chip = self.topology.chip
         if layout.offload and chip.host_bytes_per_s is None:
             return False
-        room = (chip.host_bytes or chip.hbm_bytes / 2) * HOST_SHARE / chip.devices_per_chip
-        return self._host_bytes(layout, self.tokens(layout)) <= room
+        if chip.host_bytes is None and not layout.offload:
+            return True
+        return self._host_bytes(layout, self.tokens(layout)) <= host_room(chip)
 
     def tokens(self, layout: Layout) -> int:
         """Tokens of one device, in all microbatches. The stages of a pipeline all have the same."""

@@ -27,7 +27,8 @@ def search_all(
     """
     search, found = Search(available), _Found(available)
     first = {} if own is None else {own: model.estimate(own)}
-    first = {layout: estimate for layout, estimate in first.items() if estimate.least_bytes <= available}
+    stated = model.topology.chip.host_bytes is not None
+    first = {one: said for one, said in first.items() if said.least_bytes <= available and (not stated or model.fits_host(one))}
     for layout, estimate in first.items():
         found.add(layout, estimate)
     bounded = sorted(((*model.frame_bounds(frame), frame) for frame in frames(config, model.topology.devices)), key=lambda one: one[:2])
@@ -40,8 +41,9 @@ def search_all(
             search.cannot_fit += count
             continue
         for family in families if least_s <= found.limit else _leanest(families):
-            if family[0].offload and not model.fits_host(family[0]):
+            if not model.fits_host(family[0]):
                 search.cannot_fit += len(family)
+                search.host_full += len(family)
                 continue
             for layout in family:
                 estimate = model.estimate(layout)

@@ -66,6 +66,7 @@ class Search:
     too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
     too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
     cannot_fit: int = 0  # others that were dropped unseen: no layout of their frame can fit
+    host_full: int = 0  # of these, for lack of host memory
     set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
     end: str = ""  # why the search ended

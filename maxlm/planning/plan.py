@@ -21,7 +21,7 @@ from maxlm.hardware.topologies import Topology
 from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning import explore
-from maxlm.planning.analytic import Analytic
+from maxlm.planning.analytic import Analytic, host_room
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import Point, Search, Trial, points
 from maxlm.planning.layouts import Layout, layout_of
@@ -179,6 +179,9 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
         batch = f"train.global_batch = {config.train.global_batch:,}"
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
     state = sum(leaf.state_bytes for leaf in parameter_leaves(config))
+    if search.host_full and search.leanest <= search.available:
+        room, what = host_room(topology.chip) / GIB, "memory.offload and memory.offload_state"
+        return f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device; keep less there, or use more chips."
     short = (search.leanest - search.available) / GIB
     return too_small(topology, state, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "

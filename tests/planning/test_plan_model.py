@@ -205,6 +205,18 @@ def test_no_more_is_offloaded_than_the_hosts_hold():
         assert tuple(map(analytic(config, topology).fits_host, (little, much))) == fits
 
 
+def test_state_that_the_hosts_cannot_hold_is_no_plan():
+    """8B, 16 bytes a parameter: 128 GB. A v5e has 48 GB of host memory; of a v4 none is stated, and nothing is refused for a guess."""
+    tiers = "memory.offload_state={optimizer: host, master: host, weights: host, gradients: host}"
+    config = load("models/llama3-8b", [*LARGE, tiers, "memory.remat=full"]).config
+    for topology, chips, fits in (("v5e:1x1", 1, False), ("v5e:8x8", 64, True), ("v4:2x2x1", 4, True)):
+        one = layout(mesh={"fsdp": chips}, remat="full", microbatches=2)
+        assert analytic(config, topology).fits_host(one) == fits
+    found = search_all(config, analytic(config, "v5e:1x1"), 2**60, layout(mesh={"fsdp": 1}, remat="full"))
+    assert found.counted == found.cannot_fit == found.host_full > 0 and not found.open
+    assert "more than the 33.5 GiB of host memory a device" in _why_none(found, config, parse("v5e:1x1"))
+
+
 def test_layers_on_the_host_leave_the_device():
     """2 bytes a number of the layers' matrices for weights and 4 for the sum of gradients. Layouts with all layers there: none."""
     tiers = "memory.offload_state={optimizer: host, master: host, %s}"
