@@ -4,7 +4,8 @@
     python tools/recipes.py --missing       compile only those without figures
     python tools/recipes.py --page          compile nothing: the page from docs/recipes.json
 
-A recipe has changed if its config, the sources of maxlm, jax or libtpu have. docs/recipes.json keeps the figures of each, with their day.
+A recipe has changed if its config, the sources of maxlm and its kernels, jax or libtpu have. docs/recipes.json keeps the figures of each,
+with their day.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from maxlm.hardware.prices import LIST_PRICES  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
 from maxlm.planning.run_cost import Wanted, run_cost  # noqa: E402
+from maxlm.runtime.consistency import code_digest  # noqa: E402
+from maxlm.telemetry.atomic import write_text  # noqa: E402
 from maxlm.telemetry.formatting import count, duration, money  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -72,20 +75,22 @@ def main() -> int:
     if unknown := sorted(set(given.names) - set(runs)):
         parser.error(f"{unknown[0]} is no recipe under configs/runs with a cluster in its name")
     figures = read()
+    failed = 0
     chosen = [name for name in given.names or sorted(runs, key=_size) if _stale(name, figures.get(name), given.missing)]
     for number, name in enumerate([] if given.page else chosen, 1):
         sys.stderr.write(f"{name} ({number} of {len(chosen)}) ...\n")
         try:
             figures[name] = compiled(name)
         except UserError as error:
+            failed += 1
             sys.stderr.write(f"{name}: {error}\n")
             continue
         except KeyboardInterrupt:
             break
-        FIGURES.write_text(json.dumps(dict(sorted(figures.items())), indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(figures), encoding="utf-8")
-    PAGE.write_text(page(figures), encoding="utf-8")
-    return 0
+        write_text(FIGURES, json.dumps(dict(sorted(figures.items())), indent=1) + "\n")
+        write_text(PAGE, page(figures))
+    write_text(PAGE, page(figures))
+    return 1 if failed else 0
 
 
 def recipes() -> list[str]:
@@ -115,10 +120,7 @@ def digest(config: Config) -> str:
 
 @cache
 def _sources() -> str:
-    code = hashlib.sha256()
-    for path in sorted((REPOSITORY / "maxlm").rglob("*.py")):
-        code.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
-    return f"{code.hexdigest()} {_versions()}"
+    return f"{code_digest()} {_versions()}"
 
 
 def _versions() -> str:

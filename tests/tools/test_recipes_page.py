@@ -6,7 +6,7 @@ import pytest
 import recipes
 from recipes import FIGURES, PAGE, RECIPE, digest
 
-from maxlm.config import load
+from maxlm.config import UserError, load
 from maxlm.cost.verify import Verdict
 
 
@@ -33,6 +33,39 @@ def test_what_changed_is_compiled_again():
     assert not recipes._stale("gpt2-124m-v5e-8", {**figures, "digest": "another"}, missing=True)
     assert recipes._stale("gpt2-124m-v5e-8", None, missing=True)
     assert digest(load("runs/gpt2-124m-v5e-8", ["train.global_batch=64"]).config) != figures["digest"]
+
+
+def test_a_changed_kernel_is_a_changed_source(monkeypatch, tmp_path):
+    """In a copy of the tree as git has it, where maxlm/kernels is a link to the folder beside maxlm."""
+    (tmp_path / "maxlm").mkdir()
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "maxlm" / "kernels").symlink_to("../kernels")
+    (tmp_path / "maxlm" / "__init__.py").write_text("")
+    monkeypatch.setattr(recipes, "REPOSITORY", tmp_path)
+    monkeypatch.setattr("maxlm.__file__", str(tmp_path / "maxlm" / "__init__.py"))
+    before = recipes._sources.__wrapped__()
+    (tmp_path / "kernels" / "attention.py").write_text("BLOCK = 512")
+    assert recipes._sources.__wrapped__() != before
+
+
+def test_figures_outlive_a_recipe_that_fails_and_the_exit_code_says_so(monkeypatch, tmp_path):
+    figures = {name: json.loads(FIGURES.read_text(encoding="utf-8"))[name] for name in ("gpt2-124m-v5e-8", "gpt2-124m-v6e-8")}
+    for name in ("FIGURES", "PAGE"):
+        monkeypatch.setattr(recipes, name, tmp_path / name)
+    recipes.FIGURES.write_text(json.dumps(figures))
+    monkeypatch.setattr(recipes, "recipes", lambda: list(figures))
+
+    def compiled(name):
+        if name == "gpt2-124m-v5e-8":
+            raise UserError("the compiler is not there.")
+        return {**figures[name], "day": "2026-11-26"}
+
+    monkeypatch.setattr(recipes, "compiled", compiled)
+    monkeypatch.setattr("sys.argv", ["recipes.py"])
+    assert recipes.main() == 1
+    kept = json.loads(recipes.FIGURES.read_text())
+    assert [kept[name]["day"] for name in figures] == [figures["gpt2-124m-v5e-8"]["day"], "2026-11-26"]
+    assert "2026-11-26" in recipes.PAGE.read_text() and sorted(path.name for path in tmp_path.iterdir()) == ["FIGURES", "PAGE"]
 
 
 def test_a_row_that_does_not_fit_has_no_times():
