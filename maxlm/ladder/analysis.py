@@ -73,6 +73,8 @@ class Analysis:
 def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
     """Fit the runs that are done. Raises UserError if they are too few."""
     runs, done = measured(found)
+    if not done:
+        raise UserError(f"none of {len(found)} runs has a loss, and there is nothing to fit: mend them and run again.")
     name = settings.form or _choose(runs)
     whole = fit(FORMS[name], runs, huber=settings.huber, samples=settings.samples)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.config.loader import load
+from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.schema import Config
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
@@ -25,7 +25,7 @@ from maxlm.telemetry.formatting import count
 
 UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
 LARGEST = 65_536  # width
-LENGTHS = ("train.steps", "train.tokens")
+LENGTHS = ("steps", "tokens")  # fields of `train`
 STEP = 1.07  # between two candidates' widths, at least: a fit is not more certain
 
 
@@ -46,15 +46,17 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     """
     if not (math.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops} is not a number of FLOPs: give one such as 1e22.")
-    for setting in overrides:
-        if setting.partition("=")[0] in LENGTHS:
-            raise UserError(f"{setting} does not go with --flops, by which the ladder tells the length of the run: leave it out.")
+    loaded = load(name, overrides, any_mesh=True)
+    base = loaded.config
+    for key in LENGTHS:
+        if loaded.source(f"train.{key}") == COMMAND_LINE:  # also by train={steps: 5}
+            said = f"train.{key}={getattr(base.train, key)} does not go with --flops"
+            raise UserError(f"{said}, by which the ladder tells the length of the run: leave it out.")
     result = _read(folder)
     try:
         found, largest = _fit_of(result, folder), max(float(one["flops"]) for one in result["runs"])
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours(folder) from error
-    base = load(name, overrides, any_mesh=True).config
     candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result["parameters"], flops)) is not None]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")

@@ -89,6 +89,13 @@ def test_failed_runs_are_named_and_left_out_only_when_told_to(here, trained):
         call(file, train=False)
 
 
+def test_of_runs_that_all_failed_nothing_is_fitted(here, trained):
+    file = write_ladder(here)
+    trained[1].update({rung.name: 4 for rung in rungs_of(file)})
+    with pytest.raises(UserError, match="none of 12 runs has a loss"):
+        call(file, without_failed=True)
+
+
 def test_wrong_input_stops_the_ladder_at_the_first_run(here, trained):
     file = write_ladder(here)
     trained[1][rungs_of(file)[0].name] = 2

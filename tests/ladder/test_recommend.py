@@ -50,8 +50,9 @@ def test_more_flops_are_a_larger_model_for_longer(ladder):
 def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         recommend(tmp_path, "base.yml", [], 1e18)
-    with pytest.raises(UserError, match=r"train\.steps=5 does not go with --flops"):
-        recommend(ladder, "base.yml", ["train.steps=5"], 1e18)
+    for setting in ("train.steps=5", "train={steps: 5}"):
+        with pytest.raises(UserError, match=r"train\.steps=5 does not go with --flops"):
+            recommend(ladder, "base.yml", [setting], 1e18)
     with pytest.raises(UserError, match="is not a number of FLOPs"):
         recommend(ladder, "base.yml", [], float("nan"))
     with pytest.raises(UserError, match=r"too little for base\.yml"):
