@@ -87,7 +87,7 @@ def bus_limit(mesh: "Mesh", axis: str, operation: str, crossing: float, hosts: S
     if chip is None:
         return None
     size = mesh.shape[axis]
-    links = axis_links(mesh, _machine(chip, mesh))[axis] if is_tpu(chip) else _behind_switches(mesh, axis, hosts)
+    links = axis_links(mesh, pod_of(chip, list(mesh.devices.flat)))[axis] if is_tpu(chip) else _behind_switches(mesh, axis, hosts)
     opcode = "collective-permute" if operation == "permute" else operation
     inside = size // links.slices
     whole = Network(chip, {axis: size}, {axis: links}, switch_share=1.0).seconds(opcode, LARGE, (axis,), size)
@@ -97,11 +97,10 @@ def bus_limit(mesh: "Mesh", axis: str, operation: str, crossing: float, hosts: S
     return crossing * LARGE / slower
 
 
-def _machine(chip: Chip, mesh: "Mesh") -> Topology:
-    """The slices of TPUs that `mesh` fills."""
-    dims = range(chip.ici_links // 2)
-    sides = tuple(1 + max(device.coords[dim] for device in mesh.devices.flat) for dim in dims)
-    return Topology(chip, sides, len({getattr(device, "slice_index", 0) or 0 for device in mesh.devices.flat}))
+def pod_of(chip: Chip, devices: Sequence["jax.Device"]) -> Topology:
+    """The slices of TPUs that `devices` fill."""
+    sides = tuple(1 + max(device.coords[dim] for device in devices) for dim in range(chip.ici_links // 2))
+    return Topology(chip, sides, len({getattr(device, "slice_index", 0) or 0 for device in devices}))
 
 
 def _behind_switches(mesh: "Mesh", axis: str, hosts: Sequence[str]) -> AxisLinks:

@@ -9,6 +9,7 @@ from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
 from maxlm.cost import calibration
 from maxlm.cost.calibration import Calibration
+from maxlm.cost.mesh_links import pod_of
 from maxlm.hardware.chips import Achieved, Chip, chip_of
 from maxlm.hardware.topologies import Topology, is_tpu
 
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 FIELD = "cost.calibration"
 
 
-def predictor(config: Config) -> Callable[["Program"], float]:
-    """A function that predicts the seconds of a program's step by `cost.calibration`. Raises UserError for a file that is none, or that was
-    measured on other devices.
+def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"], float]:
+    """A function that predicts the seconds of a program's step by `cost.calibration`; `hosts`: of each process. Raises UserError for a file
+    that is none, that was measured on other devices, or whose links are not those of these processes.
     """
     import jax
 
@@ -35,6 +36,9 @@ def predictor(config: Config) -> Callable[["Program"], float]:
     if devices[0].platform == "cpu" and len(devices) > 1:
         rule = f"is of one device, and here {len(devices)} CPU devices share the cores"
         raise ConfigError(FIELD, path, rule, "train on one device, or remove it")
+    if devices[0].platform == "gpu" and len(set(hosts)) < len(hosts):
+        rule = "takes each process for a host of its own, and here several share one"
+        raise ConfigError(FIELD, path, rule, "start one process a host, or remove it")
     if config.train.batch_ramp or (config.memory.offload_state is not None and config.memory.offload_state.on_nvme):
         rule = "is for a step of one program, and train.batch_ramp or memory.offload_state makes several of it"
         raise ConfigError(FIELD, path, rule, "remove it")
@@ -59,9 +63,7 @@ def topology_of(found: Calibration, devices: Sequence["jax.Device"]) -> Topology
     if chip is None:
         return Topology(cpu_chip(found), (1, len(devices)))
     if is_tpu(chip):
-        dims = 3 if chip.ici_links == 6 else 2
-        slices = {getattr(device, "slice_index", None) or 0 for device in devices}
-        return Topology(chip, tuple(1 + max(device.coords[dim] for device in devices) for dim in range(dims)), len(slices))
+        return pod_of(chip, devices)
     if found.factors is not None:
         factors = found.factors
         chip = replace(chip, achieved=Achieved(factors.matmul, factors.hbm, factors.links, source=f"{found.machine}, {found.date}"))

@@ -5,7 +5,7 @@ import functools
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,7 +81,7 @@ class SamplePrinter(Protocol):
     ) -> None: ...
 
 
-Predictor = Callable[[Config], Callable[[Program], float]]
+Predictor = Callable[[Config, Sequence[str]], Callable[[Program], float]]  # of the host of each process, too
 
 
 def run_training(
@@ -133,7 +133,7 @@ def _run(
     compilations: Compilations,
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
-    predict = None if predictor is None else _on_all_hosts(predictor, asked)
+    predict = None if predictor is None else _on_all_hosts(predictor, asked, here.hosts)
     run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
@@ -304,11 +304,11 @@ def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
     }
 
 
-def _on_all_hosts(predictor: Predictor, config: Config) -> Callable[[Program], float]:
+def _on_all_hosts(predictor: Predictor, config: Config, hosts: Sequence[str]) -> Callable[[Program], float]:
     """The function that predicts a step. Raises UserError in all processes alike."""
     predict, problem = None, None
     try:
-        predict = predictor(config)
+        predict = predictor(config, hosts)
     except UserError as error:
         problem = error
     require_equal({}, problem)

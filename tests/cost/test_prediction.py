@@ -1,5 +1,7 @@
 """The time of a step by measured speeds: matmuls by their FLOPs, the rest by its bytes; a calibration of other devices is refused."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,3 +98,14 @@ def test_several_cpu_devices_are_refused_and_one_is_not(tmp_path, monkeypatch):
     ramped = ramped.model_copy(update={"train": ramped.train.model_copy(update={"batch_ramp": ramp})})
     with pytest.raises(UserError, match="a step of one program"):
         predictor(ramped)
+
+
+def test_processes_that_share_a_host_are_refused_on_gpus(tmp_path, monkeypatch):
+    """NVLink would be charged as the network."""
+    path, kind = tmp_path / "c.json", "NVIDIA H100 80GB HBM3"
+    path.write_text(measured(kind, chip_of(kind).name, Factors(matmul=0.6, hbm=0.9, links=0.7)).model_dump_json())
+    gpus = [SimpleNamespace(platform="gpu", device_kind=kind, process_index=number) for number in range(2)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    assert callable(predictor(config(path), ("node1", "node2")))
+    with pytest.raises(UserError, match="takes each process for a host of its own"):
+        predictor(config(path), ("node1", "node1"))
