@@ -33,8 +33,9 @@ def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"]
     if devices[0].device_kind != found.device_kind:
         rule = f"was measured on {found.device_kind}, and this run is on {devices[0].device_kind}"
         raise ConfigError(FIELD, path, rule, "measure here, with `maxlm plan --calibrate`")
-    if devices[0].platform == "cpu" and len(devices) > 1:
-        rule = f"is of one device, and here {len(devices)} CPU devices share the cores"
+    if chip_of(found.device_kind) is None and len(devices) > 1:
+        joined = "CPU devices share the cores" if devices[0].platform == "cpu" else "devices have links of unknown bandwidth"
+        rule = f"is of one device, and here {len(devices)} {joined}"
         raise ConfigError(FIELD, path, rule, "train on one device, or remove it")
     if devices[0].platform == "gpu" and len(set(hosts)) < len(hosts):
         rule = "takes each process for a host of its own, and here several share one"

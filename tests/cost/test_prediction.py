@@ -100,6 +100,15 @@ def test_several_cpu_devices_are_refused_and_one_is_not(tmp_path, monkeypatch):
         predictor(ramped)
 
 
+def test_several_devices_whose_links_are_not_known_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "c.json"
+    path.write_text(measured("NVIDIA X").model_dump_json())
+    gpus = [SimpleNamespace(platform="gpu", device_kind="NVIDIA X", process_index=0) for _ in range(2)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    with pytest.raises(UserError, match="here 2 devices have links of unknown bandwidth"):
+        predictor(config(path))
+
+
 def test_processes_that_share_a_host_are_refused_on_gpus(tmp_path, monkeypatch):
     """NVLink would be charged as the network."""
     path, kind = tmp_path / "c.json", "NVIDIA H100 80GB HBM3"
