@@ -161,7 +161,8 @@ class Analytic:
             return False
         if chip.host_bytes is None and not layout.offload:
             return True
-        return self._host_bytes(layout, self.tokens(layout)) <= host_room(chip)
+        rows = self.tokens(layout) // layout.microbatches  # of the others nothing waits there
+        return self._host_bytes(layout, rows) <= host_room(chip)
 
     def tokens(self, layout: Layout) -> int:
         """Tokens of one device, in all microbatches. The stages of a pipeline all have the same."""
