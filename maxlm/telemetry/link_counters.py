@@ -105,8 +105,11 @@ def read_host(root: Path = Path("/")) -> dict[Link, float]:
 
 @lru_cache
 def _rate(path: Path) -> float | None:
-    """Bytes/s of a port, which states it as `400 Gb/sec (4X NDR)`."""
-    stated = _SPEED.match(path.read_text())
+    """Bytes/s of a port, which states it as `400 Gb/sec (4X NDR)`; None where it does not."""
+    try:
+        stated = _SPEED.match(path.read_text())
+    except OSError:
+        return None
     return float(stated[0]) * 1e9 / 8 if stated else None
 
 

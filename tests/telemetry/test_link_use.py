@@ -67,6 +67,8 @@ def test_counters_are_read_as_the_system_writes_them(tmp_path):
         "sys/class/infiniband/mlx5_0/ports/1/counters/port_xmit_data": "100\n",
         "sys/class/infiniband/mlx5_0/ports/1/counters/port_rcv_data": "25\n",
         "sys/class/infiniband/mlx5_1/ports/1/rate": "400 Gb/sec (4X NDR)\n",  # its counters are missing
+        "sys/class/infiniband/mlx5_2/ports/1/counters/port_xmit_data": "1\n",  # its rate is
+        "sys/class/infiniband/mlx5_2/ports/1/counters/port_rcv_data": "2\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +80,8 @@ def test_counters_are_read_as_the_system_writes_them(tmp_path):
         Link("eth0 sent", "ethernet", 1.25e9): 7000,
         Link("mlx5_0/1 received", "infiniband", 5e10): 100,
         Link("mlx5_0/1 sent", "infiniband", 5e10): 400,
+        Link("mlx5_2/1 received", "infiniband"): 8,
+        Link("mlx5_2/1 sent", "infiniband"): 4,
     }
     assert read_host(tmp_path / "nowhere") == {}
     assert {link.name for link in read_host()} >= {"lo sent", "lo received"}
