@@ -13,6 +13,8 @@ from maxlm.models.counts import count_active_parameters, token_flops
 
 LONG = 1_000_000  # steps, where only the model matters
 ROUND = 8  # that widths of feed-forward layers are multiples of; 128 from 512 on
+# Settings without which the losses of a ladder say nothing of another config.
+ASSUMED = ("model.vocab_size", "model.parametrization", "data.store", "data.mixture", "data.seq_len", "optimizer.name")
 RESERVED = ("run.", "train.steps", "train.tokens", "train.seed", "train.eval_every")  # which the ladder sets itself
 
 
@@ -32,7 +34,7 @@ class Rung:
 
 def make_grid(settings: LadderSettings) -> list[Rung]:
     """All runs, smallest first. Raises UserError: the base is no config, a size cannot be trained, or no run is left."""
-    base = _base(settings)
+    base = base_of(settings)
     _check_base(settings, base)
     rungs: list[Rung] = []
     for name, size in settings.sizes.items():
@@ -69,6 +71,12 @@ def parameters_of(config: ModelConfig, kind: str) -> int:
     return count_active_parameters(config) - (tables * config.vocab_size * config.d_model if kind == "without_embeddings" else 0)
 
 
+def assumed(config: Config) -> dict[str, Any]:
+    """Dotted key -> value, as JSON has it, of the settings that `ASSUMED` names."""
+    sections = config.model_dump(mode="json")
+    return {key: sections[key.partition(".")[0]][key.partition(".")[2]] for key in ASSUMED}
+
+
 def _round(width: float, d_model: int) -> int:
     unit = ROUND if d_model < 512 else 128
     return max(unit, round(width / unit) * unit)
@@ -90,14 +98,14 @@ def _check_base(settings: LadderSettings, base: Config) -> None:
             raise ConfigError(field, key, "is set by the ladder itself", "leave it out")
 
 
-def _base(settings: LadderSettings) -> Config:
+def base_of(settings: LadderSettings) -> Config:
     """The config that every run is made from, with the settings of all. Raises UserError."""
     return load(settings.base, [f"{key}={_yaml(value)}" for key, value in settings.settings.items()]).config
 
 
 def variant(rung: Rung, settings: LadderSettings, name: str, values: Mapping[str, Any]) -> Rung:
     """A run of the same size called `name`, with other settings. Raises UserError if they do not make a config."""
-    base = _base(settings)
+    base = base_of(settings)
     config = _load(settings, base, rung.size, name, {"train.steps": rung.config.total_steps, "train.seed": rung.seed, **values})
     tokens = config.total_steps * config.tokens_per_step
     return replace(rung, name=name, seed=config.train.seed, config=config, tokens=tokens, flops=rung.flops / rung.tokens * tokens)

@@ -13,7 +13,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import load_as
 from maxlm.ladder import compare, compare_output
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for
-from maxlm.ladder.grid import Rung, make_grid
+from maxlm.ladder.grid import Rung, assumed, base_of, make_grid
 from maxlm.ladder.page import page
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import LadderSettings
@@ -151,6 +151,7 @@ def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optim
     fit = analysis.fit
     return {
         "base": settings.base,
+        "assumed": assumed(base_of(settings)),
         "form": fit.form.name,
         "parameters": settings.fit.parameters,
         "theta": fit.theta_P.tolist(),

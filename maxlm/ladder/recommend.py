@@ -17,7 +17,7 @@ from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.schema import Config
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
-from maxlm.ladder.grid import model_settings, parameters_of
+from maxlm.ladder.grid import ASSUMED, assumed, model_settings, parameters_of
 from maxlm.ladder.ladder_command import RESULT
 from maxlm.ladder.settings import SizeConfig
 from maxlm.models.counts import token_flops
@@ -55,6 +55,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     result = _read(folder)
     try:
         found, largest = _fit_of(result, folder), max(float(one["flops"]) for one in result["runs"])
+        trained_with = {key: result["assumed"][key] for key in ASSUMED}
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours(folder) from error
     candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result["parameters"], flops)) is not None]
@@ -75,6 +76,8 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
         f"({low_loss[0]:.4g} to {high_loss[0]:.4g}).",
         "That is " + ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in settings.items()) + ".",
     ]
+    if others := [f"{key} = {was} ({now} here)" for key, now in assumed(base).items() if (was := trained_with[key]) != now]:
+        sentences.append(f"The ladder was trained with {', '.join(others)}: its losses are not those of this config.")
     if flops > largest:
         sentences.append(
             f"The largest run of the ladder has {largest:.3g} FLOPs: this is an extrapolation by {flops / largest:.2g} times, and only as "
@@ -92,7 +95,7 @@ def _read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise UserError(f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted.") from error
-    if not isinstance(result, dict) or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base"} <= result.keys():
+    if not isinstance(result, dict) or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base", "assumed"} <= result.keys():
         raise _not_ours(folder)
     return result
 

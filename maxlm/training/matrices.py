@@ -1,8 +1,8 @@
 """Hidden matrices as an optimizer of whole matrices sees them: stacked, two dims each, every device with matrices of its own."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,18 @@ def spread(x: Float[Array, "B E O"]) -> Float[Array, "B E O"]:
 def gather(x: Float[Array, "B E O"], count: int) -> Float[Array, "B E O"]:
     """The inverse of `spread`, for the first `count`: every device has its rows of all of them."""
     return (x if devices() == 1 else _rows_split(x))[:count]
+
+
+def each_on_its_device(function: Callable[..., Any], stacks: Any, same: Array) -> Any:
+    """`function(stacks, same)` of stacks that are spread, on each device of the matrices that it has; `same` is equal on all. Nothing is
+    exchanged, also where the partitioner would do it for a loop over matrices or a decomposition.
+    """
+    axes = _free_axes()
+    if not axes:
+        return function(stacks, same)
+    split = PartitionSpec(axes)
+    run = jax.shard_map(function, in_specs=(split, PartitionSpec()), out_specs=split, axis_names=set(axes), check_vma=False)
+    return run(stacks, same)
 
 
 def _rows_split(x: Float[Array, "B E O"]) -> Float[Array, "B E O"]:

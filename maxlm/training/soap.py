@@ -1,5 +1,9 @@
 """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo's preconditioner. For hidden matrices only."""
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +13,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.config.optimizer import OptimizerConfig, SoapConfig
 from maxlm.models.parameters import Parameters
-from maxlm.training.matrices import MatrixDims, gather, hidden_matrices, spread
+from maxlm.training.matrices import MatrixDims, each_on_its_device, gather, hidden_matrices, spread
 from maxlm.training.small_states import path_of
+
+Columns = tuple[Array | None, ...]  # of one parameter: gradient, mu, nu, left, left basis, right, right basis
 
 
 class SoapState(NamedTuple):
@@ -53,48 +59,64 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
         leaves: Any
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
-        kept = zip(*(tree.flatten_up_to(part) for part in state[1:]), strict=True)
-        with jax.default_matmul_precision("highest"):  # a TPU would round covariances to bfloat16, and small directions would be noise
-            done = [
-                _update(settings, own, named[path_of(path)], state.updates, grad, parts)
-                for (path, grad), parts in zip(leaves, kept, strict=True)
-            ]
-        updates, *parts = (tree.unflatten(each) for each in zip(*done, strict=True)) if done else [grads] * 7
+        if not leaves:
+            return grads, state._replace(updates=state.updates + 1)
+        dims = [named[path_of(path)] for path, _ in leaves]
+        columns = zip((leaf for _, leaf in leaves), *(tree.flatten_up_to(part) for part in state[1:]), strict=True)
+        found = _by_shape(partial(_update, settings, own), state.updates, dims, list(columns))
+        updates, *parts = (tree.unflatten(each) for each in zip(*found, strict=True))
         return updates, SoapState(state.updates + 1, *parts)
 
     return optax.GradientTransformation(init, update)
 
 
-def _update(
-    settings: OptimizerConfig, own: SoapConfig, dims: MatrixDims, updates: Int32[Array, ""], grad: Array, parts: tuple[Any, ...]
-) -> tuple[Array | None, ...]:
-    """(update, mu, nu, left, left basis, right, right basis) of one parameter, of matrices spread over devices."""
-    count, moments, squares = len(dims.as_matrices(grad)), parts[:2], parts[2:]
-    g, mu, nu = (spread(dims.as_matrices(x)) for x in (grad, *moments))
-    left, right = (_side(dims, *squares[i : i + 2]) for i in (0, 2))
+def _by_shape(
+    function: Callable[[Columns, Array], Columns], updates: Array, dims: Sequence[MatrixDims], leaves: Sequence[Columns]
+) -> list[Columns]:
+    """`function` of each parameter's columns. Matrices of one shape are spread over all devices together."""
+    found: dict[int, Columns] = {}
+    shapes = [own.as_matrices(leaf[0]).shape for own, leaf in zip(dims, leaves, strict=True)]
+    for shape in dict.fromkeys(shape[1:] for shape in shapes):
+        group = [i for i, other in enumerate(shapes) if other[1:] == shape]
+        own, columns = [dims[i] for i in group], list(zip(*(leaves[i] for i in group), strict=True))
+        done = each_on_its_device(function, tuple(_joined(own, column) for column in columns), updates)
+        apart = zip(*(_apart(own, old, new) for old, new in zip(columns, done, strict=True)), strict=True)
+        found.update(zip(group, apart, strict=True))
+    return [found[i] for i in range(len(leaves))]
+
+
+def _joined(dims: Sequence[MatrixDims], arrays: Columns) -> Array | None:
+    """Matrices of all `arrays`, spread; None if they are absent."""
+    stacks = [own.as_matrices(x) for own, x in zip(dims, arrays, strict=True) if x is not None]
+    return spread(jnp.concatenate(stacks)) if stacks else None
+
+
+def _apart(dims: Sequence[MatrixDims], old: Columns, new: Array | None) -> Columns:
+    """The inverse of `_joined`: arrays of the shapes of `old`."""
+    if new is None:
+        return (None,) * len(dims)
+    shapes = [x.shape for x in old if x is not None]
+    counts = [math.prod(shape[dim] for dim in own.stacked) for own, shape in zip(dims, shapes, strict=True)]
+    parts = jnp.split(gather(new, sum(counts)), list(accumulate(counts))[:-1])
+    return tuple(own.as_parameter(x, shape) for own, x, shape in zip(dims, parts, shapes, strict=True))
+
+
+def _update(settings: OptimizerConfig, own: SoapConfig, columns: Columns, updates: Int32[Array, ""]) -> Columns:
+    """(update, mu, nu, left, left basis, right, right basis) of matrices on one device, from these with the gradient for the update."""
+    g, mu, nu, *squares = columns
+    left, right = (None if squares[i] is None else Side(*squares[i : i + 2]) for i in (0, 2))
     first, b1, b2 = updates == 0, settings.beta1, settings.beta2
-    turned = _rotate(g, left, right)
-    mu = jnp.where(first, mu, b1 * mu + (1 - b1) * g)
-    nu = jnp.where(first, nu, b2 * nu + (1 - b2) * turned * turned)
-    seen = jnp.maximum(updates, 1).astype(jnp.float32)
-    one, two = 1 - jnp.float32(b1) ** seen, 1 - jnp.float32(b2) ** seen
-    update = _rotate(mu / one, left, right) / (jnp.sqrt(nu / two) + settings.eps)
-    update = jnp.where(first, 0.0, _rotate(update, left, right, back=True))
-    due = updates % own.every == 0
-    left, right = (_learnt(side, g if i == 0 else g.swapaxes(1, 2), b2, first, due) for i, side in enumerate((left, right)))
-
-    def stored(x: Array | None, shape: tuple[int, ...]) -> Array | None:
-        return None if x is None else dims.as_parameter(gather(x, count), shape)
-
-    shapes = [dims.squares(grad.shape, left=is_left) for is_left in (True, False)]
-    sides = [stored(x, shape) for side, shape in zip((left, right), shapes, strict=True) for x in (side or (None, None))]
-    return *(stored(x, grad.shape) for x in (update, mu, nu)), *sides
-
-
-def _side(dims: MatrixDims, covariance: Array | None, basis: Array | None) -> Side | None:
-    if covariance is None or basis is None:
-        return None
-    return Side(spread(dims.as_matrices(covariance)), spread(dims.as_matrices(basis)))
+    with jax.default_matmul_precision("highest"):  # a TPU would round covariances to bfloat16, and small directions would be noise
+        turned = _rotate(g, left, right)
+        mu = jnp.where(first, mu, b1 * mu + (1 - b1) * g)
+        nu = jnp.where(first, nu, b2 * nu + (1 - b2) * turned * turned)
+        seen = jnp.maximum(updates, 1).astype(jnp.float32)
+        one, two = 1 - jnp.float32(b1) ** seen, 1 - jnp.float32(b2) ** seen
+        update = _rotate(mu / one, left, right) / (jnp.sqrt(nu / two) + settings.eps)
+        update = jnp.where(first, 0.0, _rotate(update, left, right, back=True))
+        due = updates % own.every == 0
+        sides = (_learnt(side, g if i == 0 else g.swapaxes(1, 2), b2, first, due) for i, side in enumerate((left, right)))
+        return update, mu, nu, *(x for side in sides for x in (side or (None, None)))
 
 
 def _rotate(x: Float[Array, "B E O"], left: Side | None, right: Side | None, *, back: bool = False) -> Float[Array, "B E O"]:

@@ -47,6 +47,13 @@ def test_more_flops_are_a_larger_model_for_longer(ladder):
     assert sizes == sorted(set(sizes)) and tokens == sorted(set(tokens))
 
 
+def test_a_config_of_another_kind_than_the_ladder_is_said(ladder):
+    other = ["model.vocab_size=640", "model.parametrization={kind: mup, base_width: 32}", "train.global_batch=16"]
+    assert not [sentence for sentence in recommend(ladder, "base.yml", [], 1e18).sentences if "was trained with" in sentence]
+    (said,) = [sentence for sentence in recommend(ladder, "base.yml", other, 1e18).sentences if "was trained with" in sentence]
+    assert "model.vocab_size = 320 (640 here), model.parametrization = None ({'kind': 'mup'" in said and "batch" not in said
+
+
 def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         recommend(tmp_path, "base.yml", [], 1e18)
@@ -65,6 +72,7 @@ def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
         ('"theta": [', '"theta": [null,'),
         ('"centre": [', '"centre": [1.0,'),
         ('"flops"', '"flop"'),
+        ('"data.seq_len"', '"data.length"'),
     ):
         (ladder / "ladder.json").write_text(text.replace(before, after))
         with pytest.raises(UserError, match="fit it anew"):
