@@ -216,8 +216,12 @@ def _profiling(run: OpenRun, session: Session, stop: StopSignal) -> Iterator[Ses
     if settings is None:
         yield session
         return
-    profiler = RunProfiler(settings, folder, title, session.observers.on_event, lambda: stop.received is not None)
-    with contextlib.closing(profiler):
+
+    def gives_up() -> bool:
+        session.progress.touch()  # the watchdog sees no hang while pages are waited for
+        return stop.received is not None
+
+    with RunProfiler(settings, folder, title, session.observers.on_event, gives_up) as profiler:
         yield replace(session, profiler=profiler)
 
 
