@@ -13,7 +13,7 @@ from maxlm.telemetry import process_memory
 from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_number, read_objects
+from maxlm.telemetry.strict_json import is_finite, is_number, read_objects
 
 MEMORY, STEP = "memory_bytes", "step_s"  # keys of `predicted`
 
@@ -39,7 +39,7 @@ def predicted_of(start: Mapping[str, Any], key: str) -> float | None:
     """A figure that the data of a `start` event predicts."""
     stated = start.get("predicted")
     value = stated.get(key) if isinstance(stated, Mapping) else None
-    return float(value) if is_number(value) else None
+    return float(value) if is_finite(value) else None
 
 
 def read_compared(run: RunDirectory) -> list[Compared]:

@@ -75,6 +75,13 @@ def test_nothing_is_said_of_what_is_unknown(tmp_path, start):
     assert {figure.sentence() for figure in read_compared(run)} == {""}
 
 
+@pytest.mark.parametrize("value", ["1e400", "NaN"])
+def test_a_page_is_made_of_a_prediction_that_is_no_number(tmp_path, value):
+    run = run_with(tmp_path, [], [{"step": 1, "time": 1.0, "loss": 1.0}])
+    run.events.write_text(f'{{"kind": "start", "step": 0, "time": 1.0, "predicted": {{"memory_bytes": {value}}}}}\n')
+    assert "Memory, predicted" not in write_report([run.path], tmp_path / "report.html").read_text()
+
+
 def test_the_console_shows_the_peak_where_it_is_known(record):
     assert "memory 71.2 GB" in describe(record(1, extra={"memory_peak_bytes": 71_200_000_000}), 10, 5.0)
     assert not any("memory" in piece for piece in describe(record(1, extra={"memory_peak_bytes": None}), 10, 5.0))
