@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from synthetic_trace import Event, Instruction, PlaneWriter, hlo_proto, metadata_plane
+from synthetic_trace import Event, Instruction, PlaneWriter, field, hlo_proto, metadata_plane, varint
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.profile import xplane
+from maxlm.telemetry.profile import wire, xplane
 from maxlm.telemetry.profile.programs import parse_program, programs_of
 from maxlm.telemetry.profile.xplane import Trace
 
@@ -66,6 +66,15 @@ def test_what_is_no_trace_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(UserError):
         Trace(path)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("length", [-11, -1, 0])
+def test_a_stat_of_no_length_is_refused(length):
+    """One of -11 bytes ends where it begins, and would be read for ever."""
+    event = field(1, 1) + field(2, 5) + field(3, 7) + bytes([4 << 3 | 2]) + varint(length) + bytes([1 << 3])
+    with pytest.raises(UserError, match="damaged"):
+        wire.decode_events(event, np.array([0]), np.array([len(event)]), (1,))
 
 
 def test_operations_without_a_place_take_that_of_their_neighbours(tmp_path):
