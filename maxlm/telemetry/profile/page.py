@@ -188,7 +188,7 @@ def _drawn_op(profile: Profile, device: Device, *, start: int | None = None, end
         return "–"
     times = drawn.start[0] if start is not None else drawn.start[0] + drawn.length[0]
     for place in np.flatnonzero(times == (end if start is None else start)):
-        if drawn.track[drawn.on[0][place]].startswith(device.name):
+        if f"{drawn.track[drawn.on[0][place]]} ".startswith(f"{device.name} "):  # not TPU:10 for TPU:1
             return _named(profile.ops[drawn.row[0][place]])
     return "–"
 
@@ -254,7 +254,7 @@ def _ops(profile: Profile, facts: Facts) -> str:
     for row in longest:
         op = profile.ops[row]
         number = sum(device.count.get(row, 0) for device in profile.devices) / max(facts.steps, 1) / len(profile.devices)
-        place = op.where.replace("/", "/<wbr>") if not set("<>&\"'") & set(op.where) else escape(op.where)
+        place = escape(op.where[:400]).replace("/", "/<wbr>")
         cells = [
             escape(op.name[:120]),
             escape(TITLES[op.scope]),
@@ -262,7 +262,7 @@ def _ops(profile: Profile, facts: Facts) -> str:
             f"{number:,.1f}",
             _time(own[row], profile, facts).replace(" ", "&nbsp;"),
         ]
-        rows.append([*cells, percent(own[row] / total), f"<code>{place[:400] or '–'}</code>"])
+        rows.append([*cells, percent(own[row] / total), f"<code>{place or '–'}</code>"])
     heads = ["operation", "part", "phase", "calls a step", "time a step", "share", "op_name"]
     return f'<section><h2>Longest operations</h2><div class="wrap">{table(heads, rows)}</div></section>'
 
