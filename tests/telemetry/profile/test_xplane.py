@@ -68,6 +68,16 @@ def test_what_is_no_trace_is_refused(tmp_path, content):
         Trace(path)
 
 
+def test_a_program_whose_number_is_missing_is_read(tmp_path):
+    """A damaged stat `program_id` without a value."""
+    whole = metadata_plane({77: hlo_proto("jit_f", [[Instruction("dot.2", "dot", "jit(f)/mlp/dot")]])})
+    assert whole.count(field(4, 77)) == 1
+    path = tmp_path / "metadata.xplane.pb"
+    path.write_bytes(whole.replace(field(4, 77), field(9, 77)))
+    with Trace(path) as trace:
+        assert [program.name for program in programs_of(trace).values()] == ["jit_f"]
+
+
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("length", [-11, -1, 0])
 def test_a_stat_of_no_length_is_refused(length):
