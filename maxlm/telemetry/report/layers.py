@@ -20,7 +20,7 @@ def section(runs: Sequence[Run]) -> str:
         return ""
     maps = "".join(_map(runs[0], name) for name in runs[0].metrics)
     keys = "".join(f'<li><span class="swatch h{k}"></span>{label}</li>' for k, label in enumerate(("zero", *LABELS[1:])))
-    hint = "Colours: in times the median of the same layer over the run; what is not finite is over 4x. A row is a layer, the first at the top."
+    hint = "Colours: in times the median of the same layer; what is not finite is over 4x. A row is a layer, the first one at the top."
     legend = f'<p class="note">{hint}</p><ul class="keys scale">{keys}</ul>'
     return f'<section><h2>Layers over steps</h2>{legend}<div class="grid2 maps">{maps}</div></section>' if maps else ""
 
