@@ -53,6 +53,7 @@ def test_measured_and_predicted_are_those_of_the_newest_attempt(tmp_path):
     page = write_report([run.path], tmp_path / "report.html").read_text()
     assert "Device memory" in page
     assert "<dt>Memory, predicted</dt><dd>2.0 GB</dd>" in page
+    assert "<dt>Peak memory</dt><dd>2.1 GB</dd>" in page
 
 
 def test_the_time_of_a_step_and_the_memory_of_a_process(tmp_path):
