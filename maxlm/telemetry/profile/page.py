@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from maxlm.telemetry.formatting import duration, percent
+from maxlm.telemetry.formatting import duration, encodable, percent
 from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Op, Profile
 from maxlm.telemetry.profile.intervals import Spans
 from maxlm.telemetry.profile.scopes import COLLECTIVES, PHASES, TITLES, Phase, scope_of
@@ -43,7 +43,7 @@ def render(profile: Profile, facts: Facts) -> str:
     if profile.devices:
         sections += [_parts(profile, facts), _busy(profile, facts), _gaps(profile, facts), _collectives(profile, facts)]
         sections += [_host(profile, facts), _memory(profile), _ops(profile, facts), _files(facts)]
-    return (
+    return encodable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(facts.title)} · profile</title><style>{CSS}{_EXTRA_CSS}</style></head>\n<body><main>\n"

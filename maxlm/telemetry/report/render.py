@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.hardware.host import in_bytes
-from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
+from maxlm.telemetry.formatting import count, duration, encodable, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import curves, experts, layers, results
@@ -44,7 +44,7 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = POLICY + "; connect-src 'self'" * bool(version)
-    return (
+    return encodable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n"

@@ -55,6 +55,11 @@ def test_text_of_a_trace_is_escaped_and_nothing_is_fetched(profile):
     assert not re.search(r"(?:src|href)=", page.replace("&lt;img src=", ""))
 
 
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(profile):
+    """The name of a folder that is not UTF-8 holds surrogates, and a page cannot."""
+    assert "run ?" in render(profile, dataclasses.replace(FACTS, title="run \udcff")).encode().decode()
+
+
 def test_a_long_place_is_cut_between_letters(profile):
     """Not in the middle of a tag or of an escaped letter: what follows would be part of it."""
     for length in range(390, 402):
