@@ -62,11 +62,6 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
     return f"{count(value) if value >= 999.5 else f'{value:.3g}'} {units[-1]}"
 
 
-def encodable(text: str) -> str:
-    """`text` without lone surrogates, as JSON and names of files may hold them, and UTF-8 may not."""
-    return text.encode(errors="replace").decode()
-
-
 def figure(value: float | None, digits: int = 4) -> str:
     """Four significant digits; a dash for an unknown value."""
     if value is None or math.isnan(value):

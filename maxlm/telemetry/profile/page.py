@@ -6,13 +6,14 @@ from html import escape
 
 import numpy as np
 
-from maxlm.telemetry.formatting import duration, encodable, percent
+from maxlm.telemetry.formatting import duration, percent
 from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Op, Profile
 from maxlm.telemetry.profile.intervals import Spans
 from maxlm.telemetry.profile.scopes import COLLECTIVES, PHASES, TITLES, Phase, scope_of
 from maxlm.telemetry.report.render import POLICY
 from maxlm.telemetry.report.style import CSS
 from maxlm.telemetry.report.tables import table
+from maxlm.telemetry.strict_json import encodable
 
 PS = 1e12  # picoseconds a second
 LONGEST_OPS, MOST_DEVICES, MEMORY_POINTS = 40, 64, 600

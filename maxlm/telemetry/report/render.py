@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.hardware.host import in_bytes
-from maxlm.telemetry.formatting import count, duration, encodable, energy, figure, percent, sentence
+from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import curves, experts, layers, results
@@ -18,6 +18,7 @@ from maxlm.telemetry.report.load import EMPTY, Run, Series
 from maxlm.telemetry.report.style import CSS, HEAT_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 from maxlm.telemetry.report.tables import table
+from maxlm.telemetry.strict_json import encodable
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
