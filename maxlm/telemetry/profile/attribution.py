@@ -26,7 +26,7 @@ _COPY = re.compile(r"^(?:copy|bitcast|transpose|slice|dynamic-slice|dynamic-upda
 _MEMORY = re.compile(r"^Mem(?:cpy|set)")  # of GPUs; events of no program
 GAP_BOUNDS = (10**6, 10**7, 10**8, 10**9)  # picoseconds, between classes of gaps
 LONGEST_GAPS = 12
-_STATS = ("hlo_op", "program_id", "hlo_module")
+_STATS = ("hlo_op", "program_id", "hlo_module", "kernel_details")  # the last only of kernels of GPUs
 
 
 class Op(NamedTuple):
@@ -126,6 +126,10 @@ class Profile:
     is_cpu: bool = False
 
     @property
+    def is_gpu(self) -> bool:
+        return any(device.name.startswith("GPU:") for device in self.devices)
+
+    @property
     def own(self) -> dict[int, int]:
         """Time of every row on all devices."""
         total: dict[int, int] = {}
@@ -166,6 +170,7 @@ class _Rows:
         columns = [events.metadata_N]
         if named:
             columns += [events.stats[key] if key >= 0 else np.full(len(events.metadata_N), -1) for key in self.stats]
+            columns[-1] = np.minimum(columns[-1], 0)  # not what it says, which differs by kernel
         keys: list[tuple[int, ...]] = [()]
         code_N = np.zeros(len(events.metadata_N), np.int64)
         for column in columns:
@@ -192,7 +197,7 @@ class _Rows:
         number, module, title, opcode = kind.stats.get("program_id"), "", name, str(kind.stats.get("hlo_category") or "")
         if named:
             names = self._plane.stat_names
-            if key[1] < 0 and not _MEMORY.match(name):
+            if max(key[1], key[4]) < 0 and not _MEMORY.match(name):
                 return None
             name, number, module = names.get(key[1], name), key[2], names.get(key[3], "")
         program = self._program(number, module)

@@ -20,6 +20,11 @@ LONGEST_OPS, MOST_DEVICES, MEMORY_POINTS = 40, 64, 600
 COLORS = ("--p0", "--p1", "--p2", "--p3", "--p4", "--p6", "--p5", "--p7")
 _EXTRA_CSS = "main{max-width:1240px}.bar span{min-width:1px}td code{overflow-wrap:anywhere}.wrap td{white-space:normal}"
 _FEW = 0.0005  # share of time under which a part is not drawn
+_WELL = 0.9  # share of attributed time from which nothing is advised
+_COMMAND_BUFFERS = (
+    "What XLA launches in command buffers (CUDA graphs) names no operation: a trace with XLA_FLAGS=--xla_gpu_enable_command_buffer= "
+    "has them one by one."
+)
 
 Predicted = Mapping[str, Mapping[Phase, float]]  # scope -> phase -> seconds a step on one device
 
@@ -106,10 +111,11 @@ def _parts(profile: Profile, facts: Facts) -> str:
     last = [_short(expected), _ratio(_a_step(total, profile, facts), expected)] if known else []
     rows.append(["<b>all</b>", *(_time(time, profile, facts) for time in sums), _time(total, profile, facts), "100.0%", *last])
     unit = "time of threads" if profile.is_cpu else "device time"
+    unnamed = f" {_COMMAND_BUFFERS}" if profile.is_gpu and (profile.attributed or 0.0) < _WELL else ""
     return (
         f"<section><h2>Time by part of the step</h2>{_bar(drawn, total)}{table(heads, rows, numbers=True)}"
         f'<p class="note">Mean {unit} a step on one device; the time of an operation without those nested in it. Recomputed: forward '
-        f"again in the backward pass (remat). {escape(facts.prediction_note)}</p></section>"
+        f"again in the backward pass (remat). {escape(facts.prediction_note)}{unnamed}</p></section>"
     )
 
 

@@ -16,6 +16,8 @@ from maxlm.telemetry.profile.xplane import Trace
 
 US = 1_000_000
 
+GRAPHS = "xla_gpu_enable_command_buffer="
+
 
 def reduced(path):
     with Trace(path) as trace:
@@ -113,3 +115,21 @@ def test_a_recorded_step_of_this_cpu(tmp_path):
     assert set(table["attn"]) >= {"forward", "backward", "recomputed"}
     assert "optimizer" in table
     assert profile.host["maxlm:step"].total >= profile.devices[0].busy > 0
+
+
+def test_kernels_of_a_gpu_without_a_name_are_device_time(tmp_path, gpu_file):
+    """As XLA's command buffers leave them: hlo_op is that of the buffer, which is no operation of the program, or absent."""
+    plane = PlaneWriter("/device:GPU:0")
+    of_buffer = {"hlo_op": "command_buffer_1", "hlo_module": "jit_train_step", "program_id": 5, "kernel_details": "regs:32 grid:1,1,1"}
+    kernels = [Event("gemm_a", 0, 40 * US, of_buffer), Event("gemm_b", 50 * US, 30 * US, {"kernel_details": "regs:64 grid:8,1,1"})]
+    beside = Event("MemoryResidency", 0, 1000 * US, {"memory_residency_details": "kind:device"})
+    plane.line("Stream #13(Compute)", [*kernels, beside])
+    path = tmp_path / "graphs.xplane.pb"
+    path.write_bytes(plane.written())
+    profile = reduced(path)
+    (device,) = profile.devices
+    assert (device.window / US, device.compute / US, device.busy / US) == (80, 70, 70)
+    assert profile.table() == {"unknown": {"update": 70 * US}}
+    assert profile.attributed == 0
+    assert GRAPHS in render(profile, Facts("graphs"))
+    assert GRAPHS not in render(reduced(gpu_file), Facts("named"))

@@ -60,6 +60,17 @@ def test_a_trace_that_is_cut_short_is_refused(tmp_path, cut):
                 list(trace.blocks(line))
 
 
+def test_a_line_of_another_time_is_refused(tmp_path):
+    """Picoseconds between it and the first do not fit in 64 bits."""
+    plane = PlaneWriter("/device:TPU:0")
+    plane.line("XLA Ops", [Event("a", 0, 1)], timestamp_ns=0)
+    plane.line("Async XLA Ops", [Event("b", 0, 1)], timestamp_ns=1_764_115_200_000_000_000)
+    path = tmp_path / "times.xplane.pb"
+    path.write_bytes(plane.written())
+    with Trace(path) as trace, pytest.raises(UserError, match="s after the first"):
+        list(trace.blocks(trace.planes[0].lines[1]))
+
+
 @pytest.mark.parametrize("content", [b"", b"not a trace", b"\xff" * 100])
 def test_what_is_no_trace_is_refused(tmp_path, content):
     path = tmp_path / "text.xplane.pb"
