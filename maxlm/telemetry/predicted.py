@@ -44,10 +44,10 @@ def predicted_of(start: Mapping[str, Any], key: str) -> float | None:
 
 def read_compared(run: RunDirectory) -> list[Compared]:
     """Figures of the newest attempt of a run. Raises OSError."""
-    starts = [item for item in read_objects(run.events) if item.get("kind") == "start"]
+    starts = [item for item in read_objects(run.events) if item.get("kind") == "start" and is_number(item.get("step"))]
     if not starts:
         return []
-    since = starts[-1].get("step", 0)
+    since = starts[-1]["step"]
     records = [item for item in read_objects(run.metrics) if is_number(item.get("step")) and item["step"] > since]
     peaks = [item[PEAK] for item in records if is_number(item.get(PEAK))]
     grown = [item[process_memory.NAME] for item in records if is_number(item.get(process_memory.NAME))]

@@ -76,6 +76,13 @@ def test_nothing_is_said_of_what_is_unknown(tmp_path, start):
     assert {figure.sentence() for figure in read_compared(run)} == {""}
 
 
+def test_a_damaged_start_is_passed_over(tmp_path):
+    run = run_with(tmp_path, [(0, {"predicted": {"memory_bytes": 2e9}})], [{"step": 1, "memory_peak_bytes": 2.1e9}])
+    with run.events.open("a") as file:
+        file.write('{"kind": "start", "step": "x", "time": 1.0}\n')
+    assert read_compared(run)[0].measured == 2.1e9
+
+
 @pytest.mark.parametrize("value", ["1e400", "NaN"])
 def test_a_page_is_made_of_a_prediction_that_is_no_number(tmp_path, value):
     run = run_with(tmp_path, [], [{"step": 1, "time": 1.0, "loss": 1.0}])
