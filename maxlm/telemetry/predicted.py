@@ -27,7 +27,7 @@ class Compared(NamedTuple):
     predicted: float | None
 
     def sentence(self) -> str:
-        """Such as "peak memory 12.3 GiB, predicted 12.0 GiB (2.5% more than predicted)"; "" unless both are known."""
+        """Such as "peak memory 12.3 GB, predicted 12.0 GB (2.5% more than predicted)"; "" unless both are known."""
         if not self.measured or not self.predicted:
             return ""
         error = self.measured / self.predicted - 1
