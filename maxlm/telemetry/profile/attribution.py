@@ -337,7 +337,7 @@ def _split_programs(profile: Profile) -> None:
     times: dict[str, int] = {}
     for row, time in profile.own.items():
         times[profile.ops[row].program] = times.get(profile.ops[row].program, 0) + time
-    main = max(times, key=lambda name: times[name], default="")
+    main = max(filter(None, times), key=lambda name: times[name], default="")
     for row, op in enumerate(profile.ops):
         if op.program not in (main, "") and op.scope != COLLECTIVES:
             profile.ops[row] = op._replace(scope=OTHER_PROGRAMS, phase="update")

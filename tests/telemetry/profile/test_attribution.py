@@ -117,6 +117,15 @@ def test_a_recorded_step_of_this_cpu(tmp_path):
     assert profile.host["maxlm:step"].total >= profile.devices[0].busy > 0
 
 
+def test_kernels_of_no_program_do_not_make_the_step_another_program(tmp_path):
+    plane = PlaneWriter("/device:GPU:0")
+    named = Event("gemm_a", 0, 10 * US, {"hlo_op": "gemm.1", "hlo_module": "jit_train_step"})
+    plane.line("Stream #13(Compute)", [named, Event("gemm_b", 50 * US, 30 * US, {"kernel_details": "regs:64"})])
+    path = tmp_path / "mixed.xplane.pb"
+    path.write_bytes(plane.written())
+    assert reduced(path).table() == {"unknown": {"update": 40 * US}}
+
+
 def test_kernels_of_a_gpu_without_a_name_are_device_time(tmp_path, gpu_file):
     """As XLA's command buffers leave them: hlo_op is that of the buffer, which is no operation of the program, or absent."""
     plane = PlaneWriter("/device:GPU:0")
