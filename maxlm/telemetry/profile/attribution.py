@@ -122,7 +122,7 @@ class Profile:
     ops: list[Op] = field(default_factory=list)  # by row
     drawn: Drawn = field(default_factory=Drawn)
     host: dict[str, Spans] = field(default_factory=dict)
-    memory: list[tuple[int, int]] = field(default_factory=list)  # (picoseconds, bytes allocated), in order of time
+    memory: list[tuple[int, int]] = field(default_factory=list)  # (picoseconds, bytes) of the fullest allocator, in order of time
     is_cpu: bool = False
 
     @property
@@ -318,18 +318,22 @@ def _read_host(trace: Trace, plane: Plane, profile: Profile) -> None:
     marks = {key: kind.name for key, kind in plane.kinds.items() if kind.name.startswith((HOST_MARK, "PjitFunction("))}
     allocations = {key for key, kind in plane.kinds.items() if kind.name in ("MemoryAllocation", "MemoryDeallocation")}
     allocated = plane.stat_id("bytes_allocated") if allocations else None
+    name = plane.stat_id("allocator_name")  # each device has one, and so has the host
+    allocator, by_allocator = -1 if name is None else name, dict[int, list[tuple[int, int]]]()
     found: dict[str, list[Spans]] = {}
     for line in plane.lines if marks or allocations else ():
-        for events in trace.blocks(line, () if allocated is None else (allocated,)):
+        for events in trace.blocks(line, () if allocated is None else (allocated, allocator)):
             end_N = events.start_N + events.length_N
             for key in marks.keys() & set(_dense(events.metadata_N)[0].tolist()):
                 mine = events.metadata_N == key
                 found.setdefault(marks[key], []).append(spans(events.start_N[mine], end_N[mine]))
             if allocated is not None:
                 mine = np.isin(events.metadata_N, list(allocations)) & (events.stats[allocated] >= 0)
-                profile.memory += zip(events.start_N[mine].tolist(), events.stats[allocated][mine].tolist(), strict=True)
+                columns = (array[mine].tolist() for array in (events.stats[allocator], events.start_N, events.stats[allocated]))
+                for owner, when, size in zip(*columns, strict=True):
+                    by_allocator.setdefault(owner, []).append((when, size))
     profile.host = {name: union(*several) for name, several in found.items()}
-    profile.memory.sort()
+    profile.memory = sorted(max(by_allocator.values(), key=lambda held: max(size for _, size in held), default=[]))
 
 
 def _split_programs(profile: Profile) -> None:

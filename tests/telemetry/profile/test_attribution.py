@@ -57,7 +57,10 @@ def test_allocations_are_a_line_over_time(tmp_path):
     device.line("XLA Ops", [Event("fusion.1", 0, US)])
     sizes = [1 << 30, 3 << 30, 2 << 30]
     names = ("MemoryAllocation", "MemoryAllocation", "MemoryDeallocation")
-    host.line("allocator", [Event(n, i * US, 1, {"bytes_allocated": s}) for i, (n, s) in enumerate(zip(names, sizes, strict=True))])
+    stats = [{"bytes_allocated": size, "allocator_name": "GPU_0_bfc"} for size in sizes]
+    other = [Event(names[0], i * US + 5, 1, {"bytes_allocated": 7, "allocator_name": "GPU_1_bfc"}) for i in range(3)]
+    host.line("allocator", [*(Event(n, i * US, 1, s) for i, (n, s) in enumerate(zip(names, stats, strict=True))), *other])
+    host.line("another", [Event("MemoryAllocation", 0, 1)])  # without stats
     path = tmp_path / "memory.xplane.pb"
     path.write_bytes(device.written() + host.written())
     profile = reduced(path)
