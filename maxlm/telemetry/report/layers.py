@@ -31,7 +31,9 @@ def _map(run: Run, name: str) -> str:
     series = [run.get(f"{name}_{i}") for i in range(1, layers + 1)]
     if not 1 < layers <= MAX_LAYERS or not all(len(one.steps_N) for one in series):
         return ""
-    steps_N = np.unique(np.concatenate([one.steps_N for one in series]))
+    steps_N = series[0].steps_N
+    for one in series:
+        steps_N = steps_N if np.array_equal(one.steps_N, steps_N) else np.union1d(one.steps_N, steps_N)
     if len(steps_N) < 2:
         return ""
     times_NL = np.full((len(steps_N), layers), np.inf)  # records hold all layers of a step, but for what is not finite
