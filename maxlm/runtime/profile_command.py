@@ -90,13 +90,15 @@ def _record(program: Program, start: Start, batches: Any, steps: int, folder: Pa
             start_trace(folder)
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror or error}): the profile belongs there.") from error
+        before = None  # metrics of the update before
         try:
             for _ in range(steps):
                 with jax.profiler.TraceAnnotation(f"{HOST_MARK}data_wait"):
                     batch = batches.get()
                 with jax.profiler.TraceAnnotation(f"{HOST_MARK}step"):
                     state, metrics = program.step(state, batch)
-                    jax.block_until_ready(metrics)
+                    jax.block_until_ready(before)  # while this one runs, as in training: devices are not idle meanwhile
+                    before = metrics
             jax.block_until_ready(state)
         finally:
             stop_trace(folder)

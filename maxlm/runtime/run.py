@@ -133,7 +133,7 @@ def _run(
     compilations: Compilations,
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
-    predict = None if predictor is None else _on_all_hosts(predictor, asked, here.hosts)
+    predict = _on_all_hosts(predictor, asked, here.hosts)
     run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
@@ -216,8 +216,12 @@ def _profiling(run: OpenRun, session: Session, stop: StopSignal) -> Iterator[Ses
     if settings is None:
         yield session
         return
-    profiler = RunProfiler(settings, folder, title, session.observers.on_event, lambda: stop.received is not None)
-    with contextlib.closing(profiler):
+
+    def gives_up() -> bool:
+        session.progress.touch()  # the watchdog sees no hang while pages are waited for
+        return stop.received is not None
+
+    with RunProfiler(settings, folder, title, session.observers.on_event, gives_up) as profiler:
         yield replace(session, profiler=profiler)
 
 
@@ -304,15 +308,14 @@ def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
     }
 
 
-def _on_all_hosts(predictor: Predictor, config: Config, hosts: Sequence[str]) -> Callable[[Program], float]:
-    """The function that predicts a step. Raises UserError in all processes alike."""
+def _on_all_hosts(predictor: Predictor | None, config: Config, hosts: Sequence[str]) -> Callable[[Program], float] | None:
+    """The function that predicts a step, if there is a predictor. Raises UserError in all processes alike."""
     predict, problem = None, None
     try:
-        predict = predictor(config, hosts)
+        predict = None if predictor is None else predictor(config, hosts)
     except UserError as error:
         problem = error
-    require_equal({}, problem)
-    assert predict is not None, "a failure was raised above"
+    require_equal({}, problem)  # also without one: configs are compared later, and may differ here
     return predict
 
 
@@ -320,12 +323,13 @@ def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict
     """Memory and seconds of the compiled step, for the event `start`. No failure of a prediction changes the run."""
     if not run.trains:
         return {}
-    found: dict[str, Any] = {predicted.MEMORY: needed_by(run.program.step, jax.default_backend())}
-    if predict is not None and run.directory.primary:
-        try:
+    found: dict[str, Any] = {}
+    try:
+        found[predicted.MEMORY] = needed_by(run.program.step, jax.default_backend())
+        if predict is not None and run.directory.primary:
             found[predicted.STEP] = predict(run.program)
-        except Exception:
-            logging.getLogger(__name__).warning("the time of a step could not be predicted", exc_info=True)
+    except Exception:
+        logging.getLogger(__name__).warning("memory or time of a step could not be predicted", exc_info=True)
     return {"predicted": found}
 
 

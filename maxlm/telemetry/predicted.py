@@ -13,7 +13,7 @@ from maxlm.telemetry import process_memory
 from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_number, read_objects
+from maxlm.telemetry.strict_json import is_finite, is_number, read_objects
 
 MEMORY, STEP = "memory_bytes", "step_s"  # keys of `predicted`
 
@@ -27,7 +27,7 @@ class Compared(NamedTuple):
     predicted: float | None
 
     def sentence(self) -> str:
-        """Such as "peak memory 12.3 GiB, predicted 12.0 GiB (2.5% more than predicted)"; "" unless both are known."""
+        """Such as "peak memory 12.3 GB, predicted 12.0 GB (2.5% more than predicted)"; "" unless both are known."""
         if not self.measured or not self.predicted:
             return ""
         error = self.measured / self.predicted - 1
@@ -39,15 +39,15 @@ def predicted_of(start: Mapping[str, Any], key: str) -> float | None:
     """A figure that the data of a `start` event predicts."""
     stated = start.get("predicted")
     value = stated.get(key) if isinstance(stated, Mapping) else None
-    return float(value) if is_number(value) else None
+    return float(value) if is_finite(value) else None
 
 
 def read_compared(run: RunDirectory) -> list[Compared]:
     """Figures of the newest attempt of a run. Raises OSError."""
-    starts = [item for item in read_objects(run.events) if item.get("kind") == "start"]
+    starts = [item for item in read_objects(run.events) if item.get("kind") == "start" and is_number(item.get("step"))]
     if not starts:
         return []
-    since = starts[-1].get("step", 0)
+    since = starts[-1]["step"]
     records = [item for item in read_objects(run.metrics) if is_number(item.get("step")) and item["step"] > since]
     peaks = [item[PEAK] for item in records if is_number(item.get(PEAK))]
     grown = [item[process_memory.NAME] for item in records if is_number(item.get(process_memory.NAME))]

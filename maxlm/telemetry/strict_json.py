@@ -7,12 +7,28 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
     """Strict JSON, in one line without `indent`: arrays of one element become numbers, unknown types their text."""
-    return to_json(value, indent=indent, inf_nan_mode="null", fallback=_plain).decode()
+    try:
+        return to_json(value, indent=indent, inf_nan_mode="null", fallback=_plain).decode()
+    except PydanticSerializationError:  # of text that is no UTF-8, such as the path of a folder in an error's message
+        return to_json(_encodable(value), indent=indent, inf_nan_mode="null", fallback=_plain).decode()
+
+
+def encodable(text: str) -> str:
+    """`text` with ? for lone surrogates, which JSON and names of files may hold, and UTF-8 may not."""
+    return text.encode(errors="replace").decode()
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(item) for item in value]
+    return encodable(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:

@@ -4,9 +4,14 @@ import gzip
 import hashlib
 import json
 import subprocess
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 from small_run import command, environment, events, finish, make_workspace, start
+
+from maxlm.runtime import profile_command
 
 
 def profile(folder, *arguments, code=0):
@@ -44,6 +49,23 @@ def test_a_run_is_profiled_while_it_runs_and_afterwards(tmp_path):
         for part in ("attention", "feed-forward", "norms", "unembedding and loss", "optimizer", "data wait"):
             assert part in page
         assert json.loads(gzip.decompress((made / "trace.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_a_step_is_waited_for_while_the_next_one_runs(tmp_path, monkeypatch):
+    """As in training: if every step were waited for, the page would show idle devices that a run does not have."""
+    calls, number = [], iter(range(10))
+
+    def step(state, batch):
+        calls.append(("step", update := next(number)))
+        return state, update
+
+    monkeypatch.setattr(profile_command, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(profile_command, "stop_trace", lambda folder: calls.append("stop"))
+    monkeypatch.setattr(jax, "block_until_ready", lambda value: calls.append(("wait", value)))
+    program = SimpleNamespace(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), step=step)
+    profile_command._record(program, SimpleNamespace(state="state"), SimpleNamespace(get=lambda: None), 3, tmp_path)
+    traced = calls[calls.index("start") + 1 :]
+    assert traced == [("step", 2), ("wait", None), ("step", 3), ("wait", 2), ("step", 4), ("wait", 3), ("wait", "state"), "stop"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_measured_and_predicted_are_those_of_the_newest_attempt(tmp_path):
     page = write_report([run.path], tmp_path / "report.html").read_text()
     assert "Device memory" in page
     assert "<dt>Memory, predicted</dt><dd>2.0 GB</dd>" in page
+    assert "<dt>Peak memory</dt><dd>2.1 GB</dd>" in page
 
 
 def test_the_time_of_a_step_and_the_memory_of_a_process(tmp_path):
@@ -73,6 +74,20 @@ def test_nothing_is_said_of_what_is_unknown(tmp_path, start):
     run = run_with(tmp_path, [(0, start)], [{"step": 1, "memory_peak_bytes": None}])
     assert predicted_of(start, "memory_bytes") is None
     assert {figure.sentence() for figure in read_compared(run)} == {""}
+
+
+def test_a_damaged_start_is_passed_over(tmp_path):
+    run = run_with(tmp_path, [(0, {"predicted": {"memory_bytes": 2e9}})], [{"step": 1, "memory_peak_bytes": 2.1e9}])
+    with run.events.open("a") as file:
+        file.write('{"kind": "start", "step": "x", "time": 1.0}\n')
+    assert read_compared(run)[0].measured == 2.1e9
+
+
+@pytest.mark.parametrize("value", ["1e400", "NaN"])
+def test_a_page_is_made_of_a_prediction_that_is_no_number(tmp_path, value):
+    run = run_with(tmp_path, [], [{"step": 1, "time": 1.0, "loss": 1.0}])
+    run.events.write_text(f'{{"kind": "start", "step": 0, "time": 1.0, "predicted": {{"memory_bytes": {value}}}}}\n')
+    assert "Memory, predicted" not in write_report([run.path], tmp_path / "report.html").read_text()
 
 
 def test_the_console_shows_the_peak_where_it_is_known(record):

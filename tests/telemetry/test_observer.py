@@ -237,3 +237,10 @@ def test_a_record_holds_the_keys_others_rely_on(record):
 def test_event_data_lies_beside_kind_step_and_time():
     read = json.loads(Event("save", 5, 12.3456, {"seconds": 0.4, "kind": "no"}).to_json())
     assert read == {"kind": "save", "step": 5, "time": 12.346, "seconds": 0.4}
+
+
+def test_text_that_is_no_utf_8_costs_no_line():
+    """The path of a folder in an error's message: the file of events would be closed for it, for the rest of the run."""
+    event = Event("save", 3, data={"reason": "no space in /home/fran\udce7ois", "hosts": ["\udcff"], "loss": float("nan")})
+    line = json.loads(event.to_json())
+    assert (line["reason"], line["hosts"], line["loss"], line["step"]) == ("no space in /home/fran?ois", ["?"], None, 3)

@@ -197,6 +197,13 @@ def test_one_readable_line_is_enough(tmp_path):
     assert "Training loss is 3 nats" in page.text
 
 
+def test_text_that_is_no_unicode_does_not_cost_the_page(tmp_path):
+    """JSON may hold half a pair of surrogates, also in what is a folder's name that is not UTF-8."""
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "events.jsonl").write_text('{"kind": "alarm", "step": 1, "time": 1.0, "reason": "half \\ud800 of a letter"}\n')
+    assert "half ? of a letter" in report_of(tmp_path, tmp_path / "r")
+
+
 @pytest.mark.parametrize("kind", ["absent", "empty folder", "file", "nul", "none"])
 def test_what_is_no_run_directory_is_an_error_of_one_line(tmp_path, kind):
     (tmp_path / "empty").mkdir()

@@ -36,6 +36,13 @@ def test_a_layer_that_grows_stands_out(grows, tmp_path):
     assert 'viewBox="0 -0.5 1000 2"' in figure, "what is no layer has no row"
 
 
+def test_a_layer_that_is_not_finite_stands_out(tmp_path):
+    """Null in a record: the map is not left out for it, and the layer has the colour of the largest values."""
+    run = run_of(tmp_path, "overflows", [[0.1, 5.0, 1.0]] * 9 + [[0.1, None, 1.0]])
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert re.findall(r'<path class="h8" d="(.*?)"/>', page) == ["M900 1h100"]
+
+
 def test_of_several_runs_there_are_lines_alone(grows, tmp_path):
     other = run_of(tmp_path, "other", [[1.0, 1.0, 1.0]] * 3)
     assert "Layers over steps" not in write_report([grows, other], tmp_path / "page.html").read_text()

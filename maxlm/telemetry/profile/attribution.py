@@ -26,7 +26,7 @@ _COPY = re.compile(r"^(?:copy|bitcast|transpose|slice|dynamic-slice|dynamic-upda
 _MEMORY = re.compile(r"^Mem(?:cpy|set)")  # of GPUs; events of no program
 GAP_BOUNDS = (10**6, 10**7, 10**8, 10**9)  # picoseconds, between classes of gaps
 LONGEST_GAPS = 12
-_STATS = ("hlo_op", "program_id", "hlo_module")
+_STATS = ("hlo_op", "program_id", "hlo_module", "kernel_details")  # the last only of kernels of GPUs
 
 
 class Op(NamedTuple):
@@ -122,8 +122,12 @@ class Profile:
     ops: list[Op] = field(default_factory=list)  # by row
     drawn: Drawn = field(default_factory=Drawn)
     host: dict[str, Spans] = field(default_factory=dict)
-    memory: list[tuple[int, int]] = field(default_factory=list)  # (picoseconds, bytes allocated), in order of time
+    memory: list[tuple[int, int]] = field(default_factory=list)  # (picoseconds, bytes) of the fullest allocator, in order of time
     is_cpu: bool = False
+
+    @property
+    def is_gpu(self) -> bool:
+        return any(device.name.startswith("GPU:") for device in self.devices)
 
     @property
     def own(self) -> dict[int, int]:
@@ -166,6 +170,7 @@ class _Rows:
         columns = [events.metadata_N]
         if named:
             columns += [events.stats[key] if key >= 0 else np.full(len(events.metadata_N), -1) for key in self.stats]
+            columns[-1] = np.minimum(columns[-1], 0)  # not what it says, which differs by kernel
         keys: list[tuple[int, ...]] = [()]
         code_N = np.zeros(len(events.metadata_N), np.int64)
         for column in columns:
@@ -192,7 +197,7 @@ class _Rows:
         number, module, title, opcode = kind.stats.get("program_id"), "", name, str(kind.stats.get("hlo_category") or "")
         if named:
             names = self._plane.stat_names
-            if key[1] < 0 and not _MEMORY.match(name):
+            if max(key[1], key[4]) < 0 and not _MEMORY.match(name):
                 return None
             name, number, module = names.get(key[1], name), key[2], names.get(key[3], "")
         program = self._program(number, module)
@@ -313,18 +318,22 @@ def _read_host(trace: Trace, plane: Plane, profile: Profile) -> None:
     marks = {key: kind.name for key, kind in plane.kinds.items() if kind.name.startswith((HOST_MARK, "PjitFunction("))}
     allocations = {key for key, kind in plane.kinds.items() if kind.name in ("MemoryAllocation", "MemoryDeallocation")}
     allocated = plane.stat_id("bytes_allocated") if allocations else None
+    name = plane.stat_id("allocator_name")  # each device has one, and so has the host
+    allocator, by_allocator = -1 if name is None else name, dict[int, list[tuple[int, int]]]()
     found: dict[str, list[Spans]] = {}
     for line in plane.lines if marks or allocations else ():
-        for events in trace.blocks(line, () if allocated is None else (allocated,)):
+        for events in trace.blocks(line, () if allocated is None else (allocated, allocator)):
             end_N = events.start_N + events.length_N
             for key in marks.keys() & set(_dense(events.metadata_N)[0].tolist()):
                 mine = events.metadata_N == key
                 found.setdefault(marks[key], []).append(spans(events.start_N[mine], end_N[mine]))
             if allocated is not None:
                 mine = np.isin(events.metadata_N, list(allocations)) & (events.stats[allocated] >= 0)
-                profile.memory += zip(events.start_N[mine].tolist(), events.stats[allocated][mine].tolist(), strict=True)
+                columns = (array[mine].tolist() for array in (events.stats[allocator], events.start_N, events.stats[allocated]))
+                for owner, when, size in zip(*columns, strict=True):
+                    by_allocator.setdefault(owner, []).append((when, size))
     profile.host = {name: union(*several) for name, several in found.items()}
-    profile.memory.sort()
+    profile.memory = sorted(max(by_allocator.values(), key=lambda held: max(size for _, size in held), default=[]))
 
 
 def _split_programs(profile: Profile) -> None:
@@ -332,7 +341,7 @@ def _split_programs(profile: Profile) -> None:
     times: dict[str, int] = {}
     for row, time in profile.own.items():
         times[profile.ops[row].program] = times.get(profile.ops[row].program, 0) + time
-    main = max(times, key=lambda name: times[name], default="")
+    main = max(filter(None, times), key=lambda name: times[name], default="")
     for row, op in enumerate(profile.ops):
         if op.program not in (main, "") and op.scope != COLLECTIVES:
             profile.ops[row] = op._replace(scope=OTHER_PROGRAMS, phase="update")

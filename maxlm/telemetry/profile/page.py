@@ -13,12 +13,18 @@ from maxlm.telemetry.profile.scopes import COLLECTIVES, PHASES, TITLES, Phase, s
 from maxlm.telemetry.report.render import POLICY
 from maxlm.telemetry.report.style import CSS
 from maxlm.telemetry.report.tables import table
+from maxlm.telemetry.strict_json import encodable
 
 PS = 1e12  # picoseconds a second
 LONGEST_OPS, MOST_DEVICES, MEMORY_POINTS = 40, 64, 600
 COLORS = ("--p0", "--p1", "--p2", "--p3", "--p4", "--p6", "--p5", "--p7")
 _EXTRA_CSS = "main{max-width:1240px}.bar span{min-width:1px}td code{overflow-wrap:anywhere}.wrap td{white-space:normal}"
 _FEW = 0.0005  # share of time under which a part is not drawn
+_WELL = 0.9  # share of attributed time from which nothing is advised
+_COMMAND_BUFFERS = (
+    "What XLA launches in command buffers (CUDA graphs) names no operation: a trace with XLA_FLAGS=--xla_gpu_enable_command_buffer= "
+    "has them one by one."
+)
 
 Predicted = Mapping[str, Mapping[Phase, float]]  # scope -> phase -> seconds a step on one device
 
@@ -43,7 +49,7 @@ def render(profile: Profile, facts: Facts) -> str:
     if profile.devices:
         sections += [_parts(profile, facts), _busy(profile, facts), _gaps(profile, facts), _collectives(profile, facts)]
         sections += [_host(profile, facts), _memory(profile), _ops(profile, facts), _files(facts)]
-    return (
+    return encodable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(facts.title)} · profile</title><style>{CSS}{_EXTRA_CSS}</style></head>\n<body><main>\n"
@@ -105,10 +111,11 @@ def _parts(profile: Profile, facts: Facts) -> str:
     last = [_short(expected), _ratio(_a_step(total, profile, facts), expected)] if known else []
     rows.append(["<b>all</b>", *(_time(time, profile, facts) for time in sums), _time(total, profile, facts), "100.0%", *last])
     unit = "time of threads" if profile.is_cpu else "device time"
+    unnamed = f" {_COMMAND_BUFFERS}" if profile.is_gpu and (profile.attributed or 0.0) < _WELL else ""
     return (
         f"<section><h2>Time by part of the step</h2>{_bar(drawn, total)}{table(heads, rows, numbers=True)}"
         f'<p class="note">Mean {unit} a step on one device; the time of an operation without those nested in it. Recomputed: forward '
-        f"again in the backward pass (remat). {escape(facts.prediction_note)}</p></section>"
+        f"again in the backward pass (remat). {escape(facts.prediction_note)}{unnamed}</p></section>"
     )
 
 
@@ -188,7 +195,7 @@ def _drawn_op(profile: Profile, device: Device, *, start: int | None = None, end
         return "–"
     times = drawn.start[0] if start is not None else drawn.start[0] + drawn.length[0]
     for place in np.flatnonzero(times == (end if start is None else start)):
-        if drawn.track[drawn.on[0][place]].startswith(device.name):
+        if f"{drawn.track[drawn.on[0][place]]} ".startswith(f"{device.name} "):  # not TPU:10 for TPU:1
             return _named(profile.ops[drawn.row[0][place]])
     return "–"
 
@@ -242,7 +249,7 @@ def _memory(profile: Profile) -> str:
         '<svg viewBox="0 0 1000 200" preserveAspectRatio="none" style="width:100%;height:200px" role="img" aria-label="memory over time">'
         f'<polyline points="{line}" style="fill:none;stroke:var(--p0);stroke-width:1.5" vector-effect="non-scaling-stroke"/></svg>'
     )
-    note = f"Bytes allocated, at most {peak / 2**30:.2f} GiB, over {duration((last - first) / PS)}."
+    note = f"Bytes of the fullest allocator (each device has one), at most {peak / 2**30:.2f} GiB, over {duration((last - first) / PS)}."
     return f'<section><h2>Memory</h2>{drawing}<p class="note">{note}</p></section>'
 
 
@@ -254,7 +261,7 @@ def _ops(profile: Profile, facts: Facts) -> str:
     for row in longest:
         op = profile.ops[row]
         number = sum(device.count.get(row, 0) for device in profile.devices) / max(facts.steps, 1) / len(profile.devices)
-        place = op.where.replace("/", "/<wbr>") if not set("<>&\"'") & set(op.where) else escape(op.where)
+        place = escape(op.where[:400]).replace("/", "/<wbr>")
         cells = [
             escape(op.name[:120]),
             escape(TITLES[op.scope]),
@@ -262,7 +269,7 @@ def _ops(profile: Profile, facts: Facts) -> str:
             f"{number:,.1f}",
             _time(own[row], profile, facts).replace(" ", "&nbsp;"),
         ]
-        rows.append([*cells, percent(own[row] / total), f"<code>{place[:400] or '–'}</code>"])
+        rows.append([*cells, percent(own[row] / total), f"<code>{place or '–'}</code>"])
     heads = ["operation", "part", "phase", "calls a step", "time a step", "share", "op_name"]
     return f'<section><h2>Longest operations</h2><div class="wrap">{table(heads, rows)}</div></section>'
 

@@ -48,9 +48,10 @@ def programs_of(trace: Trace) -> dict[int, Program]:
         if plane.name != METADATA_PLANE:
             continue
         for key, kind in plane.kinds.items():
+            number = kind.stats.get("program_id")
             for content in kind.stats.values():
                 if isinstance(content, tuple):
-                    found[int(kind.stats.get("program_id", key))] = parse_program(trace.bytes_of(content))
+                    found[number if isinstance(number, int) else key] = parse_program(trace.bytes_of(content))
     return found
 
 

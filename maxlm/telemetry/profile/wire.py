@@ -161,7 +161,7 @@ def _stats(
     while rest.size:
         length_R, begin_R = _varints(bytes_, cursor_N[rest] + 1)
         cursor_N[rest] = begin_R + length_R
-        if np.any(bytes_[begin_R] != _ID) or np.any(cursor_N[rest] > end_N[rest]):
+        if np.any(bytes_[begin_R] != _ID) or np.any(cursor_N[rest] > end_N[rest]) or np.any(length_R <= 0):
             raise DamagedTraceError
         name_R, value_R = _varints(bytes_, begin_R + 1)
         for name, array in found.items():

@@ -16,6 +16,7 @@ from maxlm.telemetry.profile import wire
 from maxlm.telemetry.profile.wire import BYTES, DamagedTraceError, Events, signed, text
 
 BLOCK = 8 << 20  # bytes of events that are decoded at a time
+_LATEST = 1 << 62  # picoseconds, of a line's begin: sums fit in 64 bits
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ class Trace:
     def blocks(self, line: Line, wanted: tuple[int, ...] = ()) -> Iterator[Events]:
         """The events of a line, in blocks; starts are picoseconds since `base_ns`. Raises UserError."""
         offset = (line.timestamp_ns - self.base_ns) * 1000
+        if abs(offset) >= _LATEST:
+            raise UserError(
+                f"{self.path}: this trace is damaged: a line of it begins {offset / 1e12:.3g} s after the first; record it again."
+            )
         place, size = line.start, BLOCK
         while place < line.end:
             data = self._data[place : min(place + size, line.end)]

@@ -20,7 +20,7 @@ def section(runs: Sequence[Run]) -> str:
         return ""
     maps = "".join(_map(runs[0], name) for name in runs[0].metrics)
     keys = "".join(f'<li><span class="swatch h{k}"></span>{label}</li>' for k, label in enumerate(("zero", *LABELS[1:])))
-    hint = "Colours: in times the median of the same layer over the run. A row is a layer, the first one at the top."
+    hint = "Colours: in times the median of the same layer; what is not finite is over 4x. A row is a layer, the first one at the top."
     legend = f'<p class="note">{hint}</p><ul class="keys scale">{keys}</ul>'
     return f'<section><h2>Layers over steps</h2>{legend}<div class="grid2 maps">{maps}</div></section>' if maps else ""
 
@@ -29,10 +29,17 @@ def _map(run: Run, name: str) -> str:
     declared = run.metrics[name]
     layers = sum(entry.startswith("layer ") for entry in declared.entries)
     series = [run.get(f"{name}_{i}") for i in range(1, layers + 1)]
-    if not 1 < layers <= MAX_LAYERS or len(series[0].steps_N) < 2 or any(len(one.steps_N) != len(series[0].steps_N) for one in series):
+    if not 1 < layers <= MAX_LAYERS or not all(len(one.steps_N) for one in series):
         return ""
-    values_NL = np.stack([one.values_N for one in series], axis=1)
-    cells, values_CL = _columns(series[0].steps_N, values_NL / np.maximum(np.median(values_NL, axis=0), 1e-30))
+    steps_N = series[0].steps_N
+    for one in series:
+        steps_N = steps_N if np.array_equal(one.steps_N, steps_N) else np.union1d(one.steps_N, steps_N)
+    if len(steps_N) < 2:
+        return ""
+    times_NL = np.full((len(steps_N), layers), np.inf)  # records hold all layers of a step, but for what is not finite
+    for i, one in enumerate(series):
+        times_NL[np.searchsorted(steps_N, one.steps_N), i] = one.values_N / max(float(np.median(one.values_N)), 1e-30)
+    cells, values_CL = _columns(steps_N, times_NL)
     return heat(declared.title, "a row a layer", f"{declared.title} of {layers} layers over steps", cells, values_CL, 0)
 
 

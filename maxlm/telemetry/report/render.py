@@ -18,6 +18,7 @@ from maxlm.telemetry.report.load import EMPTY, Run, Series
 from maxlm.telemetry.report.style import CSS, HEAT_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
 from maxlm.telemetry.report.tables import table
+from maxlm.telemetry.strict_json import encodable
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
@@ -44,7 +45,7 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = POLICY + "; connect-src 'self'" * bool(version)
-    return (
+    return encodable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n"

@@ -81,7 +81,7 @@ def figures_of(run: Run) -> Figures:
         attempts=max(1, sum(event.kind == "start" for event in run.events)),
         skipped=sum(event.kind == "skip" for event in run.events),
         peak_memory=_peak_memory(run),
-        step_s=_median(step_time),
+        step_s=_median(_of_prediction(run, step_time)),
         predicted_step_s=predicted_of(start, STEP),
         predicted_memory=predicted_of(start, MEMORY),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
@@ -207,8 +207,15 @@ def _so_far(run: Run, name: str) -> float | None:
 
 def _peak_memory(run: Run) -> float | None:
     """Peak bytes of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
-    peaks_N, grown_N = run.get(PEAK).values_N, run.get(process_memory.NAME).values_N
+    peaks_N, grown_N = (_of_prediction(run, run.get(name)).values_N for name in (PEAK, process_memory.NAME))
     return float(peaks_N.max()) if len(peaks_N) else float(grown_N.min()) if len(grown_N) else None
+
+
+def _of_prediction(run: Run, series: Series) -> Series:
+    """Records since the newest start that predicts something: earlier attempts may have had other devices, or another config."""
+    starts = [event.step for event in run.events if event.kind == "start" and event.data.get("predicted")]
+    newer = series.steps_N > (starts[-1] if starts else -1)
+    return Series(series.steps_N[newer], series.values_N[newer])
 
 
 def _last(series: Series) -> float | None:

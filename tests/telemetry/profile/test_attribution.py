@@ -16,6 +16,8 @@ from maxlm.telemetry.profile.xplane import Trace
 
 US = 1_000_000
 
+GRAPHS = "xla_gpu_enable_command_buffer="
+
 
 def reduced(path):
     with Trace(path) as trace:
@@ -55,7 +57,10 @@ def test_allocations_are_a_line_over_time(tmp_path):
     device.line("XLA Ops", [Event("fusion.1", 0, US)])
     sizes = [1 << 30, 3 << 30, 2 << 30]
     names = ("MemoryAllocation", "MemoryAllocation", "MemoryDeallocation")
-    host.line("allocator", [Event(n, i * US, 1, {"bytes_allocated": s}) for i, (n, s) in enumerate(zip(names, sizes, strict=True))])
+    stats = [{"bytes_allocated": size, "allocator_name": "GPU_0_bfc"} for size in sizes]
+    other = [Event(names[0], i * US + 5, 1, {"bytes_allocated": 7, "allocator_name": "GPU_1_bfc"}) for i in range(3)]
+    host.line("allocator", [*(Event(n, i * US, 1, s) for i, (n, s) in enumerate(zip(names, stats, strict=True))), *other])
+    host.line("another", [Event("MemoryAllocation", 0, 1)])  # without stats
     path = tmp_path / "memory.xplane.pb"
     path.write_bytes(device.written() + host.written())
     profile = reduced(path)
@@ -113,3 +118,30 @@ def test_a_recorded_step_of_this_cpu(tmp_path):
     assert set(table["attn"]) >= {"forward", "backward", "recomputed"}
     assert "optimizer" in table
     assert profile.host["maxlm:step"].total >= profile.devices[0].busy > 0
+
+
+def test_kernels_of_no_program_do_not_make_the_step_another_program(tmp_path):
+    plane = PlaneWriter("/device:GPU:0")
+    named = Event("gemm_a", 0, 10 * US, {"hlo_op": "gemm.1", "hlo_module": "jit_train_step"})
+    plane.line("Stream #13(Compute)", [named, Event("gemm_b", 50 * US, 30 * US, {"kernel_details": "regs:64"})])
+    path = tmp_path / "mixed.xplane.pb"
+    path.write_bytes(plane.written())
+    assert reduced(path).table() == {"unknown": {"update": 40 * US}}
+
+
+def test_kernels_of_a_gpu_without_a_name_are_device_time(tmp_path, gpu_file):
+    """As XLA's command buffers leave them: hlo_op is that of the buffer, which is no operation of the program, or absent."""
+    plane = PlaneWriter("/device:GPU:0")
+    of_buffer = {"hlo_op": "command_buffer_1", "hlo_module": "jit_train_step", "program_id": 5, "kernel_details": "regs:32 grid:1,1,1"}
+    kernels = [Event("gemm_a", 0, 40 * US, of_buffer), Event("gemm_b", 50 * US, 30 * US, {"kernel_details": "regs:64 grid:8,1,1"})]
+    beside = Event("MemoryResidency", 0, 1000 * US, {"memory_residency_details": "kind:device"})
+    plane.line("Stream #13(Compute)", [*kernels, beside])
+    path = tmp_path / "graphs.xplane.pb"
+    path.write_bytes(plane.written())
+    profile = reduced(path)
+    (device,) = profile.devices
+    assert (device.window / US, device.compute / US, device.busy / US) == (80, 70, 70)
+    assert profile.table() == {"unknown": {"update": 70 * US}}
+    assert profile.attributed == 0
+    assert GRAPHS in render(profile, Facts("graphs"))
+    assert GRAPHS not in render(reduced(gpu_file), Facts("named"))

@@ -12,7 +12,7 @@ import pytest
 from maxlm.config.errors import UserError
 from maxlm.telemetry.profile import PAGE, VIEWER_FILE, Facts, attribution, reduce_trace
 from maxlm.telemetry.profile.attribution import Op, profile_of
-from maxlm.telemetry.profile.page import render
+from maxlm.telemetry.profile.page import _drawn_op, render
 from maxlm.telemetry.profile.xplane import Trace
 
 FACTS = Facts("<b>run</b>, step 7", steps=2, step=7, predicted={"attn": {"forward": 10e-6}, "embed": {"forward": 1e-6}})
@@ -53,6 +53,31 @@ def test_text_of_a_trace_is_escaped_and_nothing_is_fetched(profile):
     assert "<img" not in page
     assert "default-src 'none'" in page
     assert not re.search(r"(?:src|href)=", page.replace("&lt;img src=", ""))
+
+
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(profile):
+    """The name of a folder that is not UTF-8 holds surrogates, and a page cannot."""
+    assert "run ?" in render(profile, dataclasses.replace(FACTS, title="run \udcff")).encode().decode()
+
+
+def test_a_long_place_is_cut_between_letters(profile):
+    """Not in the middle of a tag or of an escaped letter: what follows would be part of it."""
+    for length in range(390, 402):
+        profile.ops[0] = profile.ops[0]._replace(where=f"{'x' * length}/&/y")
+        shown = re.findall(r"<code>(.*?)</code>", render(profile, FACTS))
+        assert len(shown) == len(profile.own)
+        (place,) = (one for one in shown if one.startswith("xxx"))
+        assert re.fullmatch(r"(?:[xy/]|<wbr>|&amp;)*", place)
+
+
+def test_a_gap_has_operations_of_its_own_device(profile):
+    """And not of TPU:10 beside TPU:1."""
+    (device,) = profile.devices
+    ((_, end), *_) = device.longest_gaps
+    device.name = "TPU:1"
+    for track, found in (("TPU:1 XLA Ops", True), ("TPU:1", True), ("TPU:10 XLA Ops", False)):
+        profile.drawn.track = [track] * len(profile.drawn.track)
+        assert (_drawn_op(profile, device, start=end) != "–") is found
 
 
 def test_the_page_stays_small_for_many_devices_and_operations(profile):

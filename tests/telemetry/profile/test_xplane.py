@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from synthetic_trace import Event, Instruction, PlaneWriter, hlo_proto, metadata_plane
+from synthetic_trace import Event, Instruction, PlaneWriter, field, hlo_proto, metadata_plane, varint
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.profile import xplane
+from maxlm.telemetry.profile import wire, xplane
 from maxlm.telemetry.profile.programs import parse_program, programs_of
 from maxlm.telemetry.profile.xplane import Trace
 
@@ -60,12 +60,42 @@ def test_a_trace_that_is_cut_short_is_refused(tmp_path, cut):
                 list(trace.blocks(line))
 
 
+def test_a_line_of_another_time_is_refused(tmp_path):
+    """Picoseconds between it and the first do not fit in 64 bits."""
+    plane = PlaneWriter("/device:TPU:0")
+    plane.line("XLA Ops", [Event("a", 0, 1)], timestamp_ns=0)
+    plane.line("Async XLA Ops", [Event("b", 0, 1)], timestamp_ns=1_764_115_200_000_000_000)
+    path = tmp_path / "times.xplane.pb"
+    path.write_bytes(plane.written())
+    with Trace(path) as trace, pytest.raises(UserError, match="s after the first"):
+        list(trace.blocks(trace.planes[0].lines[1]))
+
+
 @pytest.mark.parametrize("content", [b"", b"not a trace", b"\xff" * 100])
 def test_what_is_no_trace_is_refused(tmp_path, content):
     path = tmp_path / "text.xplane.pb"
     path.write_bytes(content)
     with pytest.raises(UserError):
         Trace(path)
+
+
+def test_a_program_whose_number_is_missing_is_read(tmp_path):
+    """A damaged stat `program_id` without a value."""
+    whole = metadata_plane({77: hlo_proto("jit_f", [[Instruction("dot.2", "dot", "jit(f)/mlp/dot")]])})
+    assert whole.count(field(4, 77)) == 1
+    path = tmp_path / "metadata.xplane.pb"
+    path.write_bytes(whole.replace(field(4, 77), field(9, 77)))
+    with Trace(path) as trace:
+        assert [program.name for program in programs_of(trace).values()] == ["jit_f"]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("length", [-11, -1, 0])
+def test_a_stat_of_no_length_is_refused(length):
+    """One of -11 bytes ends where it begins, and would be read for ever."""
+    event = field(1, 1) + field(2, 5) + field(3, 7) + bytes([4 << 3 | 2]) + varint(length) + bytes([1 << 3])
+    with pytest.raises(UserError, match="damaged"):
+        wire.decode_events(event, np.array([0]), np.array([len(event)]), (1,))
 
 
 def test_operations_without_a_place_take_that_of_their_neighbours(tmp_path):

@@ -1,0 +1,41 @@
+"""Parts of a run's assembly: predictions fail alone, and processes with different configs make the same calls."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from maxlm.config import UserError
+from maxlm.runtime import run
+
+
+class Step:
+    """A compiled step whose memory its backend cannot tell."""
+
+    def memory_analysis(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no statistics")
+
+
+def test_a_prediction_that_fails_does_not_end_the_run():
+    opened = SimpleNamespace(trains=True, program=SimpleNamespace(step=Step()), directory=SimpleNamespace(primary=True))
+    assert run._predicted(opened, lambda program: 1.0) == {"predicted": {}}
+
+
+@pytest.mark.parametrize("predictor", [None, lambda config: lambda program: 1.0])
+def test_processes_talk_whether_they_have_a_calibration_or_not(monkeypatch, predictor):
+    """Configs are compared only afterwards: with one call less, a process would compare other facts than the rest."""
+    calls = []
+    monkeypatch.setattr(run, "require_equal", lambda facts, problem: calls.append((facts, problem)))
+    predict = run._on_all_hosts(predictor, None)
+    assert (predict is None) == (predictor is None)
+    assert calls == [({}, None)]
+
+
+def test_a_calibration_that_is_refused_is_refused_everywhere(monkeypatch):
+    def refuse(config):
+        raise UserError("of another machine")
+
+    told = []
+    monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append(str(problem)))
+    run._on_all_hosts(refuse, None)
+    assert told == ["of another machine"]
