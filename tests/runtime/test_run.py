@@ -21,21 +21,21 @@ def test_a_prediction_that_fails_does_not_end_the_run():
     assert run._predicted(opened, lambda program: 1.0) == {"predicted": {}}
 
 
-@pytest.mark.parametrize("predictor", [None, lambda config: lambda program: 1.0])
+@pytest.mark.parametrize("predictor", [None, lambda config, hosts: lambda program: 1.0])
 def test_processes_talk_whether_they_have_a_calibration_or_not(monkeypatch, predictor):
     """Configs are compared only afterwards: with one call less, a process would compare other facts than the rest."""
     calls = []
     monkeypatch.setattr(run, "require_equal", lambda facts, problem: calls.append((facts, problem)))
-    predict = run._on_all_hosts(predictor, None)
+    predict = run._on_all_hosts(predictor, None, ["a", "b"])
     assert (predict is None) == (predictor is None)
     assert calls == [({}, None)]
 
 
 def test_a_calibration_that_is_refused_is_refused_everywhere(monkeypatch):
-    def refuse(config):
+    def refuse(config, hosts):
         raise UserError("of another machine")
 
     told = []
     monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append(str(problem)))
-    run._on_all_hosts(refuse, None)
+    run._on_all_hosts(refuse, None, ["a", "b"])
     assert told == ["of another machine"]
