@@ -51,8 +51,9 @@ def make_grid(settings: LadderSettings) -> list[Rung]:
 
 def model_settings(base: ModelConfig, size: SizeConfig) -> dict[str, int]:
     """Sizes of the model by dotted key, those that are not given in the proportions of `base`."""
-    n_heads = size.n_heads or max(1, round(size.d_model / base.head_dim))
-    shared = max(1, round(n_heads * base.n_kv_heads / base.n_heads))
+    group = base.n_heads // base.n_kv_heads  # as many query heads share a key in every size that has as many
+    n_heads = size.n_heads or group * round(size.d_model / base.head_dim / group) or max(1, round(size.d_model / base.head_dim))
+    shared = max(1, round(n_heads / group))
     n_kv_heads = size.n_kv_heads or max(number for number in range(1, shared + 1) if n_heads % number == 0)
     found = {"model.d_model": size.d_model, "model.n_layers": size.n_layers, "model.n_heads": n_heads, "model.n_kv_heads": n_kv_heads}
     if base.latent is None:

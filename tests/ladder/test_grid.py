@@ -25,6 +25,14 @@ def test_sizes_keep_the_proportions_of_the_base(here):
     assert flops == sorted(flops), "smallest first"
 
 
+@pytest.mark.parametrize(("width", "heads"), [(16, (1, 1)), (48, (2, 1)), (80, (4, 2)), (176, (12, 6))])
+def test_as_many_heads_share_a_key_as_in_the_base(here, width, heads):
+    """With a width that is no multiple of theirs, too: a size whose attention is of another kind would not lie on the others' curve."""
+    rungs = rungs_of(write_ladder(here, LADDER.replace("d_model: 16,", f"d_model: {width},")))
+    rung = next(rung for rung in rungs if rung.size == "a")
+    assert (rung.config.model.n_heads, rung.config.model.n_kv_heads) == heads
+
+
 def test_settings_of_all_runs_reach_each_and_a_size_may_change_them(here):
     text = LADDER.replace("folder: out", "folder: out\nsettings: {optimizer.peak_lr: 0.5, train.global_batch: 16}")
     text = text.replace("d_model: 16, n_layers: 1", "d_model: 16, n_layers: 1, settings: {optimizer.peak_lr: 0.25}")
