@@ -25,7 +25,7 @@ def test_sizes_keep_the_proportions_of_the_base(here):
     assert flops == sorted(flops), "smallest first"
 
 
-@pytest.mark.parametrize(("width", "heads"), [(16, (1, 1)), (48, (2, 1)), (80, (4, 2)), (176, (12, 6))])
+@pytest.mark.parametrize(("width", "heads"), [(16, (1, 1)), (48, (4, 2)), (80, (4, 2)), (176, (12, 6))])
 def test_as_many_heads_share_a_key_as_in_the_base(here, width, heads):
     """With a width that is no multiple of theirs, too: a size whose attention is of another kind would not lie on the others' curve."""
     rungs = rungs_of(write_ladder(here, LADDER.replace("d_model: 16,", f"d_model: {width},")))
