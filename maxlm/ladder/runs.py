@@ -28,7 +28,7 @@ class Found:
     loss: float | None
     state: str  # done, not begun, not finished, or how it failed
     failed: bool = False
-    seconds: float | None = None  # of training, restarts and saves included
+    seconds: float | None = None  # of training, with starts and saves, without the time between attempts
 
 
 def config_file(folder: Path, rung: Rung) -> Path:
@@ -81,7 +81,7 @@ def find(folder: Path, rung: Rung) -> Found:
     if stop.step != rung.config.total_steps or not isinstance(loss, float) or not math.isfinite(loss) or loss <= 0:
         said = f"done at step {stop.step:,} of {rung.config.total_steps:,} with a held-out loss of {show(loss)}"
         return Found(rung, None, said, failed=True)
-    return Found(rung, loss, "done", seconds=run.ledger.wall_s)
+    return Found(rung, loss, "done", seconds=run.ledger.held_s)
 
 
 def train(folder: Path, rungs: Sequence[Rung], say: Callable[[str], None]) -> dict[str, int]:

@@ -184,7 +184,7 @@ def spent_before(run: RunDirectory, rates: Rates) -> Totals:
     cost, kwh = _amount(last, "cost"), _amount(last, "energy_kwh")
     estimated = last.get("energy_estimated") is True
     ledger = ledger_of(attempts, processes)
-    held_s = ledger.wall_s - ledger.seconds["down"]  # that the chips were held
+    held_s = ledger.held_s
     if hour is None or chips is None:
         cost = None if rates.per_second is None else rates.per_second * held_s
     elif stated.get("currency") != rates.currency:

@@ -41,6 +41,11 @@ class Ledger:
         return sum(self.seconds.values())
 
     @property
+    def held_s(self) -> float:
+        """Wall time without that between attempts, when nothing ran: for which devices were held."""
+        return self.wall_s - self.seconds["down"]
+
+    @property
     def goodput(self) -> float | None:
         """Share of steps that count; None before any time has passed."""
         return self.seconds["step"] / self.wall_s if self.wall_s else None

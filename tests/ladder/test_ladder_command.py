@@ -210,3 +210,14 @@ def test_two_ladders_in_one_folder_are_refused(here, trained, monkeypatch):
     monkeypatch.setattr(ladder_command, "train", lambda *_: call(file))
     with pytest.raises(UserError, match="wait for the other ladder, or give this one another folder"):
         call(file)
+
+
+def test_the_time_between_attempts_is_not_that_of_a_run(here):
+    """What is left to train is predicted by it, and an interruption may last for days."""
+    rung = rungs_of(write_ladder(here))[0]
+    end_run(here / "out", rung)
+    file = here / "out" / "runs" / rung.name / "events.jsonl"
+    first = [{"kind": "start", "step": 0, "time": 100.0}, {"kind": "stop", "step": 3, "time": 110.0, "reason": "preempted"}]
+    again = file.read_text().replace("100.0", "90110.0").replace("160.0", "90150.0")
+    file.write_text("".join(json.dumps(event) + "\n" for event in first) + again)
+    assert runs.find(here / "out", rung).seconds == pytest.approx(50)
