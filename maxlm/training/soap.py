@@ -16,7 +16,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.training.matrices import MatrixDims, each_on_its_device, gather, hidden_matrices, spread
 from maxlm.training.small_states import path_of
 
-Columns = tuple[Array | None, ...]  # of one parameter: gradient, mu, nu, left, left basis, right, right basis
+Columns = tuple[Any, ...]  # arrays of one parameter: gradient, mu, nu, left, left basis, right, right basis; None: no basis
 
 
 class SoapState(NamedTuple):
