@@ -74,8 +74,8 @@ def parameters_of(config: ModelConfig, kind: str) -> int:
 
 def assumed(config: Config) -> dict[str, Any]:
     """Dotted key -> value, as JSON has it, of the settings that `ASSUMED` names."""
-    sections = config.model_dump(mode="json")
-    return {key: sections[key.partition(".")[0]][key.partition(".")[2]] for key in ASSUMED}
+    sections = config.model_dump(mode="json", exclude_none=True)
+    return {key: sections[key.partition(".")[0]].get(key.partition(".")[2]) for key in ASSUMED}
 
 
 def _round(width: float, d_model: int) -> int:
