@@ -116,7 +116,7 @@ def sections(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def in_process(program: list[str], *arguments: Any) -> dict[str, Any]:
-    """What a program prints as JSON in its last line; with `peak`, its largest resident memory in MB, and `user`, its CPU seconds."""
+    """JSON that a program prints in its last line; with `peak`, its largest resident memory in MB, and `user`, its CPU seconds."""
     command = [*program, json.dumps(arguments, default=str)]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)

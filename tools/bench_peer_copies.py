@@ -1,4 +1,4 @@
-"""What copies in memory cost a process that also sends its part to a peer and keeps the peer's.
+"""Measure what copies in memory cost a process that also sends its part to a peer and keeps the peer's.
 
     python tools/bench_peer_copies.py [--megabytes 100] [--copies 12] [--folder /dev/shm]
 

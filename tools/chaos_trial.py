@@ -179,7 +179,7 @@ def culprit_of(fault: Fault, world: World) -> str:
 
 
 def accused_in(said: str) -> dict[str, int]:
-    """How often each host was named as lost or hung."""
+    """Counts of how often each host was named as lost or hung."""
     return dict(Counter(re.findall(r"(?:lost|hung): (host\d+) \(process", said)))
 
 

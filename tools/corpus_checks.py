@@ -1,4 +1,4 @@
-"""What `maxlm corpus run` finds and leaves, on corpora of known content.
+"""Check what `maxlm corpus run` finds and leaves, on corpora of known content.
 
     python tools/corpus_checks.py right       copies, near copies and test items that are found; the same clusters as datatrove
     python tools/corpus_checks.py same        the same bytes for 1, 2 and 7 workers, for Ray, and after kill -9 at random moments

@@ -2,10 +2,9 @@
 
     python tools/optimizer_cost.py runs/llama3-8b-v5p-128 muon soap [--step 3.1] [cluster.topology=v5p:4x8x8 ...]
 
-Prints for each the seconds of its update alone (reduced gradients to new parameters), its memory, and its share of the step; of SOAP apart
-for updates that renew the bases, and in the mean without the first, which finds them. The step is that
-of the run as `maxlm compile` predicts it, or of `--step` seconds, which spares a long compilation. Figures are those of the compiled
-program: nothing is measured on a chip.
+Prints for each the seconds of its update alone (reduced gradients to new parameters), its memory, and its share of the step. Updates of SOAP
+that renew the bases are priced apart; the mean leaves out the first, which finds them. The step is that of the run as `maxlm compile`
+predicts it, or of `--step` seconds, which spares a long compilation. Figures are those of the compiled program: nothing is measured on a chip.
 """
 
 import argparse
@@ -94,7 +93,7 @@ def kinds_of_update(config: Config) -> dict[str, tuple[int | None, float]]:
 
 def update_cost(program: Program, topology: Topology, updates: int | None) -> tuple[StepCost, int]:
     """(cost of one update from gradients that are split as the parameters, bytes of its temporaries on a device). `updates`: of SOAP, the
-    number before this one, known to the compiler. Eigenvectors, which only the first finds, are then left out: they take hours to compile.
+    number before this one, known to the compiler. Eigenvectors, which only the first finds, are then left out: their programs are long.
     """
     state = program.abstract_state
 

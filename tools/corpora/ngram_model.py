@@ -32,7 +32,7 @@ def write_model(texts: Iterable[str], path: Path, order: int = 3) -> None:
 
 
 def _counts(lines: Iterable[list[str]], order: int) -> list[Counter[Gram]]:
-    """Of n-grams of each size: occurrences for the largest and for those that begin a line, else how many words come before them."""
+    """Counts of n-grams of each size: occurrences for the largest and for those that begin a line, else how many words come before."""
     full: Counter[Gram] = Counter()
     begins: list[Counter[Gram]] = [Counter() for _ in range(order + 1)]
     for line in lines:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: exit code (negative: by a signal), seconds, and all that it printed to standard error."""
+    """End of a process: exit code (negative: by a signal), seconds, and all that it printed to standard error."""
 
     code: int
     seconds: float
@@ -41,7 +41,7 @@ class Row:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that imports maxlm from this working copy."""
+    """Environment of a process that imports maxlm from this working copy."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "random", **more}
 
@@ -86,6 +86,6 @@ def records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Of the content of every file below a folder, by its name in it."""
+    """SHA-256 of the content of every file below a folder, by its name in it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
