@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -68,18 +69,21 @@ def devices() -> int:
     return math.prod(mesh.shape[axis] for axis in _free_axes())
 
 
-def spread(x: Float[Array, "B E O"]) -> Float[Array, "B E O"]:
-    """The same matrices with zeros after them, whole ones on every device: one exchange, instead of sums over devices in each product."""
-    count = devices()
+def spread(stacks: Sequence[Float[Array, "_ E O"]]) -> Float[Array, "B E O"]:
+    """All matrices of the stacks, with zeros after them, whole ones on every device: one exchange, instead of sums over devices in each
+    product.
+    """
+    x, count = jnp.concatenate(stacks), devices()
     if count == 1:
         return x
     padded = jnp.pad(x, ((0, -len(x) % count), (0, 0), (0, 0)))
     return jax.lax.with_sharding_constraint(_rows_split(padded), PartitionSpec(_free_axes()))
 
 
-def gather(x: Float[Array, "B E O"], count: int) -> Float[Array, "B E O"]:
-    """The inverse of `spread`, for the first `count`: every device has its rows of all of them."""
-    return (x if devices() == 1 else _rows_split(x))[:count]
+def gather(x: Float[Array, "B E O"], counts: Sequence[int]) -> list[Float[Array, "_ E O"]]:
+    """The inverse of `spread`, for stacks of so many matrices: every device has its rows of all of them."""
+    ends = list(accumulate(counts))
+    return jnp.split((x if devices() == 1 else _rows_split(x))[: ends[-1]], ends[:-1])
 
 
 def each_on_its_device(function: Callable[..., Any], stacks: Any, same: Array) -> Any:

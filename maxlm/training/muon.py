@@ -65,10 +65,8 @@ def orthogonalized(stacks: Sequence[Float[Array, "B E O"]], iterations: int, dty
         width = max(stacks[i].shape[2] for i in group)
         # A matrix beside zeros has the same polynomial beside zeros.
         alike = [jnp.pad(_unit(stacks[i]).astype(dtype), ((0, 0), (0, 0), (0, width - stacks[i].shape[2]))) for i in group]
-        joined = jnp.concatenate(alike)
-        done = gather(newton_schulz(spread(joined), iterations), len(joined))
-        ends = [sum(len(stacks[i]) for i in group[: n + 1]) for n in range(len(group) - 1)]
-        for i, x in zip(group, jnp.split(done, ends), strict=True):
+        done = gather(newton_schulz(spread(alike), iterations), [len(x) for x in alike])
+        for i, x in zip(group, done, strict=True):
             found[i] = x[:, :, : stacks[i].shape[2]].astype(jnp.float32)
     return [found[i] for i in range(len(stacks))]
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +87,7 @@ def _by_shape(
 def _joined(dims: Sequence[MatrixDims], arrays: Columns) -> Array | None:
     """Matrices of all `arrays`, spread; None if they are absent."""
     stacks = [own.as_matrices(x) for own, x in zip(dims, arrays, strict=True) if x is not None]
-    return spread(jnp.concatenate(stacks)) if stacks else None
+    return spread(stacks) if stacks else None
 
 
 def _apart(dims: Sequence[MatrixDims], old: Columns, new: Array | None) -> Columns:
@@ -97,8 +96,7 @@ def _apart(dims: Sequence[MatrixDims], old: Columns, new: Array | None) -> Colum
         return (None,) * len(dims)
     shapes = [x.shape for x in old if x is not None]
     counts = [math.prod(shape[dim] for dim in own.stacked) for own, shape in zip(dims, shapes, strict=True)]
-    parts = jnp.split(gather(new, sum(counts)), list(accumulate(counts))[:-1])
-    return tuple(own.as_parameter(x, shape) for own, x, shape in zip(dims, parts, shapes, strict=True))
+    return tuple(own.as_parameter(x, shape) for own, x, shape in zip(dims, gather(new, counts), shapes, strict=True))
 
 
 def _update(settings: OptimizerConfig, own: SoapConfig, columns: Columns, updates: Int32[Array, ""]) -> Columns:

@@ -25,7 +25,7 @@ def test_each_device_decomposes_its_own_matrices():
         return jnp.linalg.eigh(x)[1] + jnp.linalg.qr(x)[0] + count
 
     with jax.set_mesh(mesh):
-        run = jax.jit(lambda x: gather(each_on_its_device(bases, spread(x), jnp.float32(0)), COUNT), out_shardings=split)
+        run = jax.jit(lambda x: gather(each_on_its_device(bases, spread([x]), jnp.float32(0)), [COUNT])[0], out_shardings=split)
         text = run.lower(jax.ShapeDtypeStruct((COUNT, SIDE, SIDE), jnp.float32, sharding=split)).compile().as_text()
     assert re.findall(rf" ({EXCHANGES})(?:-start)?\(", text) == ["all-to-all"] * 2
     assert {"EighTpu", "QrDecompositionBlock"} <= set(re.findall(r'custom_call_target="(\w+)"', text))
