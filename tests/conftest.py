@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # hosts.py and small_run.py, which tools use as well
@@ -17,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # hosts.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The last: to split a program for threads takes a tenth more CPU time, and the cores are busy.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")  # 0.11 has only the newer ones
 )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "maxlm-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
