@@ -16,11 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # hosts.py and small_run.py, which tools use as well
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The last: to split a program for threads takes a tenth more CPU time, and the cores are busy.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")  # 0.11 has only the newer ones
-)
+if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU what kernels are compared with would be compiled without optimisation as well
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+        " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        " --xla_cpu_parallel_codegen_split_count=1"  # to split a program for threads takes a tenth more CPU time, and the cores are busy
+        + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "")  # 0.11 has only the newer ones
+    )
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "maxlm-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test starts would translate the source again

@@ -1,4 +1,4 @@
-"""The race of `bench_step.py --against torch`: maxlm's step and torch.compile's, each turn in a process of its own.
+"""The races of `bench_step.py`: maxlm's step against torch.compile's or its own without 8-bit matmuls, each turn in a process of its own.
 
 Neither gives memory back before it ends, so each has the whole device in its turn. Programs compiled once are kept for the turns that
 follow. Weights are maxlm's first ones, the batch is the same and one document a row, and losses and gradient norms must agree.
@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,45 +78,74 @@ def check(config: Config, torch: Torch) -> None:
 
 def race(config: Config, torch: Torch, rounds: int, steps: int) -> dict[str, Any]:
     """Medians of `rounds` turns each, taken alternately. Raises UserError when torch fails, AssertionError when the two do not agree."""
+    ours: list[dict[str, Any]] = []
+
+    def theirs(folder: Path) -> dict[str, Any]:
+        turn = _torch_turn(config, torch, folder, steps, ours[0]["rates"])
+        _agree(ours[-1], turn, config.precision.compute)
+        return turn
+
+    def mine(folder: Path) -> dict[str, Any]:
+        ours.append(in_process(config, folder, steps))
+        return ours[-1]
+
+    return take_turns(config, {"ours": mine, "torch": theirs}, rounds)
+
+
+def race_formats(config: Config, plain: Config, rounds: int, steps: int) -> dict[str, Any]:
+    """The same of `config` and `plain`, which multiplies in high precision. Losses are reported, not compared: they are to differ."""
+    turns = {"quantized": partial(in_process, config, steps=steps), config.precision.compute: partial(in_process, plain, steps=steps)}
+    return take_turns(config, turns, rounds)
+
+
+def in_process(config: Config, folder: Path, steps: int) -> dict[str, Any]:
+    """`our_turn` in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(our_turn, config, folder, steps).result()
+
+
+def take_turns(config: Config, turns: Mapping[str, Callable[[Path], dict[str, Any]]], rounds: int) -> dict[str, Any]:
+    """Medians of `rounds` turns of two, alternately, on one batch; "ratio": of the first's seconds to the second's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shape = (config.train.global_batch, config.data.seq_len + 1)
         windows = np.random.default_rng(0).integers(1, config.model.vocab_size, shape, dtype=np.int32)  # none of which ends a document
         np.save(folder / "windows.npy", windows)
-        ours, theirs = [], []
+        taken: dict[str, list[dict[str, Any]]] = {name: [] for name in turns}
         for number in range(rounds):
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                ours.append(pool.submit(our_turn, config, folder, steps).result())
-            theirs.append(_torch_turn(config, torch, folder, steps, ours[0]["rates"]))
-            _agree(ours[-1], theirs[-1], config.precision.compute)
-            print(f"round {number + 1}: {1e3 * ours[-1]['step_s']:.1f} and {1e3 * theirs[-1]['step_s']:.1f} ms a step", file=sys.stderr)
+            for name, turn in turns.items():
+                taken[name].append(turn(folder))
+            both = " and ".join(f"{name} {1e3 * done[-1]['step_s']:.1f}" for name, done in taken.items())
+            print(f"round {number + 1}: {both} ms a step", file=sys.stderr)
+    first, second = taken.values()
+    medians = [statistics.median(turn["step_s"] for turn in done) for done in taken.values()]
     return {
-        "ours": _summary(ours, ours[0]),
-        "torch": _summary(theirs, ours[0]),
-        "ratio": statistics.median(turn["step_s"] for turn in ours) / statistics.median(turn["step_s"] for turn in theirs),
-        "device": ours[0]["device"],
-        "model_flops": ours[0]["model_flops"],
+        **{name: _summary(done, first[0]) for name, done in taken.items()},
+        "ratio": medians[0] / medians[1],
+        "device": first[0]["device"],
+        "model_flops": first[0]["model_flops"],
         "tokens_per_step": config.tokens_per_step,
-        "losses": [ours[0]["losses"], theirs[0]["losses"]],
+        "losses": [first[0]["losses"], second[0]["losses"]],
     }
 
 
 def show(found: dict[str, Any]) -> str:
-    lines = [f"{'':8}{'ms a step':>12}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'GiB':>8}{'warm-up s':>11}"]
-    for name in ("ours", "torch"):
+    names = [name for name, row in found.items() if isinstance(row, dict) and "step_s" in row]
+    lines = [f"{'':10}{'ms a step':>12}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'GiB':>8}{'warm-up s':>11}"]
+    for name in names:
         row = found[name]
         mfu = f"{row['mfu']:.1%}" if row["mfu"] is not None else "-"
         peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] is not None else "-"
         lines.append(
-            f"{name:8}{1e3 * row['step_s']:12.1f}{row['tokens_per_s']:12,.0f}{row['tflops']:10.1f}{mfu:>8}{peak:>8}{row['warmup_s']:11.1f}"
+            f"{name:10}{1e3 * row['step_s']:12.1f}{row['tokens_per_s']:12,.0f}{row['tflops']:10.1f}{mfu:>8}{peak:>8}{row['warmup_s']:11.1f}"
         )
-    return "\n".join([*lines, f"ours / torch {found['ratio']:.3f} (below 1, ours is faster), {found['device']}"])
+    return "\n".join([*lines, f"{' / '.join(names)} {found['ratio']:.3f} (below 1, {names[0]} is faster), {found['device']}"])
 
 
 def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
     """One turn of the product's step; leaves its first weights in `folder`. For a process whose jax has no device yet."""
     select_platform()
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(folder / "compiled"))
     device = jax.devices()[0]
     program = build_program(config, build_mesh(config, [device]))
     windows = np.load(folder / "windows.npy")

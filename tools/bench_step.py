@@ -1,6 +1,6 @@
 """Overhead of a step: the product's step and loop against the same mathematics as one bare jitted function, or in torch.
 
-usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torch] [CONFIG [key=value ...]]     (default: runs/quickstart)
+usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torch|high-precision] [CONFIG [key=value ...]]     (default: runs/quickstart)
 
 - step: the bare function is written here in one piece, with plain arrays and no sharding, remat, guards or metrics beyond the loss;
   both run alternately on the same batch, and medians are compared. Target: at most 1.03.
@@ -8,6 +8,7 @@ usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torc
 - `--against torch`: instead of both, the same model, weights and batch under torch.compile, with SDPA and fused AdamW
   (tools/torch_llama.py); for AdamW and Llama-like models. Target: a ratio below 1, of medians, our seconds over torch's.
   Options that torch's users have, too: `--torch-mode`, `--torch-attention`, `--torch-chunks`, `--torch-remat`.
+- `--against high-precision`: a config with `precision.matmul` against the same without. Target of fp8 on Hopper: a ratio of at most 0.8.
 Prints a table and one JSON line.
 """
 
@@ -145,11 +146,21 @@ def against_torch(config: Config, args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "torch_settings": asdict(torch)}
 
 
+def against_high_precision(args: argparse.Namespace) -> dict[str, Any]:
+    """The step of the config beside the same without `precision.matmul`; prints a table on stderr. Raises UserError without that section."""
+    config = load(args.config, args.overrides).config
+    if config.precision.matmul is None:
+        raise UserError("precision.matmul is not set: --against high-precision compares a config with it; add precision.matmul.format=fp8.")
+    found = race.race_formats(config, load(args.config, [*args.overrides, "precision.matmul=null"]).config, args.rounds, args.steps)
+    print(race.show(found), file=sys.stderr)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default="runs/quickstart")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--against", choices=("bare", "torch"), default="bare")
+    parser.add_argument("--against", choices=("bare", "torch", "high-precision"), default="bare")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--torch-python", default=sys.executable, help="the Python that has torch; default: this one")
@@ -159,8 +170,11 @@ def main() -> None:
     parser.add_argument("--torch-remat", action="store_true", help="compute layers again in the backward pass")
     args = parser.parse_intermixed_args()
     try:
-        config = load(args.config, args.overrides).config
-        found = against_torch(config, args) if args.against == "torch" else against_bare(config, args.rounds, args.steps)
+        if args.against == "high-precision":
+            found = against_high_precision(args)
+        else:
+            config = load(args.config, args.overrides).config
+            found = against_torch(config, args) if args.against == "torch" else against_bare(config, args.rounds, args.steps)
     except UserError as error:
         print(f"bench_step: {error}", file=sys.stderr)
         sys.exit(2)
