@@ -1,6 +1,8 @@
 """Overhead of a step: the product's step and loop against the same mathematics as one bare jitted function, or in torch.
 
-usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torch|high-precision] [CONFIG [key=value ...]]     (default: runs/quickstart)
+usage: python tools/bench_step.py [--rounds 5] [--steps 10] [--against bare|torch|high-precision] [CONFIG [key=value ...]]
+
+The config is runs/quickstart by default.
 
 - step: the bare function is written here in one piece, with plain arrays and no sharding, remat, guards or metrics beyond the loss;
   both run alternately on the same batch, and medians are compared. Target: at most 1.03.
@@ -147,7 +149,7 @@ def against_torch(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def against_high_precision(args: argparse.Namespace) -> dict[str, Any]:
-    """The step of the config beside the same without `precision.matmul`; prints a table on stderr. Raises UserError without that section."""
+    """The step of the config beside the same without `precision.matmul`; prints a table on stderr. Raises UserError without it."""
     config = load(args.config, args.overrides).config
     if config.precision.matmul is None:
         raise UserError("precision.matmul is not set: --against high-precision compares a config with it; add precision.matmul.format=fp8.")

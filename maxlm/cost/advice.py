@@ -217,7 +217,8 @@ def describe(traffic: Traffic) -> str:
 
 def place(where: str) -> str:
     """A place in the model, without the parts of its name that only the tracer uses."""
-    parts = [part for part in where.split("/") if part not in ("jit(train_step)", "body", "closed_call", "checkpoint", "", "while")]
+    tracer = ("jit(train_step)", "body", "closed_call", "eval_jaxpr", "checkpoint", "", "while")
+    parts = [part for part in where.split("/") if part not in tracer]
     named = ["backward" if part.startswith("transpose(") else "forward" if part.startswith("jvp(") else part for part in parts]
     return " ".join("recomputed" if part == "rematted_computation" else part for part in named)
 

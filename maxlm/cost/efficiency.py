@@ -32,13 +32,21 @@ HBM_SHARE = 0.9  # long copies
 PREDICTED_MATMUL_SHARES = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}
 PREDICTED_MATMUL_SHARE = 0.88  # other chips: assumed
 
-# GPUs: guesses from what others measured. No program of ours has run on a GPU that was timed.
-GPU_MATMUL_SHARE = 0.75  # cuBLAS reaches 0.78 to 0.81 at 8192^3 in bf16 on an H200, and less where a dim is 2048
-GPU_ATTENTION_SHARES = (0.5, 0.4)  # of what causality leaves; cuDNN's: 0.65 and 0.55 at 8,192 tokens and a head dim of 128
-GPU_HBM_SHARE = 0.85  # copies on an H200 reach 0.9
+# GPUs. Measured on one H200 (2026-11-26, docs/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
+# with all that is elementwise in it 0.72, copies 0.85. No whole step was timed.
+GPU_MATMUL_SHARE = 0.75
+# Our attention, of what causality leaves and by the largest head dim: forward and backward together, 9 matmuls, at 8,192 tokens. 256 was
+# measured in a window of 1,024 alone (0.37, where tiles that the window cuts count as waste), and 0.5 is assumed.
+GPU_ATTENTION_SHARES = {64: 0.44, 128: 0.62, 256: 0.5}
+GPU_HBM_SHARE = 0.85
 GPU_LAUNCH_S = 2e-6  # from a kernel to the next
 NVLINK_SHARE = 0.8  # NCCL, of a GPU's links
-# All but the launch and attention are replaced by what `maxlm plan --calibrate` measured (`Chip.achieved`), where it is given.
+# Matmuls, copies and links are replaced by what `maxlm plan --calibrate` measured (`Chip.achieved`), where it is given.
+
+
+def gpu_attention_share(head_dim: int) -> float:
+    """Share of the peak that our attention kernels reach on a GPU; narrow heads leave less arithmetic beside each exponential."""
+    return next((share for widest, share in GPU_ATTENTION_SHARES.items() if head_dim <= widest), GPU_ATTENTION_SHARES[256])
 
 
 def gpu_matmul_share(chip: Chip) -> float:

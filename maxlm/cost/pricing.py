@@ -148,23 +148,35 @@ class GpuPricing(_Pricing):
     def seconds(self, op: Op, computation: Computation) -> float:
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot"):
             return 0.0
-        flops, kind = self.flops(op, computation), self.kind(op, computation)
-        share = efficiency.GPU_ATTENTION_SHARES[is_backward(op.where)] if kind == "attention" else efficiency.gpu_matmul_share(self.chip)
-        if op.opcode == "custom-call":
+        flops, (kernel, inside) = self.flops(op, computation), self._kernel(op, computation)
+        share = efficiency.gpu_matmul_share(self.chip)
+        if _is_gpu_attention(kernel):
+            share = efficiency.gpu_attention_share(_queries(kernel, inside)[-1])
+        if kernel.opcode == "custom-call":
             (self.assumed if flops else self.uncharged).add(op.where.split("/")[-2] if "/" in op.where else op.name)
         return efficiency.GPU_LAUNCH_S + max(self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm)
 
     def kind(self, op: Op, computation: Computation) -> str:
-        if op.opcode == "custom-call":
-            return "attention" if _is_gpu_attention(op) else "kernel"
+        kernel, _ = self._kernel(op, computation)
+        if kernel.opcode == "custom-call":
+            return "attention" if _is_gpu_attention(kernel) else "kernel"
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
 
     def flops(self, op: Op, computation: Computation) -> Mapping[str, int]:
         """FLOPs by the dtypes of the operands."""
-        if not _is_gpu_attention(op):
+        kernel, inside = self._kernel(op, computation)
+        if not _is_gpu_attention(kernel):
             return flops_by_operands(self.module, op, computation)
-        flops = _gpu_attention_flops(op, computation)
-        return {kernel_operands(op, computation): flops} if flops else {}
+        flops = _gpu_attention_flops(kernel, inside)
+        return {kernel_operands(kernel, inside): flops} if flops else {}
+
+    def _kernel(self, op: Op, computation: Computation) -> tuple[Op, Computation]:
+        """The kernel that `op` runs, and the computation that it lies in: XLA fuses a kernel with the slices of a stack that it reads."""
+        for body in (self.module.computations[callee] for callee in op.calls if op.opcode == "fusion"):
+            for inner in body.ops:
+                if inner.target.startswith(_MOSAIC):
+                    return inner, body
+        return op, computation
 
 
 class CpuPricing(_Pricing):
@@ -197,11 +209,15 @@ def _is_gpu_attention(op: Op) -> bool:
     return op.target.startswith(_MOSAIC) and bool(ATTENTION.search(op.where))
 
 
-def _gpu_attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of one of our causal kernels on [batch, sequence, heads, head dim]: its matmuls over half of all pairs."""
+def _queries(op: Op, computation: Computation) -> tuple[int, ...]:
+    """[batch, sequence, heads, head dim] of the queries of one of our attention kernels; zeros if it reads none."""
     operands = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     queries = max((shape for shape in operands if len(shape.dims) == 4), key=lambda shape: shape.elements, default=None)
-    if queries is None:
-        return 0
+    return (0, 0, 0, 0) if queries is None else queries.dims
+
+
+def _gpu_attention_flops(op: Op, computation: Computation) -> int:
+    """FLOPs of one of our causal kernels: its matmuls over half of all pairs."""
+    batch, sequence, heads, head_dim = _queries(op, computation)
     matmuls = next((number for word, number in _MATMULS.items() if f"_{word}" in op.where), _MATMULS["forward"])
-    return matmuls * queries.elements * queries.dims[1]
+    return matmuls * batch * sequence * heads * head_dim * sequence

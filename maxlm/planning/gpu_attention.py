@@ -30,8 +30,8 @@ def seconds_a_token(config: Config, chip: Chip, flash: bool, peak: float, hbm: f
     model, seq_len = config.model, config.data.seq_len
     if flash:
         flops = model_shapes.attention_flops(model, seq_len)  # forward, of what the masks leave
-        shares = efficiency.GPU_ATTENTION_SHARES
-        return flops / (shares[0] * peak), BACKWARD / FORWARD * flops / (shares[1] * peak)
+        forward_s = flops / (efficiency.gpu_attention_share(model.head_dim) * peak)
+        return forward_s, BACKWARD / FORWARD * forward_s
     heads = model.n_heads * (model.n_layers + model.mtp_depth)
     scores = heads * seq_len  # of a token: XLA's operations compute those that causality hides as well
     matmul_s = (model.head_dim + model_shapes.value_dim(model)) * scores / (efficiency.gpu_matmul_share(chip) * peak)

@@ -46,6 +46,32 @@ ENTRY %main (s: s32[2,2,32], q: bf16[2,4096,8,64], k: bf16[2,4096,2,64], v: bf16
 metadata={op_name="jit(train_step)/attention_hopper_forward/mpmd_map"}
 }
 """
+# As jax 0.11 compiles it: fused with the slices of a stack of layers that it reads.
+FUSED_ATTENTION = """HloModule m, is_scheduled=true
+
+%sliced (p: s32[2,2,32], a: bf16[16,2,4096,8,64], b: bf16[2,4096,2,64], c: bf16[2,4096,2,64], i: s32[]) -> bf16[2,4096,8,64] {
+  %p = s32[2,2,32]{2,1,0} parameter(0)
+  %a = bf16[16,2,4096,8,64]{4,3,2,1,0} parameter(1)
+  %b = bf16[2,4096,2,64]{3,2,1,0} parameter(2)
+  %c = bf16[2,4096,2,64]{3,2,1,0} parameter(3)
+  %i = s32[] parameter(4)
+  %z = s32[] constant(0)
+  %d = bf16[1,2,4096,8,64]{4,3,2,1,0} dynamic-slice(%a, %i, %z, %z, %z, /*index=5*/%z), dynamic_slice_sizes={1,2,4096,8,64}
+  %e = bf16[2,4096,8,64]{3,2,1,0} bitcast(%d)
+  ROOT %m = bf16[2,4096,8,64]{3,2,1,0} custom-call(%p, %e, %b, %c), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(train_step)/attention_hopper_forward/mpmd_map"}
+}
+
+ENTRY %main (s: s32[2,2,32], q: bf16[16,2,4096,8,64], k: bf16[2,4096,2,64], v: bf16[2,4096,2,64], l: s32[]) -> bf16[2,4096,8,64] {
+  %s = s32[2,2,32]{2,1,0} parameter(0)
+  %q = bf16[16,2,4096,8,64]{4,3,2,1,0} parameter(1)
+  %k = bf16[2,4096,2,64]{3,2,1,0} parameter(2)
+  %v = bf16[2,4096,2,64]{3,2,1,0} parameter(3)
+  %l = s32[] parameter(4)
+  ROOT %f = bf16[2,4096,8,64]{3,2,1,0} fusion(%s, %q, %k, %v, %l), kind=kCustom, calls=%sliced, \
+metadata={op_name="jit(train_step)/attention_hopper_forward/mpmd_map"}
+}
+"""
 
 
 @pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
@@ -76,13 +102,13 @@ def test_a_matmul_is_charged_by_its_flops_and_a_small_one_by_its_bytes():
     assert row.matmul_s == pytest.approx(GPU_LAUNCH_S + moved / (GPU_HBM_SHARE * 4.8e12))
 
 
+@pytest.mark.parametrize("program", [ATTENTION, FUSED_ATTENTION], ids=["alone", "fused"])
 @pytest.mark.parametrize(("name", "matmuls"), [("forward", 2), ("dq", 3), ("dkv", 4)])
-def test_our_attention_is_known_by_its_place_and_counted_by_its_queries(name, matmuls):
-    cost = estimate(parser.read(ATTENTION.replace("\\\n", "").replace("hopper_forward", f"hopper_{name}")), H200, {}, {})
+def test_our_attention_is_known_by_its_place_and_counted_by_its_queries(program, name, matmuls):
+    cost = estimate(parser.read(program.replace("\\\n", "").replace("hopper_forward", f"hopper_{name}")), H200, {}, {})
     assert cost.attention_flops == matmuls * 2 * (4096 * 4096 // 2) * 2 * 8 * 64  # of half the pairs, for 2 rows of 8 heads
     assert cost.assumed == (f"attention_hopper_{name}",)
-    share = GPU_ATTENTION_SHARES[name != "forward"]
-    assert cost.attention_s == pytest.approx(GPU_LAUNCH_S + cost.attention_flops / (share * 989e12))
+    assert cost.attention_s == pytest.approx(GPU_LAUNCH_S + cost.attention_flops / (GPU_ATTENTION_SHARES[64] * 989e12))
 
 
 def test_a_host_is_a_switch_and_hosts_are_joined_by_the_network():
