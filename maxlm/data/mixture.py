@@ -140,7 +140,7 @@ def _check_apart(sources: Sequence[Source]) -> None:
             continue
         owner, own = owners[source.store.path], slice(None) if source.documents is None else source.documents
         if (owner[own] >= 0).any():
-            other = sources[owner[own].max()].name
+            other = sources[int(owner[own].max())].name
             rule = f"holds {np.count_nonzero(owner[own] >= 0):,} documents of {source.store.path} that the source {other} holds, too"
             raise ConfigError(f"{FIELD}.sources", source.name, rule, "tell their documents apart by conditions in `where`")
         owner[own] = number

@@ -61,7 +61,7 @@ def test_says_why_it_cannot_run(case, named):
 
 def test_is_chosen_where_there_is_enough_to_do_once_it_was_measured_to_be_faster(monkeypatch):
     monkeypatch.setattr(matmul, "device", lambda: ("cuda", H200))
-    assert "nobody has measured that they are faster" in gated_mlp_problem((2, 8192, 4096), 14336, BF16)
+    assert "no whole step has shown that they are faster" in gated_mlp_problem((2, 8192, 4096), 14336, BF16)
     monkeypatch.setattr(gpu, "MEASURED_FASTER", True)
     assert not gated_mlp_problem((2, 8192, 4096), 14336, BF16)
     assert "no multiple" in gated_mlp_problem((2, 8192, 4096), 14300, BF16)

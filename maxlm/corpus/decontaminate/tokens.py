@@ -157,7 +157,7 @@ def _powers(length: int) -> tuple[U64, U64]:
     for base in (BASE, pow(BASE, -1, 1 << 64)):
         powers = np.full(length, base, np.uint64)
         powers[0] = 1
-        both.append(np.cumprod(powers))
+        both.append(np.cumprod(powers, dtype=np.uint64))
     return both[0], both[1]
 
 
