@@ -1,12 +1,13 @@
 """The best learning rate of models of several widths and depths, with and without `model.parametrization`, on this machine's CPU.
 
-    python tools/transfer_study.py --out FOLDER [--widths 64 128 256 512] [--depths 2 4 8 16] [--steps 100] [--minutes 60]
+    python tools/transfer_study.py --out FOLDER [--widths 64 128 256 512] [--depths 2 4 8 16] [--steps 100] [--seeds 2] [--minutes 60]
     python tools/transfer_study.py --out FOLDER --plot docs/transfer.png
 
-Each line of FOLDER/results.jsonl is one trial. Learning rates lie on a grid with step sqrt(2). The search of a model begins around the rate
-`--first`, and goes on until the best rate has `MARGIN` worse ones on either side. A trial that is in the file is not repeated, so a study
-may be stopped at any time and started again; the smallest models come first. Widths are studied at depth 2, depths at width 64, against a
-base model of width 64 and depth 2. Heads are 16 wide. Text: bytes of Python's standard library, each read once; of every trial the same.
+Each line of FOLDER/results.jsonl is one trial. Learning rates lie on a grid with step sqrt(2); the loss of a rate is the mean of `--seeds`
+trials, of which each has its own first weights and its own text. The search of a model begins around the rate `--first`, and goes on until
+the best rate has `MARGIN` worse ones on either side; the best is the minimum of the parabola through it and its neighbours. A trial that is
+in the file is not repeated, so a study may be stopped at any time and started again; the smallest models come first. Widths are studied at
+depth 2, depths at width 64, against a base model of width 64 and depth 2. Heads are 16 wide. Text: bytes of Python's standard library.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import json
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from maxlm.telemetry.strict_json import read_objects
 
 BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 2, 16
 SEQ_LEN, BATCH, VOCABULARY = 64, 16, 256
-FIELDS = {"axis", "kind", "width", "depth", "steps", "first", "place", "loss"}  # of a trial
+FIELDS = {"axis", "kind", "width", "depth", "steps", "first", "place", "seed", "loss"}  # of a trial
 MARGIN = 2  # worse rates on either side of the best one
 PACKAGES = (
     "asyncio",
@@ -69,13 +71,21 @@ def rate_of(place: int, first: float) -> float:
     return first * 2 ** (place / 2)
 
 
-def next_place(losses: dict[int, float]) -> int | None:
+def next_place(losses: Mapping[int, float]) -> int | None:
     """The next place to try, given the losses so far; None if the best one has `MARGIN` worse ones on either side."""
     if not losses:
         return 0
     best = min(losses, key=lambda place: losses[place])
     wanted = [best + sign * distance for distance in range(1, MARGIN + 1) for sign in (1, -1)]
     return next((place for place in wanted if place not in losses), None)
+
+
+def best_place(losses: Mapping[int, float]) -> float:
+    """The place of the minimum, between places of the grid: of the parabola through the best one and its neighbours, where both ended."""
+    best = min(losses, key=lambda place: losses[place])
+    left, middle, right = (losses.get(place, math.inf) for place in (best - 1, best, best + 1))
+    bend = left - 2 * middle + right
+    return best + (left - right) / (2 * bend) if math.isfinite(bend) and bend > 0 else float(best)
 
 
 def text() -> np.ndarray:
@@ -85,17 +95,17 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
 
 
-def windows(data: np.ndarray, steps: int) -> np.ndarray:
+def windows(data: np.ndarray, steps: int, seed: int) -> np.ndarray:
     """[steps, batch, length + 1] windows of text, drawn without replacement."""
     length = SEQ_LEN + 1
     count = len(data) // length
     assert steps * BATCH <= count, f"there are {count} windows of text, and {steps} steps read {steps * BATCH}"
-    chosen = np.random.default_rng(0).permutation(count)[: steps * BATCH]
+    chosen = np.random.default_rng(seed).permutation(count)[: steps * BATCH]
     return data[: count * length].reshape(count, length)[chosen].reshape(steps, BATCH, length).astype(np.int32)
 
 
-def trainer(model: Model, steps: int) -> Callable[[float], float]:
-    """learning rate -> mean loss of the last fifth of a run. One program for all rates: they are an argument of it."""
+def trainer(model: Model, steps: int) -> Callable[[float, int], float]:
+    """(learning rate, seed) -> mean loss of the last fifth of a run. One program for all rates and seeds: they are arguments of it."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -104,7 +114,10 @@ def trainer(model: Model, steps: int) -> Callable[[float], float]:
     from maxlm.config.schema import Config
     from maxlm.data.batch import Batch
     from maxlm.parallel import build_mesh
-    from maxlm.training.program import build_program
+    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.training.program import build_program, init_state
+
+    select_platform()
 
     config = Config.model_validate(
         {
@@ -118,7 +131,7 @@ def trainer(model: Model, steps: int) -> Callable[[float], float]:
     )
     rules.check(config)
     program = build_program(config, build_mesh(config, jax.devices()[:1]))
-    data = windows(text(), steps)
+    data = text()
     whole = np.ones((BATCH, SEQ_LEN), np.int32)
     places = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (BATCH, 1))
     shape = np.minimum((np.arange(steps) + 1) / (0.1 * steps), 1.0) * np.linspace(1, 0.1, steps)  # warm-up and linear decay
@@ -133,19 +146,21 @@ def trainer(model: Model, steps: int) -> Callable[[float], float]:
         params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
         return params, state, sums.added["loss"] / sums.denominator
 
-    def run(rate: float) -> float:
-        first = program.init()
+    init = jax.jit(lambda seed: init_state(config.model, program.optimizer, seed))
+
+    def run(rate: float, seed: int) -> float:
+        first = init(seed)
         params, state, losses = first.params, first.opt_state, []
-        for window_BT, now in zip(data, rate * shape, strict=True):
+        for window_BT, now in zip(windows(data, steps, seed), rate * shape, strict=True):
             batch = Batch(window_BT[:, :-1], window_BT[:, 1:], whole.astype(np.float32), whole, places)
             params, state, loss = step(params, state, batch, jnp.float32(now))
             losses.append(loss)
         final = float(np.mean([float(loss) for loss in losses[-steps // 5 :]]))
         return final if math.isfinite(final) else math.inf
 
-    def in_mesh(rate: float) -> float:
+    def in_mesh(rate: float, seed: int) -> float:
         with jax.set_mesh(program.mesh):
-            return run(rate)
+            return run(rate, seed)
 
     return in_mesh
 
@@ -167,14 +182,22 @@ def add(path: Path, trial: dict[str, Any]) -> None:
         file.write((b"\n" if torn else b"") + json.dumps(trial).encode() + b"\n")
 
 
-def losses_of(trials: list[dict[str, Any]], model: Model, steps: int) -> dict[int, float]:
-    """Place on the grid -> loss, of the trials of this model. A base model is the same with and without, and tried once."""
+def losses_of(trials: list[dict[str, Any]], model: Model, steps: int) -> dict[int, list[float]]:
+    """Place on the grid -> losses by seed, of the trials of this model. A base model is the same with and without, and tried once."""
     base = (model.width, model.depth) == (BASE_WIDTH, BASE_DEPTH)
-    mine = (t for t in trials if (t["width"], t["depth"], t["steps"]) == (model.width, model.depth, steps))
-    return {t["place"]: math.inf if t["loss"] is None else t["loss"] for t in mine if base or t["kind"] == model.kind}
+    found: dict[int, list[float]] = {}
+    for trial in sorted(trials, key=lambda trial: trial["seed"]):
+        if (trial["width"], trial["depth"], trial["steps"]) == (model.width, model.depth, steps) and (base or trial["kind"] == model.kind):
+            found.setdefault(trial["place"], []).append(math.inf if trial["loss"] is None else trial["loss"])
+    return found
 
 
-def study(out: Path, wanted: Iterator[Model], steps: int, first: float, minutes: float) -> None:
+def means(losses: Mapping[int, list[float]], seeds: int) -> dict[int, float]:
+    """Place -> mean loss, of places all of whose `seeds` trials are there."""
+    return {place: float(np.mean(own[:seeds])) for place, own in losses.items() if len(own) >= seeds}
+
+
+def study(out: Path, wanted: Iterator[Model], steps: int, seeds: int, first: float, minutes: float) -> None:
     """Try rates of every model until its best is known, or the time is over."""
     out.mkdir(parents=True, exist_ok=True)
     path, end = out / "results.jsonl", time.monotonic() + 60 * minutes
@@ -183,29 +206,33 @@ def study(out: Path, wanted: Iterator[Model], steps: int, first: float, minutes:
         raise SystemExit(f"{path} holds trials around the rate {other.pop():g}: give --first as it was, or another --out")
     for model in wanted:
         train = None
-        while (place := next_place(losses_of(trials, model, steps))) is not None:
+        while (place := next_place(means(losses := losses_of(trials, model, steps), seeds))) is not None:
             if time.monotonic() > end:
                 print("the time is over; the same command goes on", flush=True)
                 return
-            train, began = train or trainer(model, steps), time.monotonic()
-            loss = train(rate_of(place, first))
-            trial = {**model._asdict(), "steps": steps, "first": first, "place": place, "rate": rate_of(place, first)}
+            train, seed, began = train or trainer(model, steps), len(losses.get(place, [])), time.monotonic()
+            loss = train(rate_of(place, first), seed)
+            trial = {**model._asdict(), "steps": steps, "first": first, "place": place, "rate": rate_of(place, first), "seed": seed}
             trial |= {"loss": loss if math.isfinite(loss) else None, "seconds": round(time.monotonic() - began, 1)}
             trials.append(trial)
             add(path, trial)
             print(json.dumps(trial), flush=True)
 
 
-def table(trials: list[dict[str, Any]], wanted: Iterator[Model], steps: int, first: float) -> list[tuple[Model, dict[int, float], bool]]:
-    """(model, its losses, whether its best is known) of every model that was tried; prints a line for each."""
-    rows = []
+def table(
+    trials: list[dict[str, Any]], wanted: Iterator[Model], steps: int, seeds: int, first: float
+) -> list[tuple[Model, dict[int, float], bool]]:
+    """(model, its losses, whether its best is known) of every model that was tried; prints a line for each, and how far the best moves."""
+    rows, best_of = [], defaultdict[tuple[str, str], list[float]](list)
     for model in sorted(wanted):
-        if losses := losses_of(trials, model, steps):
-            known = next_place(losses) is None
-            best = min(losses, key=lambda place: losses[place])
-            found = f"best rate {rate_of(best, first):.2e} (place {best:+d}), loss {losses[best]:.4f}, {len(losses)} trials"
+        if losses := means(losses_of(trials, model, steps), seeds):
+            known, best = next_place(losses) is None, best_place(losses)
+            found = f"best rate {first * 2 ** (best / 2):.2e} (place {best:+.2f}), loss {min(losses.values()):.4f}, {len(losses)} rates"
             print(f"{model.axis} {model.kind:>9} {model.width:>4} x {model.depth:<2} {found}{'' if known else ', not ended'}")
             rows.append((model, losses, known))
+            best_of[model.axis, model.kind].append(best)
+    for (axis, kind), places in best_of.items():
+        print(f"{axis} {kind}: the best rate moves by {max(places) - min(places):.2f} steps of {2**0.5:.2f}")
     return rows
 
 
@@ -225,8 +252,7 @@ def plot(path: Path, rows: list[tuple[Model, dict[int, float], bool]], first: fl
             colour = pyplot.get_cmap("viridis")(number / max(len(own) - 1, 0.5) * 0.85)
             label = f"{axis} {getattr(model, axis)}{'' if known else ' (not ended)'}"
             panel.plot([rate_of(p, first) for p in places], [losses[p] for p in places], "o-", color=colour, markersize=3, label=label)
-            best = min(places, key=lambda place: losses[place])
-            panel.plot(rate_of(best, first), losses[best], "*", color=colour, markersize=13)
+            panel.plot(first * 2 ** (best_place(losses) / 2), min(losses.values()), "*", color=colour, markersize=13)
         panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss (nats a byte)", title=f"{axis}: {kind}")
         panel.grid(alpha=0.3)
         if own:
@@ -241,13 +267,14 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--first", type=float, default=2**-6, help="learning rate at which searches begin")
+    parser.add_argument("--seeds", type=int, default=2, help="trials of each rate")
+    parser.add_argument("--first", type=float, default=2**-8, help="learning rate at which searches begin")
     parser.add_argument("--minutes", type=float, default=60, help="no trial begins after as many")
     parser.add_argument("--plot", type=Path, help="plot what there is, and try nothing")
     given = parser.parse_args()
     if given.plot is None:
-        study(given.out, models(given.widths, given.depths), given.steps, given.first, given.minutes)
-    rows = table(read(given.out / "results.jsonl"), models(given.widths, given.depths), given.steps, given.first)
+        study(given.out, models(given.widths, given.depths), given.steps, given.seeds, given.first, given.minutes)
+    rows = table(read(given.out / "results.jsonl"), models(given.widths, given.depths), given.steps, given.seeds, given.first)
     if given.plot is not None:
         plot(given.plot, rows, given.first)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-TRIAL = {"axis": "width", "kind": "mup", "width": 64, "depth": 2, "steps": 10, "first": 0.1, "place": 0, "rate": 0.1, "loss": 3.5}
+TRIAL = {"axis": "width", "kind": "mup", "width": 64, "depth": 2, "steps": 10, "first": 0.1, "place": 0, "rate": 0.1}
+TRIAL |= {"seed": 0, "loss": 3.5}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,23 @@ def test_a_line_that_lacks_only_its_end_is_kept(study, tmp_path):
     path.write_text(json.dumps(TRIAL))
     study.add(path, {**TRIAL, "place": 1})
     assert [trial["place"] for trial in study.read(path)] == [0, 1]
+
+
+@pytest.mark.parametrize("centre", [-7.3, -0.49, 0.0, 2.5, 6.8])
+def test_the_search_finds_the_minimum_between_places(study, centre):
+    """Each rate is tried with every seed before the next; noise that is opposite in two seeds changes nothing."""
+    model, trials = study.Model("width", "mup", 128, 2), []
+    while (place := study.next_place(study.means(losses := study.losses_of(trials, model, 10), 2))) is not None:
+        seed = len(losses.get(place, []))
+        noise = 0.3 * (-1) ** (seed + place)
+        trials.append({**TRIAL, **model._asdict(), "place": place, "seed": seed, "loss": 2 + 0.01 * (place - centre) ** 2 + noise})
+    found = study.means(study.losses_of(trials, model, 10), 2)
+    assert study.best_place(found) == pytest.approx(centre, abs=1e-6)
+    assert len(trials) == 2 * len(found) <= 2 * (abs(centre) + 2 * study.MARGIN + 2)
+
+
+def test_a_rate_that_diverges_is_no_neighbour_of_a_parabola(study):
+    assert study.best_place({-1: 2.1, 0: 2.0, 1: float("inf")}) == 0.0
 
 
 @pytest.mark.parametrize(
