@@ -43,6 +43,7 @@ def values(answer):
     return {(result["task"], name): figure["value"] for result in answer["results"] for name, figure in result["metrics"].items()}
 
 
+@pytest.mark.soak
 def test_a_run_and_its_export_have_the_same_results(workspace, capsys):
     names = "choice.yml,text.yml,held_out.yml"
     answer = evaluate(workspace / "run", names, capsys)

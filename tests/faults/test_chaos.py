@@ -26,6 +26,7 @@ possible = pytest.mark.skipif(
 FAULTS = {fault.name: fault for fault in chaos_faults.FAULTS}
 
 
+@pytest.mark.soak
 @possible
 def test_a_killed_trainer_on_one_host(tmp_path):
     """The short form."""

@@ -94,7 +94,7 @@ def test_order_and_repeats():
     [
         ("gemma3", {"data": 2, "fsdp": 2, "tensor": 2}),
         ("gpt2", {"context": 2, "stage": 2}),
-        ("deepseek", {"expert": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param("deepseek", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
 )

@@ -136,6 +136,7 @@ def test_nan_of_one_group_changes_no_bit_of_another(implementation, dtype):
     assert np.all(np.isnan(dw[:, 2]))
 
 
+@pytest.mark.soak
 def test_tpu_kernels_race_nowhere_and_read_nothing_unwritten(capfd):
     """On less: a tile of rows that three groups share."""
     x, w, dout, by_w, by_transpose, of_gradient = jax.tree.map(jnp.asarray, operands(jnp.int8, seed=1))

@@ -57,9 +57,9 @@ def references():
     return reference
 
 
-# Checked elsewhere in the suite: the first on its mesh by test_matrix.py, and with latent attention by test_latent_layouts.py; the second's
-# schedule by the tests of bubbles below
-SLOW = {"stage x fsdp x tensor", "stage, fewer microbatches than stages"}
+# Checked elsewhere in the suite: the first on its mesh by test_matrix.py, and with latent attention by test_latent_layouts.py; the others'
+# schedules by the tests of bubbles below
+SLOW = {"stage x fsdp x tensor", "stage, fewer microbatches than stages", "gpipe"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])

@@ -53,6 +53,7 @@ def refused(processes):
     return lines[0]
 
 
+@pytest.mark.soak
 def test_the_command_line_joins_and_says_so(workspace):
     """And process 0 records how the attempt before ended elsewhere."""
     processes = both(workspace, MAXLM_LAST_CODE="-9")

@@ -112,6 +112,7 @@ def test_restarts_are_counted_while_there_is_no_progress(supervise):
     assert said[-1].endswith("all 4 restarts since its last progress are used up")
 
 
+@pytest.mark.soak
 def test_losses_with_progress_between_them_are_no_reason_to_give_up(supervise):
     """At Llama 3's rate a job loses eight hosts a day, for weeks."""
     script = "came(1000 * number)\nprogress_file.record_error('lost', 'b (process 1)')\nsys.exit(0 if number == 25 else 6)"
