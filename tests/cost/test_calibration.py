@@ -1,11 +1,12 @@
 """Correction factors that a machine measured: they change what they measure and nothing else, and only on the chip that they are of."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.cost.calibration import calibrated
+from maxlm.cost.calibration import calibrated, read
 from maxlm.cost.mesh_links import node_links
 from maxlm.cost.network import Network
 from maxlm.cost.pricing import GpuPricing
@@ -93,3 +94,10 @@ def test_what_is_no_calibration_is_refused_in_a_line(tmp_path, text):
     with pytest.raises(UserError, match="write the file with `maxlm plan --calibrate`") as caught:
         calibrated(parse("h100:1x8"), path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs" / "calibrations").glob("*.json")), ids=lambda path: path.stem
+)
+def test_measurements_that_are_shipped_are_those_of_their_chip(path):
+    assert calibrated(parse(f"{path.stem}:1x1"), path).chip.achieved.matmul == read(path).factors.matmul
