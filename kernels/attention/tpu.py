@@ -25,7 +25,7 @@ from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
 
-# A head dim is padded to whole lanes, a block of the sequence is a multiple of them.
+# Heads of the output take whole lanes, a block of the sequence is a multiple of them.
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
 UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
 
@@ -187,9 +187,9 @@ def attention_flash(
     `blocks`: instead of those of the table.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
-    heads_first = [to_lanes(jnp.swapaxes(x, 1, 2)) for x in (q_BSHK, k_BSGK, v_BSGV)]
-    width, flipped, sizes = heads_first[0].shape[-1], device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
-    shape = _Shape(heads, k_BSGK.shape[2], seq_len, width, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
+    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BSGK, v_BSGV)]
+    flipped, sizes = device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, head_dim, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
     out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., : v_BSGV.shape[-1]], lse_BHS
@@ -205,19 +205,17 @@ def chunk_forward(
     """See `chunk_attention`; segments of queries, then of keys; `options`: `mask` and fields of `_Shape`."""
     batch, heads, seq_len, head_dim = q_BHSK.shape
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=False)
-    out_BSN, lse_BHS = _forward(to_lanes(q_BHSK), to_lanes(k_BGSK), to_lanes(v_BGSK), segments_B2S, shape)
+    out_BSN, lse_BHS = _forward(q_BHSK, k_BGSK, v_BGSK, segments_B2S, shape)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., :head_dim], jnp.where(lse_BHS >= NO_KEYS, -jnp.inf, lse_BHS / LOG2E)
 
 
 def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: Float[Array, "B H S"] | None, **options: Any) -> Gradients:
     """See `chunk_attention_gradients`; saved are q, k, v, segments as in `chunk_forward`, output and logsumexp in nats."""
     q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
-    batch, _, seq_len, head_dim = q_BHSK.shape
+    batch, _, seq_len, _ = q_BHSK.shape
     out_BSN, dout_BSN = (to_lanes(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=True)
-    q_BHSK, k_BGSK, v_BGSK = (to_lanes(x) for x in (q_BHSK, k_BGSK, v_BGSK))
-    dq, dk, dv = _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+    return _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
 
 
 def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
@@ -226,7 +224,7 @@ def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], 
     platform, kind = device()
     sizes = sizes_of(seq_len, head_dim, window, kind)
     given = {"window": window, "sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
-    return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=padded(head_dim), **given)
+    return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=head_dim, **given)
 
 
 def to_lanes(x: jax.Array) -> jax.Array:
@@ -320,14 +318,15 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(output [B, S, N = H V], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query attends to nothing).
 
-    The output has the layout that the next matmul reads: with heads first, that matmul takes 1.7 times as long.
+    The output has the layout that the next matmul reads: with heads first, that matmul takes 1.7 times as long. Its heads lie side by side,
+    so that each takes whole lanes, with zeros after it; queries, keys and values are read and their gradients written as they are.
     """
     batch, share = q_BHSK.shape[0], shape.heads // shape.groups
     mine = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, h, i, _: (b, h, i, 0))
     all_keys, all_values = (
         pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, h, i, _: (b, h // share, 0, 0)) for dim in (shape.head_dim, shape.values)
     )
-    out = jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * shape.values), q_BHSK.dtype)
+    out = jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * padded(shape.values)), q_BHSK.dtype)
     out_BSN, lse = pl.pallas_call(
         functools.partial(_forward_kernel, shape),
         name=FORWARD + shape.name_suffix,
@@ -337,7 +336,7 @@ def _forward(
             grid=(batch, shape.heads, shape.blocks),
             in_specs=[mine, all_keys, all_values, pl.BlockSpec((1, 2, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
             out_specs=[
-                pl.BlockSpec((1, shape.block, shape.values), lambda b, h, i, _: (b, i, h)),
+                pl.BlockSpec((1, shape.block, padded(shape.values)), lambda b, h, i, _: (b, i, h)),
                 pl.BlockSpec((1, 1, 1, shape.block), lambda b, h, i, _: (b, h, 0, i)),
             ],
             scratch_shapes=[
@@ -425,11 +424,13 @@ class _Softmax:
                 self._mix(j, keys, queries, jnp.exp2(scores_TQ - top_1Q))
 
     def result(self) -> tuple[jax.Array, jax.Array]:
-        """(output [Q, V] in float32, logsumexp [1, Q] in base 2)."""
+        """(output [Q, V] in float32 with zeros up to whole lanes, logsumexp [1, Q] in base 2)."""
         total_1Q = self.sum_ref[...]
         nothing = total_1Q == 0
-        out_QV = (self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)).T
-        return out_QV, jnp.where(nothing, NO_KEYS, self.top_ref[...] + jnp.log2(total_1Q))
+        out_VQ = self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)
+        if missing := padded(self.shape.values) - self.shape.values:
+            out_VQ = jnp.concatenate([out_VQ, jnp.zeros((missing, self.shape.block), out_VQ.dtype)])
+        return out_VQ.T, jnp.where(nothing, NO_KEYS, self.top_ref[...] + jnp.log2(total_1Q))
 
     def _scores(self, j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
         keys = pl.Slice(j * self.shape.block + keys.start, keys.size)
@@ -505,7 +506,7 @@ def _backward(
     of_group = [pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, g, r, j, _: (b, g, 0, 0)) for dim in dims]
     blocks = [pl.BlockSpec((1, 1, shape.block, dim), lambda b, g, r, j, _: (b, g, j, 0)) for dim in dims]
     sums = [pltpu.VMEM(_sum_order((shape.seq_len, dim), shape), jnp.float32) for dim in (shape.head_dim, *dims)]
-    columns = pl.BlockSpec((1, shape.seq_len, shape.values), lambda b, g, r, j, _: (b, 0, g * share + r))
+    columns = pl.BlockSpec((1, shape.seq_len, padded(shape.values)), lambda b, g, r, j, _: (b, 0, g * share + r))
     row = pl.BlockSpec((1, 1, 1, shape.seq_len), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
     rows = [x_BHS[:, :, None] for x_BHS in (lse_BHS, dlse_BHS) if x_BHS is not None]
     return pl.pallas_call(
@@ -574,7 +575,7 @@ def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
     def visit(i: jax.Array, _: None) -> None:
         def run(mask: str) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
-            q_QK, dout_QV, k_TK, v_TV = q_ref[0, 0, queries, :], dout_ref[0, queries, :], k_ref[0, 0], v_ref[0, 0]
+            q_QK, dout_QV, k_TK, v_TV = q_ref[0, 0, queries, :], dout_ref[0, queries, : shape.values], k_ref[0, 0], v_ref[0, 0]
             scores_TQ, slope = _scores(k_TK, q_QK, shape)
             if mask != _NONE:
                 scores_TQ = jnp.where(_hidden(segments_ref, i, j, whole, whole, mask, shape), _MASKED, scores_TQ)
@@ -615,10 +616,10 @@ def _sum_order(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
 
 def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
     """Cost for sequences of one document each: FLOPs of the scores that are formed, bytes between HBM and VMEM. `matmuls`: over the head
-    dim of keys, and over that of values.
+    dim of keys, and over that of values, both of whole lanes: narrower ones leave a part of the matrix unit idle.
     """
     scores = batch * shape.heads * shape.computed(backward=sum(matmuls) > 2)
-    dims = matmuls[0] * shape.head_dim + matmuls[1] * shape.values
+    dims = matmuls[0] * padded(shape.head_dim) + matmuls[1] * padded(shape.values)
     return pl.CostEstimate(flops=2 * scores * dims, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays))
 
 

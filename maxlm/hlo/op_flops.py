@@ -12,6 +12,7 @@ import numpy as np
 from maxlm.hlo.parser import Computation, Module, Op, Shape
 
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
+_LANES = 128  # of a TPU's vector
 INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
 _PASSED_ON = {"parameter", "constant", "bitcast", "copy", "reshape", "get-tuple-element", "tuple"}  # a copy: to other tiles
@@ -81,7 +82,8 @@ def kernel_operands(op: Op, computation: Computation) -> str:
 
 
 def attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of a causal attention kernel that states none, from its queries and keys; 0 if they are not recognised.
+    """FLOPs of a causal attention kernel that states none, from its queries and keys, head dims counted as whole lanes; 0 if they are not
+    recognised.
 
     Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel.
     A window, or documents that do not see each other, would make it less: kernels should state their cost.
@@ -94,7 +96,8 @@ def attention_flops(op: Op, computation: Computation) -> int:
     results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
     backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
     matmuls = backward if is_backward(op.name) else 2
-    return matmuls * query.elements * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
+    queries = query.elements // _head_dim(query) * (-(-_head_dim(query) // _LANES) * _LANES)
+    return matmuls * queries * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
 
 
 def _head_dim(shape: Shape) -> int:
