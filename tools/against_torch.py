@@ -26,7 +26,7 @@ from maxlm.config import Config
 from maxlm.config.errors import UserError
 from maxlm.data.batch import batch_of_windows
 from maxlm.hardware.chips import chip_of
-from maxlm.models import step_flops
+from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.training.program import build_program
@@ -173,7 +173,7 @@ def our_turn(config: Config, folder: Path, steps: int) -> dict[str, Any]:
         "rates": [float(metrics.lr) for metrics in found],
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "device": device.device_kind,
-        "peak_flops": chip.peak_bf16_flops_per_device if chip is not None and config.precision.compute == "bfloat16" else None,
+        "peak_flops": chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute == "bfloat16" else None,
         "model_flops": step_flops(config),
         "tokens": config.tokens_per_step,
         "version": jax.__version__,

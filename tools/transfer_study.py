@@ -29,6 +29,7 @@ BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 2, 16
 SEQ_LEN, BATCH, VOCABULARY = 64, 16, 256
 FIELDS = {"axis", "kind", "width", "depth", "steps", "first", "place", "seed", "loss"}  # of a trial
 MARGIN = 2  # worse rates on either side of the best one
+LOWEST = -24  # place, 1 / 4096 of the first rate: a model that diverges there is given up
 PACKAGES = (
     "asyncio",
     "email",
@@ -72,10 +73,12 @@ def rate_of(place: int, first: float) -> float:
 
 
 def next_place(losses: Mapping[int, float]) -> int | None:
-    """The next place to try, given the losses so far; None if the best one has `MARGIN` worse ones on either side."""
+    """The next place to try, given the losses so far; None if the best one has `MARGIN` worse ones on either side, or nothing trains."""
     if not losses:
         return 0
     best = min(losses, key=lambda place: losses[place])
+    if losses[best] == math.inf:  # all diverged: lower
+        return min(losses) - 1 if min(losses) > LOWEST else None
     wanted = [best + sign * distance for distance in range(1, MARGIN + 1) for sign in (1, -1)]
     return next((place for place in wanted if place not in losses), None)
 
@@ -225,7 +228,8 @@ def table(
     """(model, its losses, whether its best is known) of every model that was tried; prints a line for each, and how far the best moves."""
     rows, best_of = [], defaultdict[tuple[str, str], list[float]](list)
     for model in sorted(wanted):
-        if losses := means(losses_of(trials, model, steps), seeds):
+        losses = means(losses_of(trials, model, steps), seeds)
+        if min(losses.values(), default=math.inf) < math.inf:
             known, best = next_place(losses) is None, best_place(losses)
             found = f"best rate {first * 2 ** (best / 2):.2e} (place {best:+.2f}), loss {min(losses.values()):.4f}, {len(losses)} rates"
             print(f"{model.axis} {model.kind:>9} {model.width:>4} x {model.depth:<2} {found}{'' if known else ', not ended'}")
@@ -267,7 +271,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=2, help="trials of each rate")
+    parser.add_argument("--seeds", type=int, default=2, help="trials of each rate; of a plot: those that count")
     parser.add_argument("--first", type=float, default=2**-8, help="learning rate at which searches begin")
     parser.add_argument("--minutes", type=float, default=60, help="no trial begins after as many")
     parser.add_argument("--plot", type=Path, help="plot what there is, and try nothing")
@@ -275,6 +279,8 @@ def main() -> None:
     if given.plot is None:
         study(given.out, models(given.widths, given.depths), given.steps, given.seeds, given.first, given.minutes)
     rows = table(read(given.out / "results.jsonl"), models(given.widths, given.depths), given.steps, given.seeds, given.first)
+    if given.plot is not None and not rows:
+        raise SystemExit(f"{given.out}: no rate has {given.seeds} trials with --steps {given.steps}, so there is nothing to plot")
     if given.plot is not None:
         plot(given.plot, rows, given.first)
 

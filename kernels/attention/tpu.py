@@ -620,7 +620,8 @@ def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[
     """
     scores = batch * shape.heads * shape.computed(backward=sum(matmuls) > 2)
     dims = matmuls[0] * padded(shape.head_dim) + matmuls[1] * padded(shape.values)
-    return pl.CostEstimate(flops=2 * scores * dims, transcendentals=scores, bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays))
+    moved = sum(x.size // x.shape[-1] * padded(x.shape[-1]) * x.dtype.itemsize for x in arrays)  # HBM holds whole lanes, too
+    return pl.CostEstimate(flops=2 * scores * dims, transcendentals=scores, bytes_accessed=moved)
 
 
 def _gradients(saved: Saved, dout_BSN: jax.Array, dlse_BHS: jax.Array | None, shape: _Shape) -> Gradients:

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
-from maxlm.hlo.op_flops import ATTENTION, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops, only_scaled
+from maxlm.hlo.op_flops import ATTENTION, OURS, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops, only_scaled
 from maxlm.hlo.parser import Computation, Module, Op
 
-OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
 _ROUNDING = re.compile(r"quantize_gated(_gradient)?")

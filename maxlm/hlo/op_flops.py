@@ -11,6 +11,7 @@ import numpy as np
 
 from maxlm.hlo.parser import Computation, Module, Op, Shape
 
+OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
 _LANES = 128  # of a TPU's vector
 INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
@@ -89,6 +90,8 @@ def attention_flops(op: Op, computation: Computation) -> int:
     A window, or documents that do not see each other, would make it less: kernels should state their cost.
     """
     arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
+    if OURS.search(op.name):
+        return _our_attention_flops(op, [shape for shape in arrays if len(shape.dims) == 4])
     heads = [s for s in arrays if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3 and _head_dim(s)]
     if len(heads) < 2:
         return 0
@@ -98,6 +101,16 @@ def attention_flops(op: Op, computation: Computation) -> int:
     matmuls = backward if is_backward(op.name) else 2
     queries = query.elements // _head_dim(query) * (-(-_head_dim(query) // _LANES) * _LANES)
     return matmuls * queries * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
+
+
+def _our_attention_flops(op: Op, heads_first: list[Shape]) -> int:
+    """The same of our kernels, whose first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]."""
+    if len(heads_first) < 3:
+        return 0
+    queries, _, values = heads_first[:3]
+    batch, heads, tokens, head_dim = queries.dims
+    keys, results = (-(-dim // _LANES) * _LANES for dim in (head_dim, values.dims[-1]))
+    return batch * heads * tokens**2 * (3 * keys + 2 * results if is_backward(op.name) else keys + results)
 
 
 def _head_dim(shape: Shape) -> int:

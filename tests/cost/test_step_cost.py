@@ -320,3 +320,25 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
     assert flops("splash_mha_dkv", f"({shape}, {shape}, {shape})") == 5 * pairs
     assert flops("splash_fwd", shape, turned) == 2 * pairs
     assert flops("splash_mha_dkv", f"({shape}, {shape.replace('bf16', 'f32')}, {shape})", turned) == 5 * pairs
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "lanes"), [(20, 20, (128, 128)), (64, 64, (128, 128)), (96, 96, (128, 128)), (192, 128, (256, 128))]
+)
+def test_our_attention_kernels_are_charged_whole_lanes_of_heads_of_any_width(keys, values, lanes):
+    """Two heads, whose output is as wide as the queries of other heads."""
+    q, v, out = f"bf16[1,2,1024,{keys}]{{3,2,1,0}}", f"bf16[1,2,1024,{values}]{{3,2,1,0}}", f"bf16[1,1024,{2 * lanes[1]}]{{2,1,0}}"
+    row = "f32[1,2,1,1024]{3,2,1,0}"
+    given = {"q": q, "out": out, "dout": out, "k": q, "v": v, "row": row}
+    lines = [f"  %{name} = {shape} parameter({place})" for place, (name, shape) in enumerate(given.items())]
+
+    def flops(name, results, operands):
+        call = f'  ROOT %{name} = ({results}) custom-call({operands}), custom_call_target="tpu_custom_call"'
+        text = "\n".join(["HloModule m, is_scheduled=true\n", "ENTRY %main () -> () {", *lines, call, "}\n"])
+        entry = parser.read(text).computations["main"]
+        return attention_flops(entry.by_name[name], entry)
+
+    pairs = 2 * 1024 * 1024
+    assert flops("attention_forward.1", f"{out}, {row}", "%q, %k, %v") == pairs * sum(lanes)
+    backward = flops("attention_backward.1", f"{q}, {q}, {v}", "%q, %out, %dout, %k, %v, %row")
+    assert backward == pairs * (3 * lanes[0] + 2 * lanes[1])

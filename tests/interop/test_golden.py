@@ -82,8 +82,8 @@ class Case:
         return losses[0] + sum(losses[1:]) * WEIGHT_AHEAD / max(1, len(ahead)), logits
 
 
-# What they add to others of their family: a limit to groups, clamped gates, no scaled RoPE, a window, biases
-SLOW = {"deepseek-v2-groups", "gpt-oss-clamp", "llama2", "mistral", "qwen2"}
+# What they add to others of their family: a limit to groups, clamped gates, no scaled RoPE
+SLOW = {"deepseek-v2-groups", "gpt-oss-clamp", "llama2"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in CASES])

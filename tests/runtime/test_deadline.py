@@ -181,7 +181,6 @@ def test_a_process_that_holds_the_interpreter_lock_is_ended_and_shown(run):
     assert " in command\n" in said
 
 
-@pytest.mark.soak
 def test_signs_of_life_and_a_stopped_process_are_no_hang(run):
     process = run(limited("\n        for _ in range(16): deadline.alive(); time.sleep(0.5)\n        sys.exit(3)"))
     process.send_signal(signal.SIGSTOP)

@@ -52,6 +52,14 @@ def test_the_search_finds_the_minimum_between_places(study, centre):
     assert len(trials) == 2 * len(found) <= 2 * (abs(centre) + 2 * study.MARGIN + 2)
 
 
+def test_a_model_that_diverges_is_searched_lower_and_given_up_in_the_end(study):
+    losses = {0: float("inf")}
+    while (place := study.next_place(losses)) is not None:
+        losses[place] = float("inf") if place > -5 else 2.0 + 0.1 * abs(place + 7)
+    assert study.best_place(losses) == pytest.approx(-7)
+    assert study.next_place(dict.fromkeys(range(study.LOWEST, 1), float("inf"))) is None
+
+
 def test_a_rate_that_diverges_is_no_neighbour_of_a_parabola(study):
     assert study.best_place({-1: 2.1, 0: 2.0, 1: float("inf")}) == 0.0
 
