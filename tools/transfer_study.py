@@ -257,7 +257,9 @@ def plot(path: Path, rows: list[tuple[Model, dict[int, float], bool]], first: fl
             label = f"{axis} {getattr(model, axis)}{'' if known else ' (not ended)'}"
             panel.plot([rate_of(p, first) for p in places], [losses[p] for p in places], "o-", color=colour, markersize=3, label=label)
             panel.plot(first * 2 ** (best_place(losses) / 2), min(losses.values()), "*", color=colour, markersize=13)
-        panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss (nats a byte)", title=f"{axis}: {kind}")
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.2g}")
+        panel.set(xlabel="peak learning rate", ylabel="loss (nats a byte)", title=f"{axis}: {kind}")
         panel.grid(alpha=0.3)
         if own:
             panel.legend(fontsize=8)
