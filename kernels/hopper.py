@@ -279,6 +279,4 @@ def across(x: jax.Array, dims: Sequence[int], dim: int) -> jax.Array:
 
 def swizzled(dims: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory as wgmma reads it: rows of 128 bytes, swizzled."""
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform, plgpu.SwizzleTransform)  # abstract by their annotations alone since jax 0.11
-    tiling, swizzle = transforms
-    return plgpu.SMEM(dims, dtype, transforms=(tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)))
+    return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))

@@ -83,8 +83,7 @@ def kernel_operands(op: Op, computation: Computation) -> str:
 
 
 def attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of a causal attention kernel that states none, from its queries and keys, head dims counted as whole lanes; 0 if they are not
-    recognised.
+    """FLOPs of a causal attention kernel that states none, from its queries and keys; 0 if they are not recognised.
 
     Two matmuls over every pair of tokens forward; backward three for dq, four for dk and dv, five for all in one kernel.
     A window, or documents that do not see each other, would make it less: kernels should state their cost.
@@ -99,12 +98,13 @@ def attention_flops(op: Op, computation: Computation) -> int:
     results = sum(len(shape.dims) >= 3 and shape.dims[-1] == _head_dim(query) for shape in op.shapes)
     backward = 5 if results >= 3 else 3 if "dq" in op.name else 4
     matmuls = backward if is_backward(op.name) else 2
-    queries = query.elements // _head_dim(query) * (-(-_head_dim(query) // _LANES) * _LANES)
-    return matmuls * queries * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
+    return matmuls * query.elements * (key.dims[-1] * key.dims[-2] // _head_dim(key))  # 2 FLOPs a multiply-add, half of the pairs
 
 
 def _our_attention_flops(op: Op, heads_first: list[Shape]) -> int:
-    """The same of our kernels, whose first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]."""
+    """The same of our kernels, whose first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]. A head
+    dim counts as whole lanes: narrower ones leave a part of the matrix unit idle.
+    """
     if len(heads_first) < 3:
         return 0
     queries, _, values = heads_first[:3]

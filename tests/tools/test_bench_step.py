@@ -58,3 +58,19 @@ def test_what_torch_cannot_do_is_one_line(arguments, said):
     done = bench("--against", "torch", *arguments)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "") and said in line
+
+
+@pytest.mark.soak
+def test_a_config_is_raced_with_itself_without_8_bits():
+    done = bench("--against", "high-precision", "runs/quickstart", *TINY, "precision.matmul.format=fp8")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ratio"] == pytest.approx(found["quantized"]["step_s"] / found["float32"]["step_s"])
+    quantized, plain = found["losses"]
+    assert quantized != plain and quantized == pytest.approx(plain, rel=0.02)
+
+
+def test_a_config_without_8_bits_is_no_race():
+    done = bench("--against", "high-precision", "runs/quickstart")
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "") and "precision.matmul is not set" in line
