@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
+
+from maxlm.kernels.platform import GPUS, device
 
 if TYPE_CHECKING:
     from maxlm.kernels.quantize import Quantization
@@ -48,9 +50,15 @@ def rounded(scaled: Float[Array, "..."], form: "Quantization") -> Num[Array, "..
     return jnp.clip(whole, -form.largest, form.largest).astype(form.dtype)
 
 
-def exact_sums(a: Num[Array, "..."], b: Num[Array, "..."], summed: Dims, batch: Dims = ((), ())) -> Float[Array, "..."]:
-    """The matmul of quantized values: exact sums of integers, at most `MOST_SUMMED` of them, or sums in float32."""
+def exact_sums(
+    a: Num[Array, "..."], b: Num[Array, "..."], summed: Dims, batch: Dims = ((), ()), dtype: Any = jnp.float32
+) -> Float[Array, "..."]:
+    """The matmul of quantized values: exact sums of integers, at most `MOST_SUMMED` of them, or sums in float32.
+
+    `dtype`: that of what becomes of the sums. On GPUs, where a matmul of fp8 ends in memory, its sums are written in bfloat16 if that is it.
+    """
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"
-    wide = jnp.int32 if integers else jnp.float32
+    narrow = not integers and dtype == jnp.bfloat16 and device()[0] in GPUS
+    wide = jnp.int32 if integers else jnp.bfloat16 if narrow else jnp.float32
     return jax.lax.dot_general(a, b, (summed, batch), preferred_element_type=wide).astype(jnp.float32)

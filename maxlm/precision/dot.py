@@ -61,7 +61,7 @@ def _forward(
 
 def product(x_BSic: Quantized, w_CO: Quantized, inner: int, dtype: Any) -> Float[Array, "B S O"]:
     """x w, `inner` parts of what is summed by themselves."""
-    sums_iBSO = exact_sums(x_BSic.values, cut(w_CO.values, 0, inner), ((3,), (1,)), ((2,), (0,)))
+    sums_iBSO = exact_sums(x_BSic.values, cut(w_CO.values, 0, inner), ((3,), (1,)), ((2,), (0,)), dtype)
     scale_iBS = jnp.moveaxis(x_BSic.scale[..., 0], 2, 0)
     y_iBSO = sums_iBSO * widened(scale_iBS, sums_iBSO.ndim) * w_CO.scale[0]
     return checkpoint_name(sum_of_parts(y_iBSO.astype(dtype), 1), RESULT)
@@ -83,7 +83,7 @@ def _backward(
 def input_gradient(g_BSjO: Quantized, values_CO: Array, outer: int, dtype: Any) -> Float[Array, "B S C"]:
     """g w^T, where the scales of w are folded into g; `outer` parts of what is summed by themselves."""
     outputs = tuple(range(3, g_BSjO.values.ndim))
-    sums_jBSC = exact_sums(g_BSjO.values, cut(values_CO, 1, outer), (outputs, tuple(d - 1 for d in outputs)), ((2,), (1,)))
+    sums_jBSC = exact_sums(g_BSjO.values, cut(values_CO, 1, outer), (outputs, tuple(d - 1 for d in outputs)), ((2,), (1,)), dtype)
     scale_jBS = jnp.moveaxis(g_BSjO.scale.reshape(g_BSjO.scale.shape[:3]), 2, 0)
     return sum_of_parts((sums_jBSC * widened(scale_jBS, 4)).astype(dtype), 1)
 
@@ -161,7 +161,7 @@ def over_tokens(parts: Parts, a_BSpX: Array, b_BSpY: Array, scale: Array, dtype:
     a = jnp.moveaxis(_tokens_together(parts, jax.lax.optimization_barrier(a_BSpX)), 2, -1)  # one byte a number is turned, not four
     if parts.row_major is not None:
         a = parts.row_major(a, ("batch", "seq", batch, cuts, *(None,) * (a.ndim - 4)))
-    sums = exact_sums(a, _tokens_together(parts, b_BSpY), ((a.ndim - 1,), (2,)), ((0, 1, 2), (0, 1, 3)))
+    sums = exact_sums(a, _tokens_together(parts, b_BSpY), ((a.ndim - 1,), (2,)), ((0, 1, 2), (0, 1, 3)), dtype)
     return sum_of_parts((sums * scale).astype(dtype), 2)
 
 
