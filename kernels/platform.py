@@ -49,6 +49,13 @@ def multiplied(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]
     return left.astype(jnp.float32), right.astype(jnp.float32)
 
 
+def computed_again(x: jax.Array) -> jax.Array:
+    """x, of which XLA:GPU is to compute a second time what it has computed: it would keep exponentials in memory, in float32, until what
+    waits for a sum or a maximum of them reads them, which takes longer.
+    """
+    return x * jax.lax.optimization_barrier(jnp.ones((), x.dtype)) if device()[0] in GPUS else x
+
+
 @functools.cache
 def logged(operation: str, chosen: str, reason: str) -> str:
     """`chosen`, the implementation of `operation`; logged once."""

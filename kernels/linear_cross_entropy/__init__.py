@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.kernels.linear_cross_entropy.quantized import LossFormats, QuantizedTable, largest, quantized_table
-from maxlm.kernels.platform import multiplied
+from maxlm.kernels.platform import computed_again, multiplied
 
 # B batch, S sequence, D model width, V vocabulary (one device's share where it is split), C chunks, s positions of one chunk
 
@@ -232,13 +232,14 @@ def _chunked(
     dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
 
     def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
-        logits_BsV, _, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
+        logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
         nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
         sums = (nll + z_loss * z, nll, z)
         if not gradients:
             return sums, jnp.zeros(()), jnp.zeros(())
         share_Bs = (1 + 2 * z_loss * lse_Bs) / total_Bs
-        dlogits_BsV = exp_BsV * share_Bs[..., None] - is_target_BsV
+        exp_again_BsV = jnp.exp(computed_again(logits_BsV) - top_Bs[..., None])
+        dlogits_BsV = exp_again_BsV * share_Bs[..., None] - is_target_BsV
         slope_BsV = None if softcap is None else 1 - (logits_BsV / softcap) ** 2
         if slope_BsV is not None:
             dlogits_BsV *= slope_BsV

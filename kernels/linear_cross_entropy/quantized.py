@@ -18,7 +18,7 @@ from jax.lax import slice_in_dim
 from jaxtyping import Array, Bool, Float
 
 from maxlm.kernels.platform import device
-from maxlm.kernels.quantize import MOST_SUMMED, Quantization, exact_sums
+from maxlm.kernels.quantize import MOST_SUMMED, Quantization, exact_sums, largest_magnitude
 from maxlm.kernels.quantize.reference import rounded, scale_of
 
 # B batch, s positions of a chunk, D model width, V vocabulary (one device's share where it is split)
@@ -67,8 +67,7 @@ class QuantizedTable:
 
 def quantized_table(w_VD: Float[Array, "V D"], embed: tuple[str, ...], formats: LossFormats) -> QuantizedTable:
     """The table, of which a device has a share of the width, split over mesh axes `embed`: quantized, and gathered in 8 bits."""
-    magnitudes_VD = jnp.where(jnp.isfinite(w_VD), jnp.abs(w_VD.astype(jnp.float32)), jnp.inf)
-    largest_V1 = jnp.max(magnitudes_VD, axis=1, keepdims=True)
+    largest_V1 = largest_magnitude(w_VD.astype(jnp.float32), 1)
     largest_V1 = jax.lax.pmax(largest_V1, embed) if embed else largest_V1
     scale_V1 = scale_of(jnp.where(largest_V1 == 0, jnp.max(largest_V1), largest_V1), formats.forward)  # gradients of zeros count as others
     values_VD = rounded(w_VD.astype(jnp.float32) * (1 / scale_V1), formats.forward)
@@ -95,7 +94,7 @@ def largest(
 def _quantized(x: Array, dims: tuple[int, ...], form: Quantization) -> tuple[Array, Array]:
     """(values, one scale for all along `dims`), once for all that read them."""
     x = x.astype(jnp.float32)
-    scale = scale_of(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), axis=dims, keepdims=True), form)
+    scale = scale_of(largest_magnitude(x, dims), form)
     return jax.lax.optimization_barrier((rounded(x * (1 / scale), form), scale))
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Num
 from maxlm.kernels.platform import device, logged
 from maxlm.kernels.quantize import reference, tpu
 from maxlm.kernels.quantize.gated import GatedLayout, gated_gradient_rows, gated_rows
-from maxlm.kernels.quantize.reference import MOST_SUMMED, exact_sums
+from maxlm.kernels.quantize.reference import MOST_SUMMED, exact_sums, largest_magnitude
 
 __all__ = [
     "MOST_SUMMED",
@@ -17,6 +17,7 @@ __all__ = [
     "exact_sums",
     "gated_gradient_rows",
     "gated_rows",
+    "largest_magnitude",
     "quantize_columns",
     "quantize_rows",
 ]

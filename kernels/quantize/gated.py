@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from maxlm.kernels.matmul.tpu import ACTIVATIONS
-from maxlm.kernels.platform import device, logged, on_each_device
+from maxlm.kernels.platform import GPUS, computed_again, device, logged, on_each_device
 from maxlm.kernels.quantize import gated_tpu
-from maxlm.kernels.quantize.reference import quantize_rows, rounded, scale_of
+from maxlm.kernels.quantize.reference import largest_magnitude, rounded, scale_of
 
 if TYPE_CHECKING:
     from maxlm.kernels.quantize import Quantization
@@ -107,7 +107,9 @@ def _chosen(platform: str, problem: str) -> str:
 
 def _forward(gate_MF: Array, up_MF: Array, form: "Quantization", activation: str) -> tuple[Array, Array]:
     gate_MF, up_MF = gate_MF.astype(jnp.float32), up_MF.astype(jnp.float32)
-    return quantize_rows(ACTIVATIONS[activation](gate_MF) * up_MF, form)
+    scale_M1 = scale_of(largest_magnitude(ACTIVATIONS[activation](gate_MF) * up_MF, 1), form)
+    gate_MF = computed_again(gate_MF)
+    return rounded(ACTIVATIONS[activation](gate_MF) * up_MF * (1 / scale_M1), form), scale_M1[:, 0]
 
 
 def _backward(
@@ -121,11 +123,20 @@ def _backward(
     activation: str,
 ) -> tuple[Array, ...]:
     dhidden_MF, gate_MF, up_MF = (x.astype(jnp.float32) for x in (dhidden_MF, gate_MF, up_MF))
-    hidden_MF, transposed = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate_MF, up_MF)
-    gradients = [x * scale for x, scale in zip(transposed(dhidden_MF), (of_gate_1F, of_up_1F), strict=True)]
-    magnitudes = [jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf) for x in gradients]
-    scale_M1 = scale_of(jnp.max(jnp.maximum(*magnitudes), axis=1, keepdims=True), gradient_form)
-    return *quantize_rows(hidden_MF, form), *(rounded(x * (1 / scale_M1), gradient_form) for x in gradients), scale_M1[:, 0]
+
+    def computed(gate_MF: Array) -> tuple[Array, ...]:
+        hidden_MF, transposed = jax.vjp(lambda gate, up: ACTIVATIONS[activation](gate) * up, gate_MF, up_MF)
+        return hidden_MF, *(x * scale for x, scale in zip(transposed(dhidden_MF), (of_gate_1F, of_up_1F), strict=True))
+
+    hidden_MF, *gradients = computed(gate_MF)
+    of_hidden_M1 = scale_of(largest_magnitude(hidden_MF, 1), form)
+    scale_M1 = scale_of(jnp.maximum(*(largest_magnitude(x, 1) for x in gradients)), gradient_form)
+    hidden_MF, *gradients = computed(computed_again(gate_MF))
+    values_MF = rounded(hidden_MF * (1 / of_hidden_M1), form)
+    results = values_MF, *(rounded(x * (1 / scale_M1), gradient_form) for x in gradients)
+    if device()[0] in GPUS:  # else XLA computes them a second time where they are turned for the gradients of weights
+        results = jax.lax.optimization_barrier(results)
+    return results[0], of_hidden_M1[:, 0], *results[1:], scale_M1[:, 0]
 
 
 _DEFINITIONS: dict[str, Callable[..., tuple[Array, ...]]] = {"forward": _forward, "backward": _backward}

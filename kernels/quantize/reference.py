@@ -22,8 +22,7 @@ MOST_SUMMED = 2**17  # products of two int8 of which int32 holds any sum
 def quantize_rows(x_MC: Float[Array, "M C"], form: "Quantization") -> tuple[Num[Array, "M C"], Float[Array, " M"]]:
     """See `maxlm.kernels.quantize`."""
     x_MC = x_MC.astype(jnp.float32)
-    # A maximum with infinity, not with NaN: XLA:CPU has been seen to lose the NaN of one that it fused with what comes before.
-    scale_M1 = scale_of(jnp.max(jnp.where(jnp.isfinite(x_MC), jnp.abs(x_MC), jnp.inf), axis=1, keepdims=True), form)
+    scale_M1 = scale_of(largest_magnitude(x_MC, 1), form)
     return rounded(x_MC * (1 / scale_M1), form), scale_M1[:, 0]
 
 
@@ -37,6 +36,17 @@ def quantize_columns(
     scale_T1C = scale_of(jnp.max(jnp.abs(x_THC), axis=1, keepdims=True), form)
     values_MC = rounded(x_THC * (1 / scale_T1C), form).reshape(-1, columns)[:rows]
     return values_MC.T if transposed else values_MC, scale_T1C[:, 0]
+
+
+def largest_magnitude(x: Float[Array, "..."], dims: int | Sequence[int] | None) -> Float[Array, "..."]:
+    """The largest magnitude of float32 numbers along `dims`, which stay as dims of 1; infinity where one is not finite.
+
+    It is the largest of their bits, as integers, which are in the order of magnitudes with NaN after infinity. XLA:CPU has been seen to lose
+    the NaN of a maximum that it fused with what comes before, and infinity in its place is an array on XLA:GPU, which a scan carries.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=dims, keepdims=True), jnp.float32)
+    return jnp.where(largest < jnp.inf, largest, jnp.inf)
 
 
 def scale_of(largest: Float[Array, "..."], form: "Quantization") -> Float[Array, "..."]:

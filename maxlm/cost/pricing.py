@@ -8,7 +8,7 @@ from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
 from maxlm.hlo.op_flops import ATTENTION, OURS, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops, only_scaled
-from maxlm.hlo.parser import Computation, Module, Op
+from maxlm.hlo.parser import CUBLAS, Computation, Module, Op
 
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
@@ -151,13 +151,13 @@ class GpuPricing(_Pricing):
         share = efficiency.gpu_matmul_share(self.chip)
         if _is_gpu_attention(kernel):
             share = efficiency.gpu_attention_share(_queries(kernel, inside)[-1])
-        if kernel.opcode == "custom-call":
+        if _is_kernel(kernel):
             (self.assumed if flops else self.uncharged).add(op.where.split("/")[-2] if "/" in op.where else op.name)
         return efficiency.GPU_LAUNCH_S + max(self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm)
 
     def kind(self, op: Op, computation: Computation) -> str:
         kernel, _ = self._kernel(op, computation)
-        if kernel.opcode == "custom-call":
+        if _is_kernel(kernel):
             return "attention" if _is_gpu_attention(kernel) else "kernel"
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
 
@@ -202,6 +202,11 @@ class CpuPricing(_Pricing):
 
 
 Pricing = TpuPricing | GpuPricing | CpuPricing
+
+
+def _is_kernel(op: Op) -> bool:
+    """True for a custom call that is no matmul of NVIDIA's library."""
+    return op.opcode == "custom-call" and not op.target.startswith(CUBLAS)
 
 
 def _is_gpu_attention(op: Op) -> bool:

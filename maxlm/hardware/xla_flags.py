@@ -85,6 +85,18 @@ GPU = (
     Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", "134217728", "the same, small enough to start before the whole layer is done"),
     Flag("xla_gpu_all_reduce_combine_threshold_bytes", "134217728", "the same"),
     Flag(
+        "xla_gpu_enable_dynamic_slice_fusion",
+        False,
+        "left alone, a kernel or a library's matmul whose result is kept for the backward pass runs twice: once into the stack of all "
+        "layers' results and once for the rest of the layer (1B on an H200: attention's forward kernel 32 times in 16 layers)",
+    ),
+    Flag(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "matmuls by cuBLAS, and by Triton only what is fused with one: the search among Triton's did not end in 170 s on an H200, the step "
+        "of 1B is compiled in 12 s without",
+    ),
+    Flag(
         "xla_gpu_memory_limit_slop_factor",
         "200",
         "a limit twice as high for XLA's own rematerialisation, whose estimate is 1.7 times what is allocated in the end: without it "

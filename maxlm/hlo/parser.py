@@ -43,7 +43,9 @@ _GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(mesh\[.*?\}|\{\
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
+CUBLAS = "__cublas"  # how the target of a custom call begins that is a matmul of NVIDIA's library
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
 
@@ -86,7 +88,7 @@ class Op:
     opcode: str
     shapes: tuple[Shape, ...]  # of the results, nested tuples laid flat
     operands: tuple[str, ...]
-    attributes: str  # what follows the operands, before metadata and backend_config
+    attributes: str  # what follows the operands, before metadata and backend_config; of a matmul of cuBLAS also what a dot states
     where: str  # metadata op_name: where in the model it arises
     cycles: int | None  # XLA's own estimate
     target: str  # of a custom call
@@ -252,6 +254,10 @@ def _op(line: str) -> Op:
     arguments, rest = line[match.end() : end], line[end + 1 :]
     attributes, _, backend = rest.partition(", backend_config=")
     attributes, _, metadata = attributes.partition(", metadata=")
+    target = text_of(_TARGET, attributes)
+    if target.startswith(CUBLAS):
+        contracted = text_of(_CONTRACTED, backend).replace('"', "")
+        attributes = f"{attributes}, lhs_contracting_dims={{{contracted}}}"
     cycles = _number(_CYCLES, backend)
     index = int(arguments) if opcode == "parameter" else _number(_INDEX, attributes)
     return Op(
@@ -262,7 +268,7 @@ def _op(line: str) -> Op:
         attributes=attributes,
         where=text_of(_WHERE, metadata),
         cycles=cycles if cycles is not None and cycles < _NO_ESTIMATE else None,
-        target=text_of(_TARGET, attributes),
+        target=target,
         stated=_stated(backend) if opcode == "custom-call" else None,
         groups=text_of(_GROUPS, attributes),
         calls=_calls(attributes),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from maxlm.kernels import Quantization
+from maxlm.kernels.quantize import largest_magnitude
 
 # Also that of zeros, which must not look large where it is folded into other numbers; products of it and others are normal float32.
 SMALLEST_SCALE = 2.0**-100
@@ -60,8 +61,7 @@ def quantize(
     """
     form = FORMATS[name]
     x = x.astype(jnp.float32)
-    # A maximum with infinity, not with NaN: XLA:CPU has been seen to lose the NaN of one that it fused with what comes before.
-    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), axis=dims, keepdims=True)
+    largest = largest_magnitude(x, dims)
     scale = jnp.maximum(largest / form.largest, SMALLEST_SCALE)
     scale = jnp.where(largest < jnp.inf, scale, jnp.nan)
     if power_of_two:
