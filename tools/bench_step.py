@@ -175,7 +175,8 @@ def main() -> None:
         if args.against == "high-precision":
             found = against_high_precision(args)
         else:
-            config = load(args.config, args.overrides).config
+            slow = ["optimizer.peak_lr=1e-6"] if args.against == "torch" else []  # so that losses stay comparable
+            config = load(args.config, [*args.overrides, *slow]).config
             found = against_torch(config, args) if args.against == "torch" else against_bare(config, args.rounds, args.steps)
     except UserError as error:
         print(f"bench_step: {error}", file=sys.stderr)

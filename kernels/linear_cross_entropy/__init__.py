@@ -232,7 +232,8 @@ def _chunked(
     dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
 
     def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
-        logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
+        scores = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
+        logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = scores
         nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
         sums = (nll + z_loss * z, nll, z)
         if not gradients:

@@ -41,8 +41,8 @@ def quantize_columns(
 def largest_magnitude(x: Float[Array, "..."], dims: int | Sequence[int] | None) -> Float[Array, "..."]:
     """The largest magnitude of float32 numbers along `dims`, which stay as dims of 1; infinity where one is not finite.
 
-    It is the largest of their bits, as integers, which are in the order of magnitudes with NaN after infinity. XLA:CPU has been seen to lose
-    the NaN of a maximum that it fused with what comes before, and infinity in its place is an array on XLA:GPU, which a scan carries.
+    It is the largest of their bits, as integers, which are in the order of magnitudes with NaN after infinity. XLA:CPU has been seen to
+    lose the NaN of a maximum that it fused with what comes before, and infinity in its place is an array on XLA:GPU, which a scan carries.
     """
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=dims, keepdims=True), jnp.float32)
@@ -65,7 +65,7 @@ def exact_sums(
 ) -> Float[Array, "..."]:
     """The matmul of quantized values: exact sums of integers, at most `MOST_SUMMED` of them, or sums in float32.
 
-    `dtype`: that of what becomes of the sums. On GPUs, where a matmul of fp8 ends in memory, its sums are written in bfloat16 if that is it.
+    `dtype`: that of what becomes of the sums. On GPUs a matmul of fp8 ends in memory: sums that become bfloat16 are written in bfloat16.
     """
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?)([KMGTP]?)"
+_VIRTUAL = "--xla_force_host_platform_device_count="  # of this process's own devices, for which nothing is compiled here
 _TOO_BIG = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE)
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -239,7 +240,9 @@ def _silence() -> Iterator[None]:
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
     """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
-    facts = json.dumps([versions, topology.name, topology.slices, sorted(options.items()), devices, os.environ.get("LIBTPU_INIT_ARGS", "")])
+    given = " ".join(os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
+    flags = [flag for flag in given.split() if not flag.startswith(_VIRTUAL)]
+    facts = json.dumps([versions, topology.name, topology.slices, sorted(options.items()), devices, flags])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
 
 

@@ -1,7 +1,9 @@
 """Matmuls that `precision.matmul` quantizes, and whether a compiled program computes them so: nothing may fall back in silence."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +34,11 @@ _MATRICES: dict[str, QuantizedMatrix] = {  # by the name of their result
     "up": "up",
     "mlp_out": "down",
 }
+Sides = tuple[int, ...]  # of a matmul, shortest first; none: of experts
+
 _GROUPED = "grouped_matmul_"  # names of our kernels of experts begin so
 _MOST_PASSES = 4  # forward, the same recomputed, and the two of the gradient
+_MOST_MERGED = 3  # query, key and value
 _SLACK = 0.01  # of the FLOPs
 
 
@@ -130,10 +135,10 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
     quantization = quantization_of(config)
     if not quantization.names:
         return ()
-    shapes: dict[tuple[int, ...], list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
+    shapes: dict[Sides, list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
     for sides, name, quantized, flops in _matmuls(config, quantization, sizes):
         shapes.setdefault(sides, []).append((name, quantized, flops))
-    found = _found(module)
+    found = _parted(_found(module), shapes.keys())
     passes = 1 if quantization.formats[1] == "bf16" else 3
     intended = []
     for sides, rows in shapes.items():
@@ -147,7 +152,7 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
     return tuple(intended)
 
 
-def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str, bool, float]]:
+def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, str, bool, float]]:
     """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
     rows = config.tokens_per_step // config.train.microbatches // shards
@@ -176,9 +181,9 @@ def _as_computed(matmuls: tuple[Matmul, ...], *, latent: bool) -> tuple[Matmul, 
     return *others, replace(both[0], wide_out=sum(matmul.wide_out for matmul in both))
 
 
-def _found(module: Module) -> dict[tuple[int, ...], tuple[float, float]]:
+def _found(module: Module) -> dict[Sides, tuple[float, float]]:
     """FLOPs a step of matmuls with 8-bit operands, and with others, by sides; those of experts, by kernels, under ()."""
-    found: dict[tuple[int, ...], tuple[float, float]] = {}
+    found: dict[Sides, tuple[float, float]] = {}
     for run in module.executed():
         computation = module.computations[run.computation]
         if _GROUPED in run.op.name and run.op.stated is not None:
@@ -190,3 +195,33 @@ def _found(module: Module) -> dict[tuple[int, ...], tuple[float, float]]:
             flops = run.times * dot.flops
             found[dot.sides] = (low, high + flops) if format_of(dot.operands) == "bf16" else (low + flops, high)
     return found
+
+
+def _parted(found: Mapping[Sides, tuple[float, float]], shapes: Collection[Sides]) -> dict[Sides, tuple[float, float]]:
+    """`found`, in which one matmul that XLA:GPU makes of several of one operand, as of key and value, counts as these: by `shapes`.
+    Only with 8-bit operands: of others it may as well be a matmul that is none of these.
+    """
+    parted: dict[Sides, tuple[float, float]] = {}
+    for sides, (low, high) in found.items():
+        parts = [sides] if high or sides in shapes else _merged(sides, shapes) or [sides]
+        whole = sum(map(math.prod, parts))
+        for part in parts:
+            share = math.prod(part) / whole if whole else 1.0
+            low_before, high_before = parted.get(part, (0.0, 0.0))
+            parted[part] = (low_before + share * low, high_before + share * high)
+    return parted
+
+
+def _merged(sides: Sides, shapes: Collection[Sides]) -> list[Sides]:
+    """Shapes that have two of these sides, and whose third ones add up to the third, of as few sizes as can be: those of key and value, or
+    gate and up, are equal. None if no few of them do.
+    """
+    ways: list[tuple[int, list[Sides]]] = []
+    for place, whole in enumerate(sides):
+        kept = Counter(sides[:place] + sides[place + 1 :])
+        thirds = sorted({next((Counter(shape) - kept).elements()) for shape in shapes if shape and (Counter(shape) - kept).total() == 1})
+        for number in range(2, _MOST_MERGED + 1):
+            for parts in itertools.combinations_with_replacement(thirds, number):
+                if sum(parts) == whole:
+                    ways.append((len({*parts}), [tuple(sorted((*kept.elements(), part))) for part in parts]))
+    return min(ways)[1] if ways else []

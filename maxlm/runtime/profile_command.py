@@ -9,6 +9,7 @@ import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
+from maxlm.config.reliability import ProfileConfig
 from maxlm.parallel import build_mesh
 from maxlm.runtime.consistency import check_devices
 from maxlm.runtime.jax_setup import enable_compilation_cache
@@ -53,7 +54,8 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
         raise UserError(f"{run_dir} keeps its state in files, which steps would overwrite: profile it as it runs, with run.profile.")
     check_devices(config, jax.devices())
     data = open_training_data(config)
-    program = build_program(config, build_mesh(config))
+    traced = config.model_copy(update={"run": config.run.model_copy(update={"profile": ProfileConfig()})})
+    program = build_program(traced, build_mesh(config))
     place = config.checkpoint.dir or RunDirectory(run_dir, primary=False).checkpoints
     start = restore_or_init(program, Checkpoints(place, config.checkpoint, identity(config, data.tokenizer_hash)))
     first = max(0, min(start.step, config.total_steps - WARM_UP - steps))  # of a finished run the last batches

@@ -163,7 +163,7 @@ class Program:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """XLA's options for the devices of this mesh."""
-        return compiler_options_of(self.mesh)
+        return compiler_options_of(self.mesh, traced=self.config.run.profile is not None)
 
     def init(self) -> TrainState:
         """The first state, created where it will live."""
@@ -269,11 +269,11 @@ class Program:
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 
-def compiler_options_of(mesh: Mesh) -> dict[str, str | bool]:
-    """XLA's options for the devices of `mesh`."""
+def compiler_options_of(mesh: Mesh, *, traced: bool = False) -> dict[str, str | bool]:
+    """XLA's options for the devices of `mesh`; `traced`: for a profile."""
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
-    return compiler_options(chip.name if chip is not None else device.platform)
+    return compiler_options(chip.name if chip is not None else device.platform, traced=traced)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:

@@ -22,9 +22,11 @@ from maxlm.hardware.topologies import is_tpu, parse
 from maxlm.hlo import parser
 
 TINY = """
-model: {vocab_size: 512, d_model: 128, n_layers: 2, n_heads: 2, n_kv_heads: 1, d_ff: 256}
+model: {vocab_size: 640, d_model: 128, n_layers: 2, n_heads: 4, n_kv_heads: 1, d_ff: 384}
 data: {store: unused, seq_len: 128}
 train: {steps: 10, global_batch: 8, loss_chunks: 1}
+memory: {remat: [attention, gate, up]}
+precision: {matmul: {format: fp8}}
 """
 H200 = next(chip for chip in CHIPS if chip.name == "H200")
 MATMUL = """HloModule m, is_scheduled=true
@@ -33,6 +35,18 @@ ENTRY %main (l: bf16[4096,8192], r: bf16[8192,4096]) -> bf16[4096,4096] {
   %l = bf16[4096,8192]{1,0} parameter(0)
   %r = bf16[8192,4096]{1,0} parameter(1)
   ROOT %d = bf16[4096,4096]{1,0} dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+CUBLAS = """HloModule m, is_scheduled=true
+
+ENTRY %main (l: f8e4m3fn[4096,8192], r: f8e5m2[4096,8192], s: f32[]) -> bf16[4096,4096] {
+  %l = f8e4m3fn[4096,8192]{1,0} parameter(0)
+  %r = f8e5m2[4096,8192]{1,0} parameter(1)
+  %s = f32[] parameter(2)
+  %c = (bf16[4096,4096]{1,0}, s8[4194304]{0}) custom-call(%l, %r, %s, %s), custom_call_target="__cublas$lt$matmul$f8", \
+backend_config={"gemm_backend_config":{"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],\
+"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  ROOT %d = bf16[4096,4096]{1,0} get-tuple-element(%c), index=0
 }
 """
 ATTENTION = """HloModule m, is_scheduled=true
@@ -82,8 +96,13 @@ def test_the_step_compiles_for_a_host_of_h200s(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     report, program = json.loads(done.stdout), (tmp_path / "hlo").read_text(encoding="utf-8")
+    executed = [run for run in parser.read(program).executed() for _ in range(run.times)]
     for kernel in ("attention_hopper_forward", "attention_hopper_dq", "attention_hopper_dkv"):
-        assert any("mosaic_gpu" in line and kernel in line for line in program.splitlines()), f"{kernel} is not in the program"
+        runs = [run for run in executed if run.op.target.startswith("mosaic_gpu") and kernel in run.op.where]
+        assert len(runs) == 2, f"{kernel} runs {len(runs)} times in two layers"
+    in_layers = {run.op.target for run in executed if run.op.target.startswith(parser.CUBLAS) and "unembed" not in run.op.where}
+    assert in_layers == {"__cublas$lt$matmul$f8"}
+    assert not [warning for warning in report["warnings"] if "8 bits" in warning or "8-bit" in warning]
     memory, time = report["hbm"], report["time"]
     assert sum(part["bytes"] for part in memory["parts"]) == memory["needed_bytes"]
     assert 0 < memory["needed_bytes"] < memory["available_bytes"] == int(GPU_MEMORY_SHARE * chip_named("h200").driver_bytes)
@@ -100,6 +119,17 @@ def test_a_matmul_is_charged_by_its_flops_and_a_small_one_by_its_bytes():
     row = estimate(parser.read(MATMUL.replace("bf16[4096,", "bf16[1,")), H200, {}, {})
     moved = 2 * (8192 + 8192 * 4096 + 4096)
     assert row.matmul_s == pytest.approx(GPU_LAUNCH_S + moved / (GPU_HBM_SHARE * 4.8e12))
+
+
+def test_a_matmul_of_the_library_is_one_and_its_scratch_memory_is_not_read():
+    cost = estimate(parser.read(CUBLAS.replace("\\\n", "")), H200, {}, {})
+    flops = 2 * 4096 * 8192 * 4096
+    (row,) = cost.formats
+    assert (row.operands, row.flops, cost.assumed, cost.uncharged) == ("f8e4m3fn x f8e5m2", flops, (), ())
+    assert cost.matmul_s == cost.total_s == pytest.approx(GPU_LAUNCH_S + flops / (GPU_MATMUL_SHARE * H200.peak_flops("e4m3")))
+    small = parser.read(CUBLAS.replace("\\\n", "").replace("4096,", "16,").replace(",4096]", ",16]"))
+    moved = 2 * 16 * 8192 + 2 * 16 * 16 + 2 * 4
+    assert estimate(small, H200, {}, {}).matmul_s == pytest.approx(GPU_LAUNCH_S + moved / (GPU_HBM_SHARE * 4.8e12))
 
 
 @pytest.mark.parametrize("program", [ATTENTION, FUSED_ATTENTION], ids=["alone", "fused"])

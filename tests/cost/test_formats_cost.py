@@ -191,6 +191,16 @@ def test_what_is_missing_or_wider_is_named():
     assert problem.startswith("precision.matmul: matmuls of key and value with 2.1e+06 FLOPs a step have operands of more than 8 bits")
 
 
+def test_what_the_compiler_makes_one_matmul_counts_as_its_parts():
+    """XLA:GPU multiplies by key and value at once."""
+    forward, *gradients = three("s8", wide_in=WIDE, wide_out=16, layers=4)
+    merged = (forward[0], ROWS, WIDE, 2 * 16, forward[-1] // 2)
+    others = (*SQUARE, *gradients, *MLP)
+    assert problems(merged, *others, model={"n_kv_heads": 2}) == []
+    (problem,) = problems(("bf16", *merged[1:]), *others, model={"n_kv_heads": 2})
+    assert problem == "precision.matmul: of key and value, 67% of the FLOPs that should have 8-bit operands do."
+
+
 def test_latent_attention_makes_keys_and_values_in_one_matmul():
     latent = {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}}
     sizes = {"query_down": (WIDE, 24), "query": (24, 8 * 12), "kv_down": (WIDE, 20), "kv": (16, 8 * 16), "out": (WIDE, WIDE)}
