@@ -251,6 +251,18 @@ def test_what_the_compiler_says_about_memory_is_understood(message, sizes):
     assert (found and tuple(size / 2**30 for size in found)) == (sizes and pytest.approx(sizes))
 
 
+def test_a_program_of_other_flags_is_another(monkeypatch):
+    def key(name, value):
+        for other in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+            monkeypatch.setenv(other, value if other == name else "")
+        return aot._key("program", [0], parse("v5e:2x2"), {})
+
+    plain = key("XLA_FLAGS", "")
+    assert key("XLA_FLAGS", "--xla_force_host_platform_device_count=8") == plain, "it compiles nothing for this process's devices"
+    others = [key("XLA_FLAGS", "--xla_a=1"), key("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_a=2"), key("LIBTPU_INIT_ARGS", "--c=1")]
+    assert len({plain, *others}) == 4
+
+
 def test_a_damaged_or_unwritable_cache_costs_only_time(folder, monkeypatch):
     program_cache.write("key", {"seconds": 1.0}, "text")
     assert program_cache.read("key") == ({"seconds": 1.0}, "text")

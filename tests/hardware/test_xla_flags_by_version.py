@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.hardware.xla_flags import FLAGS, SINCE_0_11, compiler_options
+from maxlm.hardware.xla_flags import FLAGS, SINCE_0_11, TRACED, compiler_options
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +35,12 @@ def test_the_environment_wins_by_either_name(jaxlib, set_there, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{set_there}=off")
     now = SINCE_0_11.get(set_there, (set_there, None))[0] if jaxlib == "0.11.2" else set_there
     assert compiler_options("H200", jaxlib) == {name: value for name, value in without.items() if name != now}
+
+
+@pytest.mark.parametrize("chip", [*FLAGS])
+def test_a_profile_names_every_operation_of_a_gpu(chip, monkeypatch):
+    plain, traced = compiler_options(chip), compiler_options(chip, traced=True)
+    more = TRACED if chip in ("A100-40GB", "A100-80GB", "H100", "H200", "B200") else {}
+    assert traced == {**plain, **more}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    assert compiler_options(chip, traced=True) == plain

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.hardware.topologies import parse
 from maxlm.kernels import Quantization, gated_gradient_rows, gated_rows, quantize_columns, quantize_rows
-from maxlm.kernels.quantize import tpu
+from maxlm.kernels.quantize import exact_sums, largest_magnitude, tpu
 from maxlm.precision import FORMATS, quantize
 from tests.kernels.interpreted import interpreted_tpu
 
@@ -30,6 +30,32 @@ def matrix():
 def same(ours, theirs):
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(np.asarray(mine).astype(np.float32), np.asarray(other).astype(np.float32))
+
+
+@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf], ids=["nan", "-nan", "inf", "-inf"])
+def test_the_largest_magnitude_of_numbers_that_are_not_all_finite_is_infinite(odd):
+    x = np.float32([[1, -3, 0, 2.5], [-0.0, 0, 0, 0], [1e38, odd, -3e38, 1e-45], [2e-45, -3e-45, 0, 0]])
+    found = jax.jit(largest_magnitude, static_argnums=1)(x, 1)
+    np.testing.assert_array_equal(found, np.float32([[3], [0], [np.inf], [3e-45]]))
+    assert jax.jit(largest_magnitude, static_argnums=1)(x, None) == np.inf
+
+
+def test_a_gpu_writes_sums_of_fp8_as_what_becomes_of_them(monkeypatch):
+    """bfloat16 has the range of float32: no sum of finite numbers becomes infinite. Integers, and float16, stay exact."""
+
+    def written(operands, result):
+        x = jnp.ones((16, 16), operands)
+        jaxpr = jax.make_jaxpr(lambda x: exact_sums(x, x, ((1,), (0,)), dtype=result))(x)
+        (dot,) = (equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general")
+        assert jaxpr.out_avals[0].dtype == jnp.float32
+        return dot.params["preferred_element_type"]
+
+    fp8 = jnp.float8_e4m3fn
+    assert written(fp8, jnp.bfloat16) == jnp.float32
+    monkeypatch.setattr("maxlm.kernels.quantize.reference.device", lambda: ("cuda", "NVIDIA H200"))
+    assert written(fp8, jnp.bfloat16) == jnp.bfloat16
+    assert written(fp8, jnp.float16) == written(fp8, jnp.float32) == jnp.float32
+    assert written(jnp.int8, jnp.bfloat16) == jnp.int32
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
