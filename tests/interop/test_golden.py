@@ -44,15 +44,16 @@ def restored(folder: Path):
     return Checkpoints(folder / "checkpoints", config.checkpoint, {}).restore_entries(wanted).state
 
 
-# The suite compiles without optimizations; then gemma3 is 1.4e-5 off on a processor without AVX-512, and with them 0.3e-5.
-OPTIMIZED = {"xla_backend_optimization_level": 1}
+# The suite compiles without optimizations; then gemma3 is 1.4e-5 off on a processor without AVX-512, and with them 0.3e-5. All others are
+# within 5e-7, and compiled in half the time.
+OPTIMIZED = {"gemma3": {"xla_backend_optimization_level": 1}}
 
 
 class Case:
     """A recorded case, and its import."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.recorded = np.load(GOLDEN / f"{name}.npz")
+        self.name, self.recorded = name, np.load(GOLDEN / f"{name}.npz")
         self.source, self.out = folder / "source", folder / "imported"
         self.source.mkdir()
         (self.source / "config.json").write_text(str(self.recorded["config"]))
@@ -93,7 +94,7 @@ def case(request, tmp_path_factory):
 
 def test_logits_loss_and_gradients_are_those_recorded(case, tmp_path):
     with jax.default_matmul_precision("highest"):
-        program = jax.jit(jax.value_and_grad(case.loss, has_aux=True), compiler_options=OPTIMIZED)
+        program = jax.jit(jax.value_and_grad(case.loss, has_aux=True), compiler_options=OPTIMIZED.get(case.name))
         (loss, logits), grads = program(case.state["params"])
     recorded = ["logits", *(f"logits ahead {depth}" for depth in range(1, len(logits)))]
     assert recorded == [key for key in case.recorded.files if key.startswith("logits")]
@@ -169,7 +170,7 @@ def test_gpt2_is_read_with_and_without_its_prefix_its_masks_and_a_copy_of_its_em
     jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "again"), case.state)
 
 
-@pytest.mark.parametrize("name", ["llama3", "deepseek-v3-mtp"])
+@pytest.mark.parametrize("name", ["llama3", pytest.param("deepseek-v3-mtp", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_half_precision_is_read_exactly_and_written_back(name, dtype, tmp_path):
     """bfloat16 in, out and in again is the same to the bit; biases of the choice stay float32 in every file, as the library keeps them."""

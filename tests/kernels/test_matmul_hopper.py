@@ -68,6 +68,7 @@ def test_is_chosen_where_there_is_enough_to_do_once_it_was_measured_to_be_faster
     assert "leave 64 tiles for 132 multiprocessors" in gated_mlp_problem((1, 1024, 4096), 2048, BF16)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(bool(hopper.missing()), reason=hopper.missing())
 def test_machine_code_of_an_h200_is_that_of_a_fast_kernel():
     """In the compiled gradients of a layer: nothing is spilled, and no wgmma waits for another for the compiler's sake."""

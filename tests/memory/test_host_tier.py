@@ -45,6 +45,7 @@ SMALL = {"moments": "int8", **IN_24}
 FACTORED = {"moments": "bfloat16", "second_moment": "factored", "masters": "split"}
 
 
+@pytest.mark.soak
 def test_small_states_are_bitwise_those_on_the_device(cut):
     """Each layer rounds by the chances of its place in the whole array. Halves of masters stay on the device, where matmuls read them."""
     sections = {"optimizer": {"state": SMALL}, "ema": {"decay": 0.9}, "precision": {"compute": "bfloat16"}}

@@ -88,6 +88,7 @@ def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
     assert picture.startswith(b"\x89PNG")
 
 
+@pytest.mark.soak
 @needs_libtpu
 def test_a_second_run_is_quick_says_the_same_and_overwrites_nothing(capfd, folder):
     first = run(capfd, *SAID, "--json")

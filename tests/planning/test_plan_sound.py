@@ -59,6 +59,7 @@ def plain(layout: Layout) -> bool:
     return layout.sizes["stage"] == layout.sizes["context"] == 1
 
 
+@pytest.mark.soak
 @few_and_all
 def test_what_is_dropped_would_be_refused(few, tmp_path):
     config = read(LARGE, tmp_path)

@@ -102,6 +102,7 @@ def test_losses_and_weights_are_those_of_one_device(one_device, mesh):
         assert leaf.addressable_shards[0].data.shape[0] == WORKERS // program.mesh.shape["data"], "a device holds its own worker only"
 
 
+@pytest.mark.soak
 def test_a_worker_alone_that_meets_itself_trains_as_ever(monkeypatch):
     """Compiled and drawn as the product does it: Adam divides by the root of tiny second moments, which blows up another rounding."""
     monkeypatch.delenv("XLA_FLAGS")

@@ -124,6 +124,7 @@ def test_moves_are_flat_over_widths_to_512():
     assert all(0.45 < ratio < 1.7 for ratio in ratios("mup", sizes))
 
 
+@pytest.mark.soak
 def test_moves_are_flat_over_depths():
     """From depth 2 to 16 hidden states of the standard model move further, although they are normed; with CompleteP about as far."""
     sizes = [(64, 2), (64, 16)]

@@ -39,7 +39,11 @@ def first_loss(program, state):
         return float(program.step(state, jax.device_put(tiny_batch(3), program.batch_sharding))[1].loss)
 
 
-LAYOUTS = [{}, {"mesh": {"fsdp": 2, "tensor": 2}}, {"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}]
+LAYOUTS = [
+    {},
+    {"mesh": {"fsdp": 2, "tensor": 2}},
+    pytest.param({"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}, marks=pytest.mark.soak),
+]
 
 
 @pytest.mark.parametrize("sections", LAYOUTS, ids=str)
