@@ -1,6 +1,7 @@
 """The best learning rate of models of several widths and depths, with and without `model.parametrization`, on this machine's CPU.
 
     python tools/transfer_study.py --out FOLDER [--widths 64 128 256 512] [--depths 2 4 8 16] [--steps 100] [--seeds 2] [--minutes 60]
+        [--init-std 0.02]
     python tools/transfer_study.py --out FOLDER --plot docs/transfer.png
 
 Each line of FOLDER/results.jsonl is one trial. Learning rates lie on a grid with step sqrt(2); the loss of a rate is the mean of `--seeds`
@@ -28,6 +29,7 @@ from maxlm.telemetry.strict_json import read_objects
 BASE_WIDTH, BASE_DEPTH, HEAD_DIM = 64, 2, 16
 SEQ_LEN, BATCH, VOCABULARY = 64, 16, 256
 FIELDS = {"axis", "kind", "width", "depth", "steps", "first", "place", "seed", "loss"}  # of a trial
+INIT_STD = 0.02  # of trials that name none
 MARGIN = 2  # worse rates on either side of the best one
 LOWEST = -24  # place, 1 / 4096 of the first rate: a model that diverges there is given up
 PACKAGES = (
@@ -53,11 +55,12 @@ class Model(NamedTuple):
     width: int
     depth: int
 
-    def settings(self) -> dict[str, Any]:
-        """The section `model` of its config."""
+    def settings(self, init_std: float) -> dict[str, Any]:
+        """The section `model` of its config. `init_std`: the base's."""
         shape = {"vocab_size": VOCABULARY, "d_model": self.width, "n_layers": self.depth, "d_ff": 4 * self.width}
         base = {"kind": self.kind, "base_width": BASE_WIDTH} | ({"base_depth": BASE_DEPTH} if self.kind == "completep" else {})
-        return {**shape, "n_heads": self.width // HEAD_DIM, "parametrization": None if self.kind == "standard" else base}
+        own = {"n_heads": self.width // HEAD_DIM, "init_std": init_std}
+        return {**shape, **own, "parametrization": None if self.kind == "standard" else base}
 
 
 def models(widths: list[int], depths: list[int]) -> Iterator[Model]:
@@ -107,7 +110,7 @@ def windows(data: np.ndarray, steps: int, seed: int) -> np.ndarray:
     return data[: count * length].reshape(count, length)[chosen].reshape(steps, BATCH, length).astype(np.int32)
 
 
-def trainer(model: Model, steps: int) -> Callable[[float, int], float]:
+def trainer(model: Model, steps: int, init_std: float) -> Callable[[float, int], float]:
     """(learning rate, seed) -> mean loss of the last fifth of a run. One program for all rates and seeds: they are arguments of it."""
     import jax
     import jax.numpy as jnp
@@ -124,7 +127,7 @@ def trainer(model: Model, steps: int) -> Callable[[float, int], float]:
 
     config = Config.model_validate(
         {
-            "model": model.settings(),
+            "model": model.settings(init_std),
             "data": {"store": "none", "seq_len": SEQ_LEN},
             "train": {"steps": steps, "global_batch": BATCH, "loss_chunks": 1},
             "optimizer": {"peak_lr": 1.0, "schedule": "constant"},  # updates are multiplied below
@@ -200,23 +203,25 @@ def means(losses: Mapping[int, list[float]], seeds: int) -> dict[int, float]:
     return {place: float(np.mean(own[:seeds])) for place, own in losses.items() if len(own) >= seeds}
 
 
-def study(out: Path, wanted: Iterator[Model], steps: int, seeds: int, first: float, minutes: float) -> None:
+def study(out: Path, wanted: Iterator[Model], steps: int, seeds: int, first: float, minutes: float, init_std: float = INIT_STD) -> None:
     """Try rates of every model until its best is known, or the time is over."""
     out.mkdir(parents=True, exist_ok=True)
     path, end = out / "results.jsonl", time.monotonic() + 60 * minutes
     trials = read(path)
     if other := {t["first"] for t in trials} - {first}:
         raise SystemExit(f"{path} holds trials around the rate {other.pop():g}: give --first as it was, or another --out")
+    if other := {t.get("init_std", INIT_STD) for t in trials} - {init_std}:
+        raise SystemExit(f"{path} holds trials of models with init_std {other.pop():g}: give --init-std as it was, or another --out")
     for model in wanted:
         train = None
         while (place := next_place(means(losses := losses_of(trials, model, steps), seeds))) is not None:
             if time.monotonic() > end:
                 print("the time is over; the same command goes on", flush=True)
                 return
-            train, seed, began = train or trainer(model, steps), len(losses.get(place, [])), time.monotonic()
+            train, seed, began = train or trainer(model, steps, init_std), len(losses.get(place, [])), time.monotonic()
             loss = train(rate_of(place, first), seed)
             trial = {**model._asdict(), "steps": steps, "first": first, "place": place, "rate": rate_of(place, first), "seed": seed}
-            trial |= {"loss": loss if math.isfinite(loss) else None, "seconds": round(time.monotonic() - began, 1)}
+            trial |= {"init_std": init_std, "loss": loss if math.isfinite(loss) else None, "seconds": round(time.monotonic() - began, 1)}
             trials.append(trial)
             add(path, trial)
             print(json.dumps(trial), flush=True)
@@ -275,11 +280,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=2, help="trials of each rate; of a plot: those that count")
     parser.add_argument("--first", type=float, default=2**-8, help="learning rate at which searches begin")
+    parser.add_argument("--init-std", type=float, default=INIT_STD, help="deviation of first weights, at the base's width and depth")
     parser.add_argument("--minutes", type=float, default=60, help="no trial begins after as many")
     parser.add_argument("--plot", type=Path, help="plot what there is, and try nothing")
     given = parser.parse_args()
     if given.plot is None:
-        study(given.out, models(given.widths, given.depths), given.steps, given.seeds, given.first, given.minutes)
+        study(given.out, models(given.widths, given.depths), given.steps, given.seeds, given.first, given.minutes, given.init_std)
     rows = table(read(given.out / "results.jsonl"), models(given.widths, given.depths), given.steps, given.seeds, given.first)
     if given.plot is not None and not rows:
         raise SystemExit(f"{given.out}: no rate has {given.seeds} trials with --steps {given.steps}, so there is nothing to plot")
