@@ -39,12 +39,12 @@ def quantize_columns(
 
 
 def largest_magnitude(x: Float[Array, "..."], dims: int | Sequence[int] | None) -> Float[Array, "..."]:
-    """The largest magnitude of float32 numbers along `dims`, which stay as dims of 1; infinity where one is not finite.
+    """The largest magnitude along `dims`, which stay as dims of 1, in float32; infinity where one is not finite. It has no gradient.
 
     It is the largest of their bits, as integers, which are in the order of magnitudes with NaN after infinity. XLA:CPU has been seen to
     lose the NaN of a maximum that it fused with what comes before, and infinity in its place is an array on XLA:GPU, which a scan carries.
     """
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.uint32)  # unsigned: the sign of a NaN may stay
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=dims, keepdims=True), jnp.float32)
     return jnp.where(largest < jnp.inf, largest, jnp.inf)
 

@@ -240,9 +240,10 @@ def _silence() -> Iterator[None]:
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
     """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
-    given = " ".join(os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
-    flags = [flag for flag in given.split() if not flag.startswith(_VIRTUAL)]
-    facts = json.dumps([versions, topology.name, topology.slices, sorted(options.items()), devices, flags])
+    machine = "" if topology.is_tpu else gpu_compiler.target_of(topology.chip)
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_VIRTUAL)]
+    given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags]
+    facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
 
 

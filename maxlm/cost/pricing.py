@@ -8,7 +8,7 @@ from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
 from maxlm.hlo.op_flops import ATTENTION, OURS, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops, only_scaled
-from maxlm.hlo.parser import CUBLAS, Computation, Module, Op
+from maxlm.hlo.parser import Computation, Module, Op
 
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
@@ -206,7 +206,7 @@ Pricing = TpuPricing | GpuPricing | CpuPricing
 
 def _is_kernel(op: Op) -> bool:
     """True for a custom call that is no matmul of NVIDIA's library."""
-    return op.opcode == "custom-call" and not op.target.startswith(CUBLAS)
+    return op.opcode == "custom-call" and not op.is_library_matmul
 
 
 def _is_gpu_attention(op: Op) -> bool:

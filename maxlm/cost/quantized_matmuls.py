@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,13 @@ Sides = tuple[int, ...]  # of a matmul, shortest first; none: of experts
 
 _GROUPED = "grouped_matmul_"  # names of our kernels of experts begin so
 _MOST_PASSES = 4  # forward, the same recomputed, and the two of the gradient
-_MOST_MERGED = 3  # query, key and value
+_READ_THE_SAME = (  # matrices, as in precision.matmul.skip
+    ("query", "key", "value"),
+    ("query", "key"),
+    ("key", "value"),
+    ("gate", "up"),
+    ("query_down", "kv_down"),
+)
 _SLACK = 0.01  # of the FLOPs
 
 
@@ -138,8 +144,10 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
     shapes: dict[Sides, list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
     for sides, name, quantized, flops in _matmuls(config, quantization, sizes):
         shapes.setdefault(sides, []).append((name, quantized, flops))
-    found = _parted(_found(module), shapes.keys())
+    found = _found(module)
     passes = 1 if quantization.formats[1] == "bf16" else 3
+    needed = {sides: passes * sum(flops for _, quantized, flops in rows if quantized) for sides, rows in shapes.items()}
+    _part(found, needed, _merges(config, quantization, sizes))
     intended = []
     for sides, rows in shapes.items():
         if not any(quantized for _, quantized, _ in rows):
@@ -197,31 +205,34 @@ def _found(module: Module) -> dict[Sides, tuple[float, float]]:
     return found
 
 
-def _parted(found: Mapping[Sides, tuple[float, float]], shapes: Collection[Sides]) -> dict[Sides, tuple[float, float]]:
-    """`found`, in which one matmul that XLA:GPU makes of several of one operand, as of key and value, counts as these: by `shapes`.
-    Only with 8-bit operands: of others it may as well be a matmul that is none of these.
+def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, list[Sides]]]:
+    """(sides, those of the matmuls behind it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
+    rows = config.tokens_per_step // config.train.microbatches // shards
+    for kind in model_shapes.layers(config.model):
+        alone = [matmul for matmul in kind.matmuls if not matmul.experts]
+        made = {matrix_of(matmul, latent=quantization.latent): matmul.local(sizes["tensor"]) for matmul in alone}
+        for names in _READ_THE_SAME:
+            wides = [made[name] for name in names if name in made]
+            if len(wides) == len(names):
+                wide_in = wides[0][0]
+                parts = [(*sorted((rows, wide_in, wide_out)),) for _, wide_out in wides]
+                yield (*sorted((rows, wide_in, sum(wide_out for _, wide_out in wides))),), parts
+
+
+def _part(found: dict[Sides, tuple[float, float]], needed: Mapping[Sides, float], merges: Iterable[tuple[Sides, list[Sides]]]) -> None:
+    """Count merged matmuls with 8-bit operands, beyond what is needed of their shape, as their parts, until none lacks any. What runs with
+    wider operands is found by these: its shapes are not parted, since it may as well be a matmul that is none of these.
     """
-    parted: dict[Sides, tuple[float, float]] = {}
-    for sides, (low, high) in found.items():
-        parts = [sides] if high or sides in shapes else _merged(sides, shapes) or [sides]
+    for merged, parts in 2 * [*merges]:  # twice: one may be as wide as a part of another that comes after it
         whole = sum(map(math.prod, parts))
+        shares = Counter[Sides]()
         for part in parts:
-            share = math.prod(part) / whole if whole else 1.0
-            low_before, high_before = parted.get(part, (0.0, 0.0))
-            parted[part] = (low_before + share * low, high_before + share * high)
-    return parted
-
-
-def _merged(sides: Sides, shapes: Collection[Sides]) -> list[Sides]:
-    """Shapes that have two of these sides, and whose third ones add up to the third, of as few sizes as can be: those of key and value, or
-    gate and up, are equal. None if no few of them do.
-    """
-    ways: list[tuple[int, list[Sides]]] = []
-    for place, whole in enumerate(sides):
-        kept = Counter(sides[:place] + sides[place + 1 :])
-        thirds = sorted({next((Counter(shape) - kept).elements()) for shape in shapes if shape and (Counter(shape) - kept).total() == 1})
-        for number in range(2, _MOST_MERGED + 1):
-            for parts in itertools.combinations_with_replacement(thirds, number):
-                if sum(parts) == whole:
-                    ways.append((len({*parts}), [tuple(sorted((*kept.elements(), part))) for part in parts]))
-    return min(ways)[1] if ways else []
+            shares[part] += math.prod(part)
+        low = {sides: found.get(sides, (0.0, 0.0))[0] for sides in (merged, *shares)}
+        lacking = max((needed.get(part, 0.0) - low[part]) * whole / share for part, share in shares.items())
+        moved = min(lacking, low[merged] - needed.get(merged, 0.0))
+        if moved > 0:
+            for sides, more in ((merged, -moved), *((part, moved * share / whole) for part, share in shares.items())):
+                before, high = found.get(sides, (0.0, 0.0))
+                found[sides] = (before + more, high)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from maxlm.hlo.parser import CUBLAS, Computation, Module, Op
+from maxlm.hlo.parser import Computation, Module, Op
 
 # Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
 MOVES = {"fusion", "copy", "reshape", "transpose", "sort", "scatter", "gather", "reduce", "pad", "dynamic-slice", "dynamic-update-slice"}
@@ -17,8 +17,9 @@ def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
         return 2 * computation.operand(op, 1).bytes
     if op.opcode == "dynamic-slice":
         return 2 * op.bytes
-    written = op.shapes[0].bytes if op.target.startswith(CUBLAS) else op.bytes  # the rest is scratch memory
-    return written + sum(computation.by_name[name].bytes for name in op.operands if name in computation.by_name)
+    scratch = op.shapes[-1] if op.is_library_matmul else None
+    unwritten = scratch.bytes if scratch is not None and scratch.dtype == "s8" and len(scratch.dims) == 1 else 0
+    return op.bytes - unwritten + sum(computation.by_name[name].bytes for name in op.operands if name in computation.by_name)
 
 
 def _read(body: Computation, value: Op) -> int:

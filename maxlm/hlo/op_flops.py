@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from maxlm.hlo.parser import CUBLAS, Computation, Module, Op, Shape
+from maxlm.hlo.parser import Computation, Module, Op, Shape
 
 OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
@@ -39,7 +39,7 @@ def dots(module: Module, op: Op, computation: Computation, tile: int = 1) -> Ite
 
     Their operands are those of the dot itself: what a fusion converts before its dot counts as what it is converted to.
     """
-    if op.opcode in ("dot", "convolution") or op.target.startswith(CUBLAS):
+    if op.opcode in ("dot", "convolution") or op.is_library_matmul:
         if flops := _flops(op, computation, tile):
             left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
             yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops)

@@ -43,9 +43,9 @@ _GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(mesh\[.*?\}|\{\
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
-_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\["([\d",]*)"\]')
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
-CUBLAS = "__cublas"  # how the target of a custom call begins that is a matmul of NVIDIA's library
+CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
 
@@ -103,6 +103,11 @@ class Op:
     @property
     def bytes(self) -> int:
         return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def is_library_matmul(self) -> bool:
+        """True for a matmul of NVIDIA's library that says what it sums."""
+        return CUBLAS.fullmatch(self.target) is not None and "lhs_contracting_dims" in self.attributes
 
     @property
     def turns(self) -> int:
@@ -255,9 +260,8 @@ def _op(line: str) -> Op:
     attributes, _, backend = rest.partition(", backend_config=")
     attributes, _, metadata = attributes.partition(", metadata=")
     target = text_of(_TARGET, attributes)
-    if target.startswith(CUBLAS):
-        contracted = text_of(_CONTRACTED, backend).replace('"', "")
-        attributes = f"{attributes}, lhs_contracting_dims={{{contracted}}}"
+    if CUBLAS.fullmatch(target) and (contracted := text_of(_CONTRACTED, backend)):
+        attributes = f"{attributes}, lhs_contracting_dims={{{contracted.replace(chr(34), '')}}}"
     cycles = _number(_CYCLES, backend)
     index = int(arguments) if opcode == "parameter" else _number(_INDEX, attributes)
     return Op(

@@ -26,7 +26,7 @@ model: {vocab_size: 640, d_model: 128, n_layers: 2, n_heads: 4, n_kv_heads: 1, d
 data: {store: unused, seq_len: 128}
 train: {steps: 10, global_batch: 8, loss_chunks: 1}
 memory: {remat: [attention, gate, up]}
-precision: {matmul: {format: fp8}}
+precision: {matmul: MATMUL}
 """
 H200 = next(chip for chip in CHIPS if chip.name == "H200")
 MATMUL = """HloModule m, is_scheduled=true
@@ -89,8 +89,13 @@ metadata={op_name="jit(train_step)/attention_hopper_forward/mpmd_map"}
 
 
 @pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
-def test_the_step_compiles_for_a_host_of_h200s(tmp_path):
-    (tmp_path / "tiny.yml").write_text(TINY, encoding="utf-8")
+@pytest.mark.parametrize(
+    ("matmul", "target"),
+    [pytest.param("null", "__cublas$lt$matmul", marks=pytest.mark.soak), ("{format: fp8}", "__cublas$lt$matmul$f8")],
+    ids=["bf16", "fp8"],
+)
+def test_the_step_compiles_for_a_host_of_h200s(matmul, target, tmp_path):
+    (tmp_path / "tiny.yml").write_text(TINY.replace("MATMUL", matmul), encoding="utf-8")
     command = [sys.executable, "-m", "maxlm", "compile", "tiny", "--topology", "h200:1x2", "--json", "--hlo-out", str(tmp_path / "hlo")]
     environment = {**os.environ, "MAXLM_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(maxlm.__file__).parents[1])}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
@@ -100,8 +105,8 @@ def test_the_step_compiles_for_a_host_of_h200s(tmp_path):
     for kernel in ("attention_hopper_forward", "attention_hopper_dq", "attention_hopper_dkv"):
         runs = [run for run in executed if run.op.target.startswith("mosaic_gpu") and kernel in run.op.where]
         assert len(runs) == 2, f"{kernel} runs {len(runs)} times in two layers"
-    in_layers = {run.op.target for run in executed if run.op.target.startswith(parser.CUBLAS) and "unembed" not in run.op.where}
-    assert in_layers == {"__cublas$lt$matmul$f8"}
+    in_layers = {run.op.target for run in executed if run.op.is_library_matmul and "unembed" not in run.op.where}
+    assert in_layers == {target}
     assert not [warning for warning in report["warnings"] if "8 bits" in warning or "8-bit" in warning]
     memory, time = report["hbm"], report["time"]
     assert sum(part["bytes"] for part in memory["parts"]) == memory["needed_bytes"]
@@ -130,6 +135,24 @@ def test_a_matmul_of_the_library_is_one_and_its_scratch_memory_is_not_read():
     small = parser.read(CUBLAS.replace("\\\n", "").replace("4096,", "16,").replace(",4096]", ",16]"))
     moved = 2 * 16 * 8192 + 2 * 16 * 16 + 2 * 4
     assert estimate(small, H200, {}, {}).matmul_s == pytest.approx(GPU_LAUNCH_S + moved / (GPU_HBM_SHARE * 4.8e12))
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [("__cublas$lt$matmul$f8", "__cublas$triangularSolve"), ('"lhs_contracting_dimensions":["1"]', '"lhs_contracting_dimensions":[]')],
+    ids=["another call", "sums unknown"],
+)
+def test_what_is_not_known_to_be_a_matmul_is_charged_nothing_and_says_so(written, instead):
+    cost = estimate(parser.read(CUBLAS.replace("\\\n", "").replace(written, instead)), H200, {}, {})
+    assert (cost.matmul_flops, cost.formats, len(cost.uncharged)) == (0, (), 1)
+
+
+def test_a_second_result_of_a_library_matmul_is_written():
+    """As GELU_AUX: the activation, and what it was computed of."""
+    one = CUBLAS.replace("\\\n", "").replace("[4096,8192]", "[16,8192]").replace("bf16[4096,4096]", "bf16[16,16]")
+    two = one.replace("(bf16[16,16]{1,0}, s8", "(bf16[16,16]{1,0}, bf16[16,65536]{1,0}, s8")
+    more = estimate(parser.read(two), H200, {}, {}).matmul_s - estimate(parser.read(one), H200, {}, {}).matmul_s
+    assert more == pytest.approx(2 * 16 * 65536 / (GPU_HBM_SHARE * 4.8e12))
 
 
 @pytest.mark.parametrize("program", [ATTENTION, FUSED_ATTENTION], ids=["alone", "fused"])

@@ -201,6 +201,19 @@ def test_what_the_compiler_makes_one_matmul_counts_as_its_parts():
     assert problem == "precision.matmul: of key and value, 67% of the FLOPs that should have 8-bit operands do."
 
 
+@pytest.mark.parametrize(("heads", "names"), [(8, "qkv"), (8, "kv"), (8, "qk"), (4, "qkv"), (4, "kv"), (4, "qk"), (2, "qkv")])
+@pytest.mark.parametrize("lacks", [False, True], ids=["", "one is bf16"])
+def test_merged_attention_of_any_number_of_key_heads(heads, names, lacks):
+    """As wide as two queries, as one query, or as gate and up: what a matmul stands for is not told by its width alone."""
+    wide = {"q": WIDE, "k": 8 * heads, "v": 8 * heads}
+    dots = [("s8", ROWS, WIDE, sum(wide[name] for name in names), 2)]  # forward, in two layers
+    dots += [("s8", ROWS, WIDE, wide[name], 2) for name in wide if name not in names]
+    gradients = [dot for name in wide for dot in three("s8", wide_in=WIDE, wide_out=wide[name], layers=2)[1:]]
+    others = [*gradients, *three("s8", wide_in=WIDE, wide_out=WIDE, layers=2), *MLP]
+    first = [("bf16", *dots[0][1:]), *dots[1:]] if lacks else dots
+    assert bool(problems(*first, *others, model={"n_kv_heads": heads})) == lacks
+
+
 def test_latent_attention_makes_keys_and_values_in_one_matmul():
     latent = {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}}
     sizes = {"query_down": (WIDE, 24), "query": (24, 8 * 12), "kv_down": (WIDE, 20), "kv": (16, 8 * 16), "out": (WIDE, WIDE)}

@@ -22,8 +22,8 @@ _EXTRA_CSS = "main{max-width:1240px}.bar span{min-width:1px}td code{overflow-wra
 _FEW = 0.0005  # share of time under which a part is not drawn
 _WELL = 0.9  # share of attributed time from which nothing is advised
 _COMMAND_BUFFERS = (
-    "What XLA launches in command buffers (CUDA graphs) names no operation; a run with run.profile has none, unless XLA_FLAGS set "
-    "xla_gpu_enable_command_buffer=."
+    "What XLA launches in command buffers (CUDA graphs) names no operation; the step of a run with run.profile has none, unless XLA_FLAGS "
+    "name some in xla_gpu_enable_command_buffer."
 )
 
 Predicted = Mapping[str, Mapping[Phase, float]]  # scope -> phase -> seconds a step on one device

@@ -16,7 +16,7 @@ from maxlm.telemetry.profile.xplane import Trace
 
 US = 1_000_000
 
-GRAPHS = "xla_gpu_enable_command_buffer="
+GRAPHS = "xla_gpu_enable_command_buffer."
 
 
 def reduced(path):
