@@ -221,8 +221,8 @@ def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]
 
 
 def _part(found: dict[Sides, tuple[float, float]], needed: Mapping[Sides, float], merges: Iterable[tuple[Sides, list[Sides]]]) -> None:
-    """Count merged matmuls with 8-bit operands, beyond what is needed of their shape, as their parts, until none lacks any. What runs with
-    wider operands is found by these: its shapes are not parted, since it may as well be a matmul that is none of these.
+    """Count merged matmuls with 8-bit operands as their parts; of a shape that others have as well only what these do not need. What has
+    wider operands is not parted, since it may as well be a matmul that is none of these.
     """
     for merged, parts in 2 * [*merges]:  # twice: one may be as wide as a part of another that comes after it
         whole = sum(map(math.prod, parts))
@@ -231,7 +231,7 @@ def _part(found: dict[Sides, tuple[float, float]], needed: Mapping[Sides, float]
             shares[part] += math.prod(part)
         low = {sides: found.get(sides, (0.0, 0.0))[0] for sides in (merged, *shares)}
         lacking = max((needed.get(part, 0.0) - low[part]) * whole / share for part, share in shares.items())
-        moved = min(lacking, low[merged] - needed.get(merged, 0.0))
+        moved = min(lacking, low[merged] - needed[merged]) if merged in needed else low[merged]
         if moved > 0:
             for sides, more in ((merged, -moved), *((part, moved * share / whole) for part, share in shares.items())):
                 before, high = found.get(sides, (0.0, 0.0))
