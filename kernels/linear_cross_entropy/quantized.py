@@ -67,7 +67,7 @@ class QuantizedTable:
 
 def quantized_table(w_VD: Float[Array, "V D"], embed: tuple[str, ...], formats: LossFormats) -> QuantizedTable:
     """The table, of which a device has a share of the width, split over mesh axes `embed`: quantized, and gathered in 8 bits."""
-    largest_V1 = largest_magnitude(w_VD.astype(jnp.float32), 1)
+    largest_V1 = largest_magnitude(w_VD, 1)
     largest_V1 = jax.lax.pmax(largest_V1, embed) if embed else largest_V1
     scale_V1 = scale_of(jnp.where(largest_V1 == 0, jnp.max(largest_V1), largest_V1), formats.forward)  # gradients of zeros count as others
     values_VD = rounded(w_VD.astype(jnp.float32) * (1 / scale_V1), formats.forward)

@@ -147,7 +147,7 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
     found = _found(module)
     passes = 1 if quantization.formats[1] == "bf16" else 3
     needed = {sides: passes * sum(flops for _, quantized, flops in rows if quantized) for sides, rows in shapes.items()}
-    _part(found, needed, _merges(config, quantization, sizes))
+    _count_as_parts(found, needed, _merges(config, quantization, sizes))
     intended = []
     for sides, rows in shapes.items():
         if not any(quantized for _, quantized, _ in rows):
@@ -162,8 +162,7 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
 
 def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, str, bool, float]]:
     """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
-    rows = config.tokens_per_step // config.train.microbatches // shards
+    rows = _rows(config, sizes)
     for kind in model_shapes.layers(config.model):
         for matmul in _as_computed(kind.matmuls, latent=quantization.latent):
             wide_in, wide_out = matmul.local(sizes["tensor"])
@@ -178,6 +177,12 @@ def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int
         positions = rows // config.train.loss_chunks
         heads = (1 + config.model.mtp_depth) * config.train.microbatches * config.train.loss_chunks
         yield tuple(sorted((positions, width, vocab))), "unembedding", quantization.unembedding, 2.0 * heads * positions * width * vocab
+
+
+def _rows(config: Config, sizes: Mapping[str, int]) -> int:
+    """Tokens of a microbatch on a device."""
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
+    return config.tokens_per_step // config.train.microbatches // shards
 
 
 def _as_computed(matmuls: tuple[Matmul, ...], *, latent: bool) -> tuple[Matmul, ...]:
@@ -207,8 +212,7 @@ def _found(module: Module) -> dict[Sides, tuple[float, float]]:
 
 def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, list[Sides]]]:
     """(sides, those of the matmuls behind it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
-    rows = config.tokens_per_step // config.train.microbatches // shards
+    rows = _rows(config, sizes)
     for kind in model_shapes.layers(config.model):
         alone = [matmul for matmul in kind.matmuls if not matmul.experts]
         made = {matrix_of(matmul, latent=quantization.latent): matmul.local(sizes["tensor"]) for matmul in alone}
@@ -220,7 +224,9 @@ def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]
                 yield (*sorted((rows, wide_in, sum(wide_out for _, wide_out in wides))),), parts
 
 
-def _part(found: dict[Sides, tuple[float, float]], needed: Mapping[Sides, float], merges: Iterable[tuple[Sides, list[Sides]]]) -> None:
+def _count_as_parts(
+    found: dict[Sides, tuple[float, float]], needed: Mapping[Sides, float], merges: Iterable[tuple[Sides, list[Sides]]]
+) -> None:
     """Count merged matmuls with 8-bit operands as their parts; of a shape that others have as well only what these do not need. What has
     wider operands is not parted, since it may as well be a matmul that is none of these.
     """

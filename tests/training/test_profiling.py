@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+from tiny import tiny_program
 
 from maxlm.config.reliability import ProfileConfig
+from maxlm.hardware.chips import chip_named
+from maxlm.hardware.xla_flags import TRACED
 from maxlm.runtime.run import _profiling
 from maxlm.training import profiling
 from maxlm.training.profiling import RunProfiler
@@ -132,3 +135,10 @@ def test_a_wait_for_pages_is_no_hang(run, tmp_path, monkeypatch):
         for step in range(3):
             profiled.profiler.before(step, jnp.float32(step), Pauses())
     assert heard
+
+
+def test_a_run_that_is_profiled_is_compiled_so_that_gpus_name_every_operation(monkeypatch):
+    monkeypatch.setattr("maxlm.training.program.chip_of", lambda kind: chip_named("h200"))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    plain, profiled = (tiny_program(1, **sections).compiler_options for sections in ({}, {"run": {"profile": {"at": [2]}}}))
+    assert profiled == {**plain, **TRACED} and not plain.keys() & TRACED.keys()
