@@ -7,9 +7,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxlm.config.errors import UserError
+from maxlm.config.schema import Config
 from maxlm.hardware.chips import Achieved
 from maxlm.hardware.topologies import Topology
 
+OPTION, FIELD = "--calibration", "cost.calibration"
 MOST = 1.2  # a share above 1 is a chip above its nominal clock; far above, a wrong chip or a wrong measurement
 Share = Annotated[float, Field(gt=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -51,7 +53,7 @@ class Calibration(_Record):
     factors: Factors | None
 
 
-def read(path: Path, asked_by: str = "--calibration") -> Calibration:
+def read(path: Path, asked_by: str = OPTION) -> Calibration:
     """The calibration in the file `path`, which `asked_by` names. Raises UserError, which names the field, for anything else."""
     try:
         return Calibration.model_validate_json(path.read_bytes())
@@ -65,16 +67,22 @@ def read(path: Path, asked_by: str = "--calibration") -> Calibration:
         ) from None
 
 
-def calibrated(topology: Topology, path: Path) -> Topology:
+def of_config(config: Config, topology: Topology) -> Topology:
+    """`topology`, its chip with the factors of `cost.calibration`, if any; TPUs have XLA's own times. Raises as `calibrated`."""
+    path = config.cost.calibration if config.cost is not None else None
+    return topology if path is None or topology.is_tpu else calibrated(topology, Path(path), FIELD)
+
+
+def calibrated(topology: Topology, path: Path, asked_by: str = OPTION) -> Topology:
     """`topology`, its chip with the factors in the file `path`. Raises UserError for those of another chip, and for TPUs."""
-    found = read(path)
+    found = read(path, asked_by)
     if topology.is_tpu:
         raise UserError(
-            f"--calibration {path}: the time on {topology.name} is XLA's own estimate for TPUs, which no factor changes; leave it out."
+            f"{asked_by} {path}: the time on {topology.name} is XLA's own estimate for TPUs, which no factor changes; leave it out."
         )
     if found.chip != topology.chip.name or found.factors is None:
         rule = f"was measured on {found.device_kind}, and {topology.name} is made of {topology.chip.name}"
-        raise UserError(f"--calibration {path}: {rule}; measure on one of its nodes with `maxlm plan --calibrate`.")
+        raise UserError(f"{asked_by} {path}: {rule}; measure on one of its nodes with `maxlm plan --calibrate`.")
     factors = found.factors
     achieved = Achieved(factors.matmul, factors.hbm, factors.links, source=f"{found.machine}, {found.date}")
     return replace(topology, chip=replace(topology.chip, achieved=achieved))

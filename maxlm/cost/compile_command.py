@@ -11,6 +11,7 @@ from rich.console import Console
 from maxlm.config import assumed, load, rules
 from maxlm.config.errors import UserError
 from maxlm.config.loader import LoadedConfig, flatten
+from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 
 LOG_WIDTH = 120  # columns of a file or a pipe, whose width is unknown
@@ -24,6 +25,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     """Compile the step of a config and print its memory, time and communication; 0 if it fits, else 2. Raises UserError."""
     loaded, machine = load_for_machine(name, overrides, topology, slices, assume=True)
     config = loaded.config
+    machine = calibration.of_config(config, machine)
     if assumptions := assumed.as_text(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
         sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
     if hlo_out is not None and not hlo_out.absolute().parent.is_dir():

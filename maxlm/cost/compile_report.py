@@ -108,7 +108,8 @@ class Report:
         expected = {name: self.cost.total_s * ratio for name, ratio in ratios.items()}
         expected_mfu = {name: self.mfu / ratio if self.mfu is not None else None for name, ratio in ratios.items()}
         corrected = {"correction": self.correction.to_json(), "expected_step_s": expected, "expected_mfu": expected_mfu}
-        return {"calibrated": self.topology.is_tpu, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **corrected, **cost}
+        calibrated = self.topology.is_tpu or bool(self.topology.chip.achieved.source)
+        return {"calibrated": calibrated, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **corrected, **cost}
 
 
 def examine(config: Config, topology: Topology, show_progress: Callable[[str], None]) -> Report:

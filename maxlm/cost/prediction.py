@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
 from maxlm.cost import calibration
-from maxlm.cost.calibration import Calibration
+from maxlm.cost.calibration import FIELD, Calibration
 from maxlm.cost.mesh_links import pod_of
 from maxlm.hardware.chips import Achieved, Chip, chip_of
 from maxlm.hardware.topologies import Topology, is_tpu
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import jax
 
     from maxlm.training.program import Program
-
-FIELD = "cost.calibration"
 
 
 def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"], float]:

@@ -16,7 +16,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
-from maxlm.cost.calibration import calibrated
+from maxlm.cost.calibration import calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
 from maxlm.hardware.published_runs import correction
@@ -61,8 +61,7 @@ def run(request: Request, *, as_json: bool) -> int:
         if limit is not None:
             raise UserError(f"{option} chooses between topologies: give --chips-at-most N with it.")
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
-    if request.calibration is not None:
-        topology = calibrated(topology, request.calibration)
+    topology = of_config(loaded.config, topology) if request.calibration is None else calibrated(topology, request.calibration)
     _check_trained(loaded.config)
     _check_file(request, loaded)
     from maxlm.compiler.aot import leave_chips_alone
@@ -133,7 +132,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
     clusters = (ClusterConfig(topology=name, network_gbit_per_s=network) for name in names)
-    possible = (topology_of(config.model_copy(update={"cluster": cluster})) for cluster in clusters)
+    possible = (of_config(config, topology_of(config.model_copy(update={"cluster": cluster}))) for cluster in clusters)
     asked = [topology for topology in possible if topology.chips <= chips_at_most]
     if not asked:
         least = min(parse(name, slices).chips for name in names)

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.cost.calibration import calibrated, read
+from maxlm.config.loader import load
+from maxlm.config.rules import topology_of
+from maxlm.cost.advice import _not_calibrated
+from maxlm.cost.calibration import FIELD, calibrated, of_config, read
 from maxlm.cost.mesh_links import node_links
 from maxlm.cost.network import Network
 from maxlm.cost.pricing import GpuPricing
@@ -101,3 +104,16 @@ def test_what_is_no_calibration_is_refused_in_a_line(tmp_path, text):
 )
 def test_measurements_that_are_shipped_are_those_of_their_chip(path):
     assert calibrated(parse(f"{path.stem}:1x1"), path).chip.achieved.matmul == read(path).factors.matmul
+
+
+def test_a_config_names_its_calibration(file):
+    settings = ("data.store=none", "data.seq_len=1024", "train.steps=10", "train.global_batch=64", "mesh.fsdp=8", f"cost.calibration={file()}")
+    names = ("h100:1x8", "v5e:2x4", "h200:1x8")
+    gpu, tpu, other = (load("models/gpt2-124m", (*settings, f"cluster.topology={name}"), assume=True).config for name in names)
+    corrected = of_config(gpu, topology_of(gpu))
+    assert corrected == calibrated(topology_of(gpu), file())
+    assert of_config(tpu, topology_of(tpu)) == topology_of(tpu), "its times are XLA's own"
+    with pytest.raises(UserError, match=f"^{FIELD} .* was measured on NVIDIA H100 80GB HBM3, and h200:1x8 is made of H200"):
+        of_config(other, topology_of(other))
+    (said,), (plain,) = (list(_not_calibrated(one)) for one in (corrected, topology_of(gpu)))
+    assert "corrected by what was measured (node7, 2026-11-25)" in said and "no measurement has corrected" in plain

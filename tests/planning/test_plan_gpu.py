@@ -107,8 +107,10 @@ def test_factors_are_seen_in_the_plan(plan, tmp_path):
     found = {"chip": "H100", "device_kind": "x", "devices": 1, "machine": "node7", "date": "2026-11-25", "versions": {}}
     (tmp_path / "f.json").write_text(json.dumps({**found, "measured": {**measured, **unmeasured}, "factors": shares}), encoding="utf-8")
     arguments = ("tiny", "--topology", "h100:1x8", "--json", "--out", "o.yml")
-    plain, slower = (json.loads(plan(*arguments, *more)[1]) for more in ((), ("--calibration", "f.json")))
-    assert slower["calibration"] == "node7, 2026-11-25" and plain["calibration"] is None
+    given = ((), ("--calibration", "f.json"), ("cost.calibration=f.json",))
+    plain, slower, by_config = (json.loads(plan(*arguments, *more)[1]) for more in given)
+    assert slower["calibration"] == by_config["calibration"] == "node7, 2026-11-25" and plain["calibration"] is None
+    assert by_config["chosen"]["step_s"] == slower["chosen"]["step_s"]
     assert 1.5 < slower["chosen"]["step_s"] / plain["chosen"]["step_s"] <= 2.01, "all but attention and latencies takes twice as long"
 
 
