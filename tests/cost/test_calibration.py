@@ -107,8 +107,8 @@ def test_measurements_that_are_shipped_are_those_of_their_chip(path):
 
 
 def test_a_config_names_its_calibration(file):
-    settings = ("data.store=none", "data.seq_len=1024", "train.steps=10", "train.global_batch=64", "mesh.fsdp=8", f"cost.calibration={file()}")
-    names = ("h100:1x8", "v5e:2x4", "h200:1x8")
+    needed = ("data.store=none", "data.seq_len=1024", "train.steps=10", "train.global_batch=64")
+    settings, names = (*needed, "mesh.fsdp=8", f"cost.calibration={file()}"), ("h100:1x8", "v5e:2x4", "h200:1x8")
     gpu, tpu, other = (load("models/gpt2-124m", (*settings, f"cluster.topology={name}"), assume=True).config for name in names)
     corrected = of_config(gpu, topology_of(gpu))
     assert corrected == calibrated(topology_of(gpu), file())
