@@ -126,8 +126,18 @@ def traffic(program, opcode):
     return moved
 
 
-@pytest.mark.parametrize("dispatch", [DispatchConfig(format="int8"), DispatchConfig(format="fp8", gradients="e5m2")], ids=["int8", "fp8"])
-@pytest.mark.parametrize("mesh", [SENT, GATHERED], ids=["sent", "gathered"])
+IN_INT8, IN_FP8 = DispatchConfig(format="int8"), DispatchConfig(format="fp8", gradients="e5m2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch"),
+    [
+        pytest.param(SENT, IN_INT8, id="sent-int8"),
+        pytest.param(SENT, IN_FP8, id="sent-fp8", marks=pytest.mark.soak),
+        pytest.param(GATHERED, IN_INT8, id="gathered-int8", marks=pytest.mark.soak),
+        pytest.param(GATHERED, IN_FP8, id="gathered-fp8"),
+    ],
+)
 def test_rows_that_travel_in_8_bits_are_near_the_exact_ones(mesh, dispatch):
     formats = RowFormats(dispatch.element, dispatch.output_element, dispatch.gradient_element)
     most = 0.02 if dispatch.format == "int8" else 0.1
