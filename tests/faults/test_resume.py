@@ -71,6 +71,7 @@ def test_kill_9_and_restart_changes_no_bit(straight, workspace):
     assert "in 3 attempts: " in printed
 
 
+@pytest.mark.soak
 def test_kill_9_loses_no_step_of_which_memory_holds_a_copy(straight, workspace, tmp_path):
     """The state is that of a run that was left alone, to the bit, though no checkpoint was saved before; at the end the copies are gone."""
     memory = f"memory_checkpoints={{every_steps: 1, folder: {tmp_path / 'memory'}}}"
@@ -88,7 +89,8 @@ def test_kill_9_loses_no_step_of_which_memory_holds_a_copy(straight, workspace, 
     assert not list((tmp_path / "memory").glob("*/*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.soak
 def test_a_signal_saves_and_exits_3_and_the_same_command_goes_on(straight, workspace, number):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=1000", RATE)
     process = start(workspace, *settings)
@@ -145,7 +147,10 @@ def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, worksp
     wait_for_step(workspace, 13, process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=3)
+    (stopped,) = events(workspace, "preempt")
+    assert "SIGTERM" in stopped["reason"]
     finish(start(workspace, *settings, *SPLITS[then], devices=8))
+    assert events(workspace, "restore")[0]["step"] == stopped["step"], "nothing is trained twice after an orderly stop"
     mine, wanted = metrics(workspace), metrics(straight)
     assert [r["batch_digest"] for r in mine] == [r["batch_digest"] for r in wanted]
     np.testing.assert_allclose([r["loss"] for r in mine], [r["loss"] for r in wanted], rtol=2e-3)

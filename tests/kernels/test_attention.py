@@ -473,7 +473,7 @@ def in_chunks(q, k, v, segments, L, dout, dlse, **options):
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
         ("xla", {"mask": Mask(window=100)}, 1),
         ("xla", {}, 2),
-        ("xla", {"mask": Mask(window=70)}, 4),
+        pytest.param("xla", {"mask": Mask(window=70)}, 4, marks=pytest.mark.soak),
     ],
 )
 def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, monkeypatch):

@@ -89,7 +89,7 @@ def test_a_mesh_changes_no_more_than_rounding(mesh):
 @pytest.mark.parametrize(
     "config",
     [
-        QuantizedConfig(format="int8", scaling="tensor"),
+        pytest.param(QuantizedConfig(format="int8", scaling="tensor"), marks=pytest.mark.soak),
         QuantizedConfig(format="fp8", scaling="tile", tile=16),
         QuantizedConfig(format="int8", hadamard=16, stochastic_rounding=True),
         QuantizedConfig(format="int4", weights_only=True),
@@ -148,6 +148,7 @@ def test_rows_that_travel_in_8_bits_are_near_the_exact_ones(mesh, dispatch):
     assert less["f32"] == others and more == {"f32": others + 4 * less["s8"]}
 
 
+@pytest.mark.soak
 def test_what_stays_in_high_precision_travels_unrounded():
     """Outputs and gradients in the dtype of the rows: only tokens on their way are rounded."""
     formats = RowFormats(rows="int8")

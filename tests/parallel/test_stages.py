@@ -59,7 +59,7 @@ def references():
 
 # Checked elsewhere in the suite: the first on its mesh by test_matrix.py, and with latent attention by test_latent_layouts.py; the others'
 # schedules by the tests of bubbles below; layers that the stages do not divide by the pattern
-SLOW = {"stage x fsdp x tensor", "stage, fewer microbatches than stages", "stage x fsdp, more, uneven", "gpipe"}
+SLOW = LAYOUTS.keys() - {"stage x data, as many, a pattern"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])

@@ -68,7 +68,7 @@ CASES = {  # mesh and microbatches, and other settings
     "hybrid accumulating": ({"data": 2, "fsdp": 4}, 2),
     "local updates": ({"data": 2, "fsdp": 4}, 1, "diloco={workers: 2, every: 10}"),
     "tensor": ({"data": 2, "fsdp": 1, "tensor": 4}, 1),
-    "tensor, zero 3": ({"fsdp": 4, "tensor": 2}, 1, "model.n_layers=2", "data.seq_len=256"),  # of the suite: half as long to compile
+    "tensor, zero 3": ({"fsdp": 4, "tensor": 2}, 1),
     "ring": ({"fsdp": 2, "context": 4, "context_attention": "ring"}, 1),
     "ring accumulating": ({"fsdp": 2, "context": 4, "context_attention": "ring"}, 4),
     "gather": ({"fsdp": 2, "context": 4, "context_attention": "gather"}, 1),
@@ -160,28 +160,9 @@ def excess(case, config):
     }.get(case, {})
 
 
-# Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis. The last nine have no wider
-# one here: the suite checks their collectives on virtual devices (tests/parallel), and their bytes once a week.
-NARROW = {
-    "ddp",
-    "zero 1",
-    "zero 2",
-    "hybrid accumulating",
-    "tensor",
-    "ring",
-    "zero 3",
-    "ddp accumulating",
-    "ring accumulating",
-    "local updates",
-    "gather",
-    "ulysses",
-    "pipeline",
-    "pipeline, zero 3",
-    "zero 2 accumulating",
-}
-
-
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.soak] if name in NARROW else []) for name in CASES])
+# The suite reads the bytes of ZeRO stage 3 in test_xla_flags.py, and the collectives of all on virtual devices (tests/parallel)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_textbook(case):
     config, found = volumes(*CASES[case])
     wanted, known = textbook(case, config), excess(case, config)

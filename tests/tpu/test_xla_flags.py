@@ -109,6 +109,7 @@ def test_attention_fits_into_vmem_where_it_says_so(chip):
     assert "attention_backward" in gradients_of_attention(chip, device, 1, longest, Mask(window=3000))
 
 
+@pytest.mark.soak
 def test_attention_of_many_short_rows_fits_into_smem():
     """Which blocks overlap is read from SMEM, which has 1 MiB here."""
     assert "attention_backward" in gradients_of_attention("v5e", devices(SMALLEST["v5e"])[0], 2048, 256, Mask())

@@ -37,7 +37,12 @@ OWN = {
 }
 SMALL = {"schedule_free": {"second_moment": "bfloat16"}}  # what else it keeps is no moment
 LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}]
-ELEMENTWISE = ("ademamix", "lion", "schedule_free")  # like adamw: with `stage` once a week
+SLOW = (
+    "ademamix",
+    "lion",
+    "schedule_free",
+    "soap",
+)  # with `stage` once a week: adamw is elementwise as well, muon reads matrices as soap does
 EXCHANGES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
@@ -237,7 +242,7 @@ def compare_soap(config, found):
             name,
             sizes,
             id=f"{name}-" + "-".join(f"{axis}{n}" for axis, n in sizes.items()),
-            marks=[pytest.mark.soak] if "stage" in sizes and name in ELEMENTWISE else [],
+            marks=[pytest.mark.soak] if "stage" in sizes and name in SLOW else [],
         )
         for name in sorted(RULES)
         for sizes in LAYOUTS

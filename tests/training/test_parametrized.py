@@ -67,6 +67,7 @@ def test_at_the_base_training_is_the_standard_one():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.soak
 def test_layouts_compute_the_same():
     model = {"parametrization": COMPLETE, "tie_embeddings": True}
     meshes = {"fsdp": 1}, {"fsdp": 2, "tensor": 2}
