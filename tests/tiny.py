@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config import rules
@@ -71,11 +72,11 @@ def first_state(program: Program) -> TrainState:
 
 
 def drawn_parameters(config: ModelConfig) -> Parameters:
-    """Random parameters as numpy, about as large as at first: `init_parameters` must be compiled, one by one or together."""
+    """Random parameters, about as large as at first: `init_parameters` must be compiled, one by one or together."""
     rng = np.random.default_rng(0)
 
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        return rng.normal("scale" in jax.tree_util.keystr(path), 0.05, leaf.shape).astype(leaf.dtype)
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal("scale" in jax.tree_util.keystr(path), 0.05, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_parameters(config))
 

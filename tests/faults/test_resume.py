@@ -135,21 +135,24 @@ def test_another_mesh_sees_the_same_samples_and_losses(straight, workspace, mesh
 SPLITS = {
     "one": (),
     "tensor": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
-    "stage": ("mesh.data=2", "mesh.fsdp=2", "mesh.stage=2", "mesh.zero=1"),
-    "context": ("mesh.fsdp=4", "mesh.context=2", "mesh.zero=2"),
+    "stage": ("mesh.data=1", "mesh.fsdp=2", "mesh.stage=2", "mesh.zero=1"),
+    "context": ("mesh.data=1", "mesh.fsdp=2", "mesh.context=2", "mesh.zero=2"),
 }
+
+
+DEVICES = {"one": 1, "tensor": 8, "stage": 4, "context": 4}
 
 
 @pytest.mark.parametrize(("first", "then"), [pytest.param("one", "tensor", marks=pytest.mark.soak), ("stage", "context")])
 def test_a_run_moves_to_another_mesh_in_the_middle(first, then, straight, workspace):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=10", RATE)
-    process = start(workspace, *settings, *SPLITS[first], devices=8 if SPLITS[first] else 1)
+    process = start(workspace, *settings, *SPLITS[first], devices=DEVICES[first])
     wait_for_step(workspace, 13, process)
     process.send_signal(signal.SIGTERM)
     finish(process, code=3)
     (stopped,) = events(workspace, "preempt")
     assert "SIGTERM" in stopped["reason"]
-    finish(start(workspace, *settings, *SPLITS[then], devices=8))
+    finish(start(workspace, *settings, *SPLITS[then], devices=DEVICES[then]))
     assert events(workspace, "restore")[0]["step"] == stopped["step"], "nothing is trained twice after an orderly stop"
     mine, wanted = metrics(workspace), metrics(straight)
     assert [r["batch_digest"] for r in mine] == [r["batch_digest"] for r in wanted]

@@ -38,7 +38,7 @@ def everything(run, x, w, dout):
     [
         pytest.param(SIZES[0], False, id="plain", marks=pytest.mark.soak),
         pytest.param(SIZES[0], True, id="transposed"),
-        pytest.param(SIZES[1], False, id="few"),
+        pytest.param(SIZES[1], False, id="few", marks=pytest.mark.soak),
     ],
 )
 def test_equals_the_definition(sizes, transposed, monkeypatch):

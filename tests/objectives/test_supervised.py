@@ -86,7 +86,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] if "stage" in name else []) for name in LAYOUTS])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_computes_the_same(gradients, layout):
     mesh, sections = LAYOUTS[layout]
     program = tiny_program(int(np.prod(list(mesh.values()))), **{**SFT, **sections}, mesh={"fsdp": 1, **mesh})

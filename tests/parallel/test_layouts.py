@@ -35,7 +35,7 @@ def reference():
     return jax.device_get(state), metrics
 
 
-SLOW = {"data_fsdp", "fsdp_tensor"}  # every axis is split alone, and all three together
+SLOW = {"fsdp", "data_fsdp", "fsdp_tensor"}  # all three axes together, and `fsdp` in test_zero.py
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])

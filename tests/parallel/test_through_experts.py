@@ -69,7 +69,13 @@ def outcome(run, chosen_BSK):
     return y_BSD, pull(dy_BSD)
 
 
-@pytest.fixture(scope="module", params=MESHES, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device")
+def name_of(mesh):
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(mesh, id=name_of(mesh), marks=[pytest.mark.soak] if "fsdp" in mesh else []) for mesh in MESHES]
+)
 def on_mesh(request):
     """`outcome` on a mesh, compiled once for whatever is chosen."""
     sizes = [request.param.get(axis, 1) for axis in AXES]

@@ -223,9 +223,13 @@ def test_topologies_are_compared(capfd, answers):
     assert limited["cheapest"] == min(rows, key=lambda row: row["cost"]["cost"])["topology"]
     none = run(capfd, *arguments, "--topology", "v5e:2x2", "--dollars-at-most", "0.01")
     assert (none[0], json.loads(none[1])["fastest"]) == (2, None)
-    everything = json.loads(run(capfd, *arguments)[1])["machines"]
-    assert {row["topology"].partition(":")[0] for row in everything} == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
     assert not list(Path().glob("*-planned.*"))
+
+
+@pytest.mark.soak
+def test_every_kind_of_chip_is_compared(capfd, answers):
+    everything = json.loads(run(capfd, "tiny", "--chips-at-most", "8", "--tokens", "1e12", "train.global_batch=16", "--json")[1])
+    assert {row["topology"].partition(":")[0] for row in everything["machines"]} == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
 
 
 @needs_libtpu

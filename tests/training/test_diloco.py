@@ -56,6 +56,7 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
     assert not np.allclose(leaves(state.params)[0], leaves(program.init().params)[0], atol=1e-3), "they went somewhere"
 
 
+@pytest.mark.soak
 def test_weights_are_shared_only_when_workers_meet():
     program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, diloco={"workers": 2, "every": 5}, train={"steps": 6})
     first = leaves(program.init().params)
