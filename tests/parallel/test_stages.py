@@ -57,8 +57,7 @@ def references():
     return reference
 
 
-# Checked elsewhere in the suite: the first on its mesh by test_matrix.py, and with latent attention by test_latent_layouts.py; the others'
-# schedules by the tests of bubbles below; layers that the stages do not divide by the pattern
+# Checked elsewhere in the suite: with `fsdp` and `tensor` by test_matrix.py; schedules by the tests of bubbles below; layers that the stages do not divide by the pattern
 SLOW = LAYOUTS.keys() - {"stage x data, as many, a pattern"}
 
 
