@@ -77,7 +77,8 @@ def test_results_and_gradients_are_near_the_exact_ones(config, most):
     assert all(0.001 < error < most for error in errors(found(config), found()))
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(SENT, id="sent"), pytest.param(GATHERED, id="gathered", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [pytest.param(SENT, id="sent"), pytest.param(GATHERED, id="gathered")])
 def test_a_mesh_changes_no_more_than_rounding(mesh):
     """Scales are of whole columns of weights, however these are split; of tiles of rows each device has its own."""
     ours, alone = found(INT8, mesh), found(INT8)

@@ -57,11 +57,9 @@ def references():
     return reference
 
 
-# Checked elsewhere in the suite: with `fsdp` and `tensor` by test_matrix.py; schedules by the tests of bubbles below; layers that the stages do not divide by the pattern
-SLOW = LAYOUTS.keys() - {"stage x data, as many, a pattern"}
-
-
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
+# In the suite: stages with `fsdp` and `tensor`, and with `data` and `context`, by test_matrix.py; schedules and padded layers by the tests
+# of bubbles and padding below
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS])
 def layout(request):
     devices, model, mesh, sections = LAYOUTS[request.param]
     return model, tiny_program(devices, model=model, mesh=mesh, **sections, optimizer=SLOWLY)

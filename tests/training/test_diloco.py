@@ -83,7 +83,7 @@ def assert_shared(state):
         pytest.param({"fsdp": 4}, marks=pytest.mark.soak),
         pytest.param({"data": 2, "fsdp": 4, "zero": 1}, marks=pytest.mark.soak),
         pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.soak),
-        {"data": 2, "fsdp": 2, "stage": 2},
+        pytest.param({"data": 2, "fsdp": 2, "stage": 2}, marks=pytest.mark.soak),
     ],
     ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.items()),
 )
