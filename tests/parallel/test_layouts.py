@@ -35,7 +35,7 @@ def reference():
     return jax.device_get(state), metrics
 
 
-SLOW = {"fsdp", "data_fsdp", "fsdp_tensor"}  # all three axes together, and `fsdp` in test_zero.py
+SLOW = {"fsdp", "tensor", "data_fsdp", "fsdp_tensor"}  # all three axes together; `fsdp` and `tensor` in test_zero.py
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])

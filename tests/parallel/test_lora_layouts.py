@@ -53,8 +53,8 @@ def reference(model):
     return gradients(model, {"fsdp": 1}, {})
 
 
-# Of the whole model: `context` in test_context.py, ZeRO stages 1 and 2 in test_zero.py, `stage` in test_stages.py
-SLOW = {"data x context", "zero 1 x data", "zero 2", "stage x data"}
+# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_stages.py
+SLOW = {"data x context", "zero 1 x data", "zero 2", "zero 3 x data, microbatches", "stage x data"}
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])

@@ -87,6 +87,7 @@ def test_one_that_comes_back_while_the_others_decide_is_taken_in_or_waits(cluste
         at = three.wait([0, 1, 2], at)
 
 
+@pytest.mark.soak
 def test_one_that_comes_back_with_other_code_ends_alone(cluster):
     """The run that goes on must not end for it, as one does whose processes differ at the start."""
     three = cluster(3, wait_s=1.0)
