@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config import rules
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.batch import Batch
+from maxlm.models import Parameters, abstract_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.program import Program, build_program
 from maxlm.training.step import TrainState
@@ -67,6 +69,16 @@ def first_state(program: Program) -> TrainState:
     if key not in _drawn:
         _drawn[key] = jax.device_get(program.init())
     return jax.device_put(jax.tree.map(np.array, _drawn[key]), program.state_shardings)  # a copy: a step overwrites its state
+
+
+def drawn_parameters(config: ModelConfig) -> Parameters:
+    """Random parameters, about as large as at first: `init_parameters` must be compiled, one by one or together."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal("scale" in jax.tree_util.keystr(path), 0.05, leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_parameters(config))
 
 
 def states_of_steps(program: Program, steps: int) -> tuple[list[TrainState], TrainState]:

@@ -11,6 +11,7 @@ parts of a step.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import get_args
 
 import numpy as np
@@ -205,7 +206,8 @@ def _nearness(features_NF: np.ndarray, trials: Sequence[Trial]) -> np.ndarray:
     return np.stack([np.exp(-NEAR * np.abs(features_NF - other_F).sum(axis=1)) for other_F in others_KF], axis=1)
 
 
-def features(layout: Layout) -> list[float]:
+@lru_cache(maxsize=2**16)  # asked for thousands of layouts after every trial
+def features(layout: Layout) -> tuple[float, ...]:
     """A layout as numbers: the sum of their differences is the distance of two layouts."""
     names = get_args(RematName)
     numbers = [0.3 * math.log2(size) for _, size in layout.mesh]
@@ -215,7 +217,7 @@ def features(layout: Layout) -> list[float]:
     numbers += [0.2 * (layout.zero == stage) for stage in (1, 2, 3)] + [0.1 * math.log2(layout.chunks), 0.2 * (layout.schedule == "gpipe")]
     numbers += [0.25 * (layout.remat == policy) for policy in ("none", "dots")] + [0.25 * (layout.remat not in ("none", "dots"))]
     numbers += [0.15 * (name in layout.kept) for name in names]
-    return numbers + [0.4 * bool(layout.offload)] + [0.1 * (name in layout.offload) for name in names]
+    return (*numbers, 0.4 * bool(layout.offload), *(0.1 * (name in layout.offload) for name in names))
 
 
 def _log_ratios(trial: Trial) -> list[float]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.runtime.cluster_env import process_label
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
@@ -46,6 +45,8 @@ class Progress:
 
     def label_origins(self) -> dict[str, tuple[str, int]]:
         """Label of each process -> its host and the number that it was started with, which stays the same when others are absent."""
+        from maxlm.runtime.cluster_env import process_label  # imports ten times as much as the rest of this file
+
         numbers = self.numbers if len(self.numbers) == len(self.hosts) else range(len(self.hosts))
         return {process_label(host, place): (host, number) for place, (host, number) in enumerate(zip(self.hosts, numbers, strict=True))}
 

@@ -1,14 +1,16 @@
 """Configs merge in the order they say, every value remembers who set it, and what is written reads back the same."""
 
+import contextlib
+import io
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
+from maxlm import cli
 from maxlm.config import UserError, load
 from maxlm.config.explain import MOVED, section_of
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
@@ -298,7 +300,12 @@ def test_a_cluster_promises_devices_and_the_mesh_is_held_to_them(write, topology
 
 
 def config_command(*arguments: str) -> str:
-    return subprocess.run([sys.executable, "-m", "maxlm", "config", *arguments], capture_output=True, text=True, check=True).stdout
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as out:
+        patched.setattr(sys, "argv", ["maxlm", "config", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code
+    return out.getvalue()
 
 
 def test_the_shown_config_is_the_resolved_one(write):

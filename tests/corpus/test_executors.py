@@ -77,6 +77,7 @@ def test_slurm_gives_the_same_bytes(tmp_path, cluster):
     assert "#SBATCH --partition=cpu\n" in script and "#SBATCH --account=me\n" in script and "--qos" not in script
 
 
+@pytest.mark.soak
 def test_killed_jobs_of_slurm_begin_again(tmp_path, cluster):
     good = (cluster / "srun").read_text()
     (cluster / "srun").write_text(good.replace("exec", 'mkdir "$0.once" 2>/dev/null && kill -9 $$\nexec'))

@@ -17,13 +17,15 @@ from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 
+# The TPU's compiler takes the longer, the more a device computes: five times as long for a batch of 32 of twice the size and width
 TINY = """
-model: {vocab_size: 1024, d_model: 256, n_layers: 4, n_heads: 2, d_ff: 512}
-data: {store: unused, seq_len: 512}
-train: {steps: 10, global_batch: 32}
+model: {vocab_size: 256, d_model: 128, n_layers: 2, n_heads: 2, head_dim: 128, d_ff: 256}
+data: {store: unused, seq_len: 256}
+train: {steps: 10, global_batch: 8}
 """
 
-HUGE = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=4096"]
+HUGE = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=4096", "data.seq_len=512"]
+HUGE += ["model.vocab_size=1024", "model.d_model=256", "model.n_layers=4", "model.d_ff=512"]
 GIB = 2**30
 
 needs_libtpu = pytest.mark.skipif(
@@ -71,7 +73,7 @@ def test_the_report_adds_up(capfd, arguments, devices, mesh):
     report = json.loads(out)
     assert (code, report["fits"], report["devices"]) == (0, True, devices)
     assert {axis: size for axis, size in report["mesh"].items() if size > 1} == mesh
-    assert report["tokens_per_step"] == 32 * 512
+    assert report["tokens_per_step"] == 8 * 256
     hbm, time = report["hbm"], report["time"]
     assert sum(part["bytes"] for part in hbm["parts"]) == hbm["needed_bytes"]
     assert all(part["bytes"] >= 0 for part in hbm["parts"])
@@ -206,7 +208,7 @@ def test_a_model_no_mesh_holds_is_told_by_how_much(capfd):
         (["--topology", "v5e:2x2", "--slices", "3"], ["mesh.slices = 3"]),
         (["--topology", "v5e:2x2", "--slices", "0"], ["--slices"]),
         (["--topology", "v5e:2x2", "--hlo-out", "nowhere/x.hlo"], ["--hlo-out nowhere/x.hlo", "make it first"]),
-        (["--topology", "v5e:8x8"], ["train.global_batch = 32", "64 shards"]),
+        (["--topology", "v5e:8x8"], ["train.global_batch = 8", "64 shards"]),
     ],
 )
 def test_bad_input_is_one_line_with_the_fix(capfd, arguments, said):
@@ -229,7 +231,7 @@ def test_without_libtpu_the_pip_line_is_given(capfd, monkeypatch):
 
 
 def test_the_machine_of_the_command_line_replaces_that_of_the_config():
-    said = ["cluster.topology=v5p:4x4x4", "cluster.accelerator=v5p-128", "mesh.data=2"]
+    said = ["cluster.topology=v5p:4x4x4", "cluster.accelerator=v5p-128", "mesh.data=2", "train.global_batch=32"]
     loaded, machine = compile_command.load_for_machine("tiny", said, "v5e:4x4", 2)
     config = loaded.config
     assert (machine.name, machine.slices, machine.devices) == ("v5e:4x4", 2, 32)

@@ -69,7 +69,8 @@ def tokens_of(documents: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("chosen", [[3], [0, 1, 2, 3], [0, 5, 6, 40, 41, 89], list(range(0, 90, 2)), list(range(90)), [88, 89]])
 def test_windows_of_some_documents_are_those_of_a_store_of_these_documents(store, chosen, seq_len):
     stream = tokens_of([DOCUMENTS[n] for n in chosen])
-    windows = Windows(TokenStore(store), seq_len, np.array(chosen))
+    whole = TokenStore(store)
+    windows = Windows(whole, seq_len, np.array(chosen))
     assert windows.count == -(-(len(stream) - 1) // seq_len) and windows.tokens == len(stream)
     order = np.random.default_rng(0).permutation(windows.count)[:200]
     rows, lengths = windows.read(order)
@@ -77,7 +78,7 @@ def test_windows_of_some_documents_are_those_of_a_store_of_these_documents(store
         expected = stream[number * seq_len : number * seq_len + seq_len + 1]
         np.testing.assert_array_equal(rows[row], np.pad(expected, (0, seq_len + 1 - len(expected))))
         assert lengths[row] == len(expected) and windows.inputs(number) == len(expected) - 1
-        parts = [TokenStore(store).read(*part) for part in windows.ranges(number)]
+        parts = [whole.read(*part) for part in windows.ranges(number)]
         np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 

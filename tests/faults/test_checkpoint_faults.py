@@ -93,7 +93,7 @@ def run(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("delay_ms", [0, 10, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("delay_ms", [0, *(pytest.param(ms, marks=pytest.mark.soak) for ms in (10, 40))])
 def test_kill_during_a_save_leaves_the_one_before(tmp_path, delay_ms):
     """Only one is kept: the old one may go only when the new one is whole, wherever the writer dies."""
     program = subprocess.Popen([sys.executable, "-c", SAVING, str(tmp_path / "c")], env=environment(), stdout=subprocess.PIPE, text=True)

@@ -41,6 +41,7 @@ def scalar_steps(folder):
     return steps
 
 
+@pytest.mark.soak
 def test_five_seconds_without_room_lose_nothing(tmp_path, disk):
     """The default observers; the checkpoints are elsewhere. The disk is filled to the last byte while the run writes, then freed."""
     make_workspace(tmp_path)

@@ -108,6 +108,7 @@ def cut_in_the_middle(folder, victim):
     return folder
 
 
+@pytest.mark.soak
 def test_a_host_without_network_is_named_by_all(tmp_path):
     """The rendezvous and process group alone, with a short keep-alive: within twice its time, on both sides of the cut."""
     silence = 6

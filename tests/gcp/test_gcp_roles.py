@@ -43,6 +43,7 @@ def test_a_role_is_a_list_of_single_permissions(path):
 
 
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed: its parser cannot be asked")
+@pytest.mark.soak
 def test_gclouds_own_parser_takes_every_command(printed, tmp_path):
     """`gcloud meta lint-gcloud-commands` knows every command and flag, and calls nobody."""
     distinct = {

@@ -46,7 +46,7 @@ def run(name, prompts=PROMPTS, sampler=GREEDY, **options):
     return generate(*case(name), prompts, sampler, VOCAB + 1 if sampler is GREEDY else END, **options)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name == "deepseek" else []) for name in MODELS])
 def greedy(request):
     return request.param, run(request.param)
 
@@ -93,7 +93,7 @@ def test_order_and_repeats():
     ("name", "mesh"),
     [
         ("gemma3", {"data": 2, "fsdp": 2, "tensor": 2}),
-        ("gpt2", {"context": 2, "stage": 2}),
+        pytest.param("gpt2", {"context": 2, "stage": 2}, marks=pytest.mark.soak),
         pytest.param("deepseek", {"expert": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.soak),
     ],
     ids=str,

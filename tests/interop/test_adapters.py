@@ -35,7 +35,7 @@ def save(folder, config, state):
     checkpoints.close()
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] if name == "llama" else []) for name in MODELS])
 def runs(request, tmp_path):
     """(folder of a run with adapters, of the model that it froze; modules, those of another rank): random numbers, nothing is compiled."""
     model, matrices, *counts = MODELS[request.param]

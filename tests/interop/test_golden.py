@@ -83,8 +83,8 @@ class Case:
         return losses[0] + sum(losses[1:]) * WEIGHT_AHEAD / max(1, len(ahead)), logits
 
 
-# What they add to others of their family: a limit to groups, clamped gates, no scaled RoPE
-SLOW = {"deepseek-v2-groups", "gpt-oss-clamp", "llama2"}
+# What they add to others of their family: a limit to groups, tokens further ahead, clamped gates, no scaled RoPE, biases with linear RoPE
+SLOW = {"deepseek-v2-groups", "deepseek-v3-mtp", "gpt-oss-clamp", "llama2", "llama-biases-linear"}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in CASES])

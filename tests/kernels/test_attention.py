@@ -1,5 +1,7 @@
 """Attention against its definition, and the properties that training rests on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,18 +37,20 @@ def run(q, k, v, segments_BS, **options):
 
 
 def reference(q, k, v, segments_BS, *, scale=0.3, mask=CAUSAL, softcap=None, prefix_BT=None):
-    places = np.arange(q.shape[1])
-    out = []
-    for b in range(q.shape[0]):
-        prefix_T = None if prefix_BT is None else np.asarray(prefix_BT[b])
-        seen = visible(np.asarray(segments_BS[b]), np.asarray(segments_BS[b]), places, places, mask, prefix_T)
-        share = q.shape[2] // k.shape[2]
-        heads = [
-            attention_reference(q[b, :, h], k[b, :, h // share], v[b, :, h // share], seen, scale=scale, softcap=softcap)
-            for h in range(q.shape[2])
-        ]
-        out.append(jnp.stack(heads, axis=1))
-    return jnp.stack(out)
+    """Of every row and head by itself."""
+    places, share = np.arange(q.shape[1]), q.shape[2] // k.shape[2]
+    prefixes = [None] * len(q) if prefix_BT is None else np.asarray(prefix_BT)
+    seen_BST = np.stack(
+        [visible(row, row, places, places, mask, prefix_T) for row, prefix_T in zip(np.asarray(segments_BS), prefixes, strict=True)]
+    )
+    of_a_head = functools.partial(attention_reference, scale=scale, softcap=softcap)
+    of_a_row = jax.vmap(of_a_head, in_axes=(1, 1, 1, None), out_axes=1)
+    return jax.vmap(of_a_row)(q, jnp.repeat(k, share, axis=2), jnp.repeat(v, share, axis=2), seen_BST)
+
+
+def total_and_gradients(total, *operands):
+    """A total, what is given beside it, and the gradients of the first three operands: one program."""
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*operands)
 
 
 OPTIONS = [{}, {"mask": Mask(window=5)}, {"softcap": 2.0}, {"mask": Mask(window=1)}, {"mask": Mask(window=3), "softcap": 1.0, "scale": 1.5}]
@@ -162,8 +166,8 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
         out = reference(*qkv, segments, **options) if chosen is None else run(*qkv, segments, implementation=chosen, **options)
         return jnp.sum(weights * out), out
 
-    (_, ours), our_gradients = jax.value_and_grad(lambda *qkv: total(implementation, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
-    (_, theirs), their_gradients = jax.value_and_grad(lambda *qkv: total(None, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    (_, ours), our_gradients = total_and_gradients(functools.partial(total, implementation), q, k, v)
+    (_, theirs), their_gradients = total_and_gradients(functools.partial(total, None), q, k, v)
     for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
@@ -186,8 +190,8 @@ def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
         out = reference(*qkv, segments, **options) if chosen is None else run(*qkv, segments, implementation=chosen, **options)
         return jnp.sum(weights * out), out
 
-    (_, ours), our_gradients = jax.value_and_grad(lambda *qkv: total(implementation, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
-    (_, theirs), their_gradients = jax.value_and_grad(lambda *qkv: total(None, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    (_, ours), our_gradients = total_and_gradients(functools.partial(total, implementation), q, k, v)
+    (_, theirs), their_gradients = total_and_gradients(functools.partial(total, None), q, k, v)
     for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
@@ -195,7 +199,7 @@ def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
 def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3):
     """Logsumexp of the scores that the mask leaves, in nats [B, H, S]."""
     places, share = np.arange(q.shape[1]), q.shape[2] // k.shape[2]
-    seen = jnp.stack([visible(np.asarray(row), np.asarray(row), places, places, mask) for row in segments_BS])
+    seen = np.stack([visible(row, row, places, places, mask) for row in np.asarray(segments_BS)])
     scores = scale * jnp.einsum("bshk,bthk->bhst", q, jnp.repeat(k, share, axis=2))
     return jax.nn.logsumexp(scores, axis=-1, where=seen[:, None])
 
@@ -215,13 +219,13 @@ def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options
 
     def loss(both, q, k, v):
         out, lse = both(q, k, v)
-        return jnp.sum(of_out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), of_lse * lse, 0.0))
+        return jnp.sum(of_out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), of_lse * lse, 0.0)), lse
 
     def theirs(q, k, v):
         return reference(q, k, v, segments, **options), logsumexp_reference(q, k, segments, **options)
 
-    np.testing.assert_allclose(ours(q, k, v)[1], theirs(q, k, v)[1], atol=1e-5)
-    mine, other = (jax.grad(lambda *qkv, both=both: loss(both, *qkv), argnums=(0, 1, 2))(q, k, v) for both in (ours, theirs))
+    ((_, lse), mine), ((_, other_lse), other) = (total_and_gradients(functools.partial(loss, both), q, k, v) for both in (ours, theirs))
+    np.testing.assert_allclose(lse, other_lse, atol=1e-5)
     for a, b in zip(mine, other, strict=True):
         np.testing.assert_allclose(a, b, atol=3e-5)
 
@@ -239,8 +243,15 @@ def test_a_sink_is_a_key_without_value(implementation):
     def ours(sinks):
         return run(q, k, v, segments, sinks_H=sinks, implementation=implementation)
 
-    np.testing.assert_allclose(ours(sinks), by_definition(sinks), atol=1e-5)
-    mine, other = (jax.grad(lambda sinks, f=f: jnp.sum(f(sinks) ** 2))(sinks) for f in (ours, by_definition))
+    def value_and_gradient(attend):
+        def total(sinks):
+            out = attend(sinks)
+            return jnp.sum(out**2), out
+
+        return jax.jit(jax.grad(total, has_aux=True))(sinks)
+
+    (mine, out), (other, other_out) = map(value_and_gradient, (ours, by_definition))
+    np.testing.assert_allclose(out, other_out, atol=1e-5)
     np.testing.assert_allclose(mine, other, rtol=1e-4)
 
 
@@ -281,14 +292,14 @@ def test_bfloat16_is_as_exact_as_xla(monkeypatch):
             out = run(q, k, v, segments, scale=0.4, **options)
             return jnp.sum(weights * out), out
 
-        (_, out), gradients = jax.value_and_grad(both, argnums=(0, 1, 2), has_aux=True)(*rounded)
+        (_, out), gradients = total_and_gradients(both, *rounded)
         return [jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y) for x, y in zip((out, *gradients), exact, strict=True)]
 
     def defined(q, k, v):
         out = reference(q, k, v, segments, scale=0.4)
         return jnp.sum(weights * out), out
 
-    (_, out), gradients = jax.value_and_grad(defined, argnums=(0, 1, 2), has_aux=True)(*(x.astype(jnp.float32) for x in rounded))
+    (_, out), gradients = total_and_gradients(defined, *(x.astype(jnp.float32) for x in rounded))
     exact = (out, *gradients)
     for ours, plain in zip(errors(implementation="flash"), errors(implementation="xla"), strict=True):
         assert ours < 2 * plain
@@ -300,7 +311,7 @@ def test_gradients_summed_head_dim_by_tokens_are_the_same(monkeypatch):
 
     def gradients(wide):
         monkeypatch.setattr(tpu, "WIDE", ("",) if wide else ())
-        return jax.grad(lambda *qkv: jnp.sum(run(*qkv, segments, implementation="flash") ** 2), argnums=(0, 1, 2))(q, k, v)
+        return jax.jit(jax.grad(lambda *qkv: jnp.sum(run(*qkv, segments, implementation="flash") ** 2), argnums=(0, 1, 2)))(q, k, v)
 
     for mine, other in zip(gradients(True), gradients(False), strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
@@ -312,9 +323,9 @@ def test_a_score_far_above_those_of_near_keys_is_no_overflow(monkeypatch):
     monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     q, k, v, segments = operands(8, B=1, S=512, H=2, G=1, K=16)
     segments = jnp.where(jnp.arange(512) < 300, 1, 2)[None]
-    plain = run(q, k, v, segments, implementation="flash")
+    attend = jax.jit(lambda k: run(q, k, v, segments, implementation="flash"))
     far = k.at[:, 3].multiply(300.0)  # scores of a few hundred: e to their power is beyond float32
-    loud = run(q, far, v, segments, implementation="flash")
+    plain, loud = attend(k), attend(far)
     np.testing.assert_allclose(loud, reference(q, far, v, segments), atol=3e-5)
     np.testing.assert_array_equal(loud[:, 300:], plain[:, 300:], "another document shares blocks with it and keeps every bit")
     assert not np.allclose(loud[:, 256:300], plain[:, 256:300])
@@ -330,8 +341,9 @@ def test_flash_computes_only_blocks_where_queries_meet_keys(monkeypatch):
     def second(q, k, v):
         return jnp.sum(run(q, k, v, segments, implementation="flash")[:, 128:] ** 2)
 
-    assert np.isfinite(second(q, k, v))
-    for gradient in jax.grad(second, argnums=(0, 1, 2))(q, k, v):
+    value, gradients = jax.jit(jax.value_and_grad(second, argnums=(0, 1, 2)))(q, k, v)
+    assert np.isfinite(value)
+    for gradient in gradients:
         assert np.all(np.isfinite(gradient[:, 128:]))
 
 
@@ -393,6 +405,7 @@ def test_changing_one_document_changes_no_bit_of_another(implementation, monkeyp
     changed = (segments == 3)[..., None, None]
     weights = jax.random.normal(jax.random.key(2), q.shape)
 
+    @jax.jit
     def everything(*operands):
         out, transposed = jax.vjp(lambda *qkv: run(*qkv, segments, implementation=implementation), *operands[:3])
         return out, *transposed(operands[3])
@@ -433,8 +446,8 @@ def chunk(x, at, L):
     return jnp.swapaxes(x[:, at * L : (at + 1) * L], 1, 2)
 
 
-def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
-    """(output, logsumexp) of sequences, or the gradients of q, k, v, from parts: every chunk of queries with every one of keys before."""
+def in_chunks(q, k, v, segments, L, dout, dlse, **options):
+    """((output, logsumexp), gradients of q, k and v) of sequences from parts: every chunk of queries with every one of keys before."""
     n, wholes, gradients = q.shape[1] // L, [], [jnp.zeros_like(x) for x in (q, k, v)]
 
     def pair(i, j):
@@ -444,15 +457,13 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
     for i in range(n):
         asked = [pair(i, j) for j in range(i + 1)]
         wholes.append(merge([chunk_attention(*operands, **kwargs) for operands, kwargs in asked]))
-        if dout is None:
-            continue
         for j, (operands, kwargs) in enumerate(asked):
             rows = slice(i * L, (i + 1) * L)
             found = chunk_attention_gradients(*operands, wholes[i], dout[:, rows], dlse[:, :, rows], **kwargs)
             for at, (which, x) in zip((i, j, j), enumerate(found), strict=True):
                 gradients[which] = gradients[which].at[:, at * L : (at + 1) * L].add(jnp.swapaxes(x, 1, 2))
     whole = jnp.concatenate([out for out, _ in wholes], axis=1), jnp.concatenate([lse for _, lse in wholes], axis=2)
-    return whole if dout is None else gradients
+    return whole, gradients
 
 
 @pytest.mark.parametrize(
@@ -462,7 +473,7 @@ def in_chunks(q, k, v, segments, L, dout=None, dlse=None, **options):
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
         ("xla", {"mask": Mask(window=100)}, 1),
         ("xla", {}, 2),
-        ("xla", {"mask": Mask(window=70)}, 4),
+        pytest.param("xla", {"mask": Mask(window=70)}, 4, marks=pytest.mark.soak),
     ],
 )
 def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, monkeypatch):
@@ -481,8 +492,9 @@ def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, mo
         return jnp.sum(dout * out) + jnp.sum(jnp.where(jnp.isfinite(lse), dlse * lse, 0.0)), (out, lse)
 
     asked = {**options, "scale": 0.3, "implementation": implementation}
-    gradients, whole = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-    for mine, other in zip(in_chunks(q, k, v, segments, 256, **asked), whole, strict=True):
+    (_, whole), gradients = total_and_gradients(total, q, k, v)
+    found, found_gradients = jax.jit(lambda *qkv: in_chunks(*qkv, segments, 256, dout, dlse, **asked))(q, k, v)
+    for mine, other in zip(found, whole, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
-    for mine, other in zip(in_chunks(q, k, v, segments, 256, dout, dlse, **asked), gradients, strict=True):
+    for mine, other in zip(found_gradients, gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=5e-5)

@@ -60,7 +60,7 @@ def distance(x, y):
         pytest.param({"S": 384, "H": 2, "K": 64}, {}, marks=pytest.mark.soak),
         ({"S": 256, "H": 2, "G": 2, "K": 80}, {"mask": Mask(window=100)}),
         ({"S": 384, "K": 128}, {"mask": Mask(window=150), "softcap": 2.0}),
-        ({"S": 256, "K": 256}, {"mask": Mask(window=100)}),
+        pytest.param({"S": 256, "K": 256}, {"mask": Mask(window=100)}, marks=pytest.mark.soak),
     ],
 )
 def test_equals_the_definition(shape, options, monkeypatch):
@@ -83,6 +83,7 @@ def test_equals_the_definition(shape, options, monkeypatch):
         np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
 
 
+@pytest.mark.soak
 def test_changing_one_document_changes_no_bit_of_another(monkeypatch):
     (q, k, v), _ = rounded(4, S=256, K=64)
     segments = jnp.where(jnp.arange(256) < 100, 1, 2)[None]

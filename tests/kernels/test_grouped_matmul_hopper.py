@@ -33,7 +33,14 @@ def everything(run, x, w, dout):
     return out, *pullback(dout)
 
 
-@pytest.mark.parametrize(("sizes", "transposed"), [(SIZES[0], False), (SIZES[0], True), (SIZES[1], False)], ids=["", "transposed", "few"])
+@pytest.mark.parametrize(
+    ("sizes", "transposed"),
+    [
+        pytest.param(SIZES[0], False, id="plain", marks=pytest.mark.soak),
+        pytest.param(SIZES[0], True, id="transposed"),
+        pytest.param(SIZES[1], False, id="few", marks=pytest.mark.soak),
+    ],
+)
 def test_equals_the_definition(sizes, transposed, monkeypatch):
     """Off by no more than the rounding of the result. What is in rows beyond all groups, NaN included, changes nothing. Finds races.
 

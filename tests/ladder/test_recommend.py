@@ -1,5 +1,7 @@
 """From a budget to a model: the least loss of the fitted form, as settings that make a config."""
 
+import shutil
+
 import numpy as np
 import pytest
 from ladder_folder import end_all, rungs_of, write_ladder
@@ -12,12 +14,22 @@ from maxlm.ladder.recommend import recommend
 from maxlm.models.counts import count_parameters, token_flops
 
 
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ladder")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        file = write_ladder(folder)
+        end_all(folder / "out", rungs_of(file))
+        ladder_command.run(str(file), [], Options(train=False), print)
+    return folder
+
+
 @pytest.fixture
-def ladder(tmp_path, monkeypatch):
+def ladder(fitted, tmp_path, monkeypatch):
+    """A copy of a ladder that was fitted."""
+    shutil.copytree(fitted, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    file = write_ladder(tmp_path)
-    end_all(tmp_path / "out", rungs_of(file))
-    ladder_command.run(str(file), [], Options(train=False), print)
     return tmp_path / "out"
 
 

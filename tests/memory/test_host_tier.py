@@ -21,7 +21,7 @@ SOAK = pytest.mark.soak
 @pytest.mark.parametrize(
     ("mesh", "sections"),
     [
-        pytest.param({"fsdp": 1}, {"precision": {"compute": "bfloat16"}}, id="one device, bfloat16"),
+        pytest.param({"fsdp": 1}, {"precision": {"compute": "bfloat16"}}, id="one device, bfloat16", marks=SOAK),
         pytest.param({"data": 2, "fsdp": 2}, {"train": {"microbatches": 2}, "ema": {"decay": 0.9}}, id="fsdp, microbatches, average"),
         pytest.param({"fsdp": 2, "tensor": 2}, {}, id="tensor", marks=SOAK),
         pytest.param({"fsdp": 1, "stage": 2}, {"train": {"microbatches": 2}}, id="stages", marks=SOAK),

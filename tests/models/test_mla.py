@@ -16,8 +16,8 @@ def layer(q_rank=None, **changes):
     """(the attention of a layer, its parameters), nothing at its initial value."""
     latent = {"q_rank": q_rank, "kv_rank": KV_RANK, "nope_dim": NOPE, "rope_dim": ROPE, "value_dim": VALUE}
     config = ModelConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=HEADS, d_ff=48, init_std=0.3, latent=latent, **changes)
-    params = init_parameters(config, 0)
-    params["layers"] = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params["layers"])
+    params, drawn = jax.jit(init_parameters, static_argnums=(0, 1))(config, 0), np.random.default_rng(0)
+    params["layers"] = jax.tree.map(lambda x: np.asarray(x + 0.1 * drawn.normal(size=x.shape).astype(np.float32)), params["layers"])
     model = bind(config, params)
     return (
         model,
@@ -58,7 +58,7 @@ def test_a_layer_is_what_the_paper_writes(q_rank):
     model, attention, p = layer(q_rank)
     x = jax.random.normal(jax.random.key(3), (2, 16, 32))
     positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
-    mine, _ = attention(x, BlockContext(model.angles(positions), jnp.ones((2, 16), jnp.int32)))
+    mine, _ = jax.jit(lambda x: attention(x, BlockContext(model.angles(positions), jnp.ones((2, 16), jnp.int32))))(x)
     frequencies = 10000.0 ** -(np.arange(ROPE // 2) / (ROPE // 2))
     for row, wanted in zip(mine, x, strict=True):
         np.testing.assert_allclose(row, by_the_paper(p, np.asarray(wanted, np.float64), frequencies, 1.0), atol=1e-4)
@@ -69,7 +69,7 @@ def test_yarn_warms_all_of_a_score_and_only_once():
     model, attention, p = layer(rope={"scaling": YARN})
     x, positions = jax.random.normal(jax.random.key(3), (1, 16, 32)), jnp.arange(16)[None]
     angles = model.angles(positions)[False]
-    mine, _ = attention(x, BlockContext(model.angles(positions), jnp.ones((1, 16), jnp.int32)))
+    mine, _ = jax.jit(lambda x: attention(x, BlockContext(model.angles(positions), jnp.ones((1, 16), jnp.int32))))(x)
     frequencies = np.arctan2(angles[1], angles[0])[0, 1]  # of the second token, which no frequency turns by more than pi
     np.testing.assert_allclose(angles[0] ** 2 + angles[1] ** 2, 1, atol=1e-6)
     wanted = by_the_paper(p, np.asarray(x[0], np.float64), frequencies, (0.1 * 0.707 * np.log(40) + 1) ** 2)

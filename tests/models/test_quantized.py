@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import first_state, gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.config import ConfigError, inert
 from maxlm.models.quantized import parts_of
@@ -105,8 +105,13 @@ SOAKED = ("stages", "data, once an update", "context", "zero 2")
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return [float(metrics.loss) for metrics in run_steps(program_of(), 3)[1]]
+def alone():
+    return program_of()
+
+
+@pytest.fixture(scope="module")
+def plain(alone):
+    return [float(metrics.loss) for metrics in run_steps(alone, 3)[1]]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in LAYOUTS])
@@ -136,10 +141,9 @@ def test_parts_are_those_of_the_mesh():
     assert parts_of(entering, hidden, (4, 8, 16)) == Parts()
 
 
-def test_a_gradient_that_is_not_finite_is_refused():
+def test_a_gradient_that_is_not_finite_is_refused(alone):
     """int8 has no NaN, and the update must be skipped all the same."""
-    program = program_of()
-    state = program.init()
+    program, state = alone, first_state(alone)
     params = jax.tree.map(lambda leaf: leaf, state.params)
     params["layers"]["0"]["mlp"]["up_DF"] = params["layers"]["0"]["mlp"]["up_DF"].at[0, 0, 0].set(jnp.nan)
     state = type(state)(state.step, state.skipped, params, state.opt_state, state.model_state)

@@ -147,9 +147,9 @@ def test_gradients_by_finite_differences(router):
         return jnp.sum(of_choice * choice.weights_BSK) + penalty
 
     given = logits(spread=1.0)
-    gradient = jax.grad(total)(given)
+    gradient = jax.jit(jax.grad(total))(given)
     with jax.enable_x64(True):
-        exact = jnp.asarray(np.asarray(given), jnp.float64)
+        exact, total = jnp.asarray(np.asarray(given), jnp.float64), jax.jit(total)
         for seed in range(4):
             direction = np.random.default_rng(seed).normal(size=given.shape)
             step = 1e-6

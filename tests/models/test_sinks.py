@@ -12,11 +12,10 @@ MODEL = {"vocab_size": 61, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_hea
 SINKS = jnp.asarray([-1.0, 0.0, 0.7, 3.0])
 
 
-def attention_of(sinks_H, x_BSD):
-    config = ModelConfig(**MODEL)
-    params = init_parameters(config, 0)
-    params["layers"]["0"]["attention"]["sinks_H"] = sinks_H[None]
-    model = bind(config, params)
+def attention_of(params, sinks_H, x_BSD):
+    layers = params["layers"]
+    attention = {**layers["0"]["attention"], "sinks_H": sinks_H[None]}
+    model = bind(ModelConfig(**MODEL), {**params, "layers": {**layers, "0": {**layers["0"], "attention": attention}}})
     block = jax.tree.map(lambda x: x[0], model.layers[0])
     positions = jnp.broadcast_to(jnp.arange(x_BSD.shape[1]), x_BSD.shape[:2])
     return block.attention, BlockContext(model.angles(positions), jnp.ones(x_BSD.shape[:2], jnp.int32))
@@ -39,16 +38,17 @@ def by_softmax(attention, angles, sinks_H, x_BSD):
 def test_sinks_and_their_gradients_are_those_of_one_more_column():
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))
     direction = jax.random.normal(jax.random.key(1), x.shape)
+    params = jax.jit(init_parameters, static_argnums=(0, 1))(ModelConfig(**MODEL), 0)
 
     def mine(sinks, x):
-        attention, context = attention_of(sinks, x)
+        attention, context = attention_of(params, sinks, x)
         return jnp.sum(direction * attention(x, context)[0])
 
     def wanted(sinks, x):
-        attention, context = attention_of(sinks, x)
+        attention, context = attention_of(params, sinks, x)
         return jnp.sum(direction * by_softmax(attention, context.angles[False], sinks, x))
 
-    got, known = (jax.value_and_grad(f, argnums=(0, 1))(SINKS, x) for f in (mine, wanted))
+    got, known = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(SINKS, x) for f in (mine, wanted))
     assert jnp.all(jnp.abs(known[1][0]) > 1e-3), "every sink has a gradient to be compared"
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(known), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)

@@ -136,7 +136,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] if name == "stage" else []) for name in LAYOUTS])
 def test_every_layout_computes_the_same(one_device, layout):
     mesh, sections = LAYOUTS[layout]
     program = tiny_program(int(np.prod(list(mesh.values()))), **{**DPO, **sections}, mesh={"fsdp": 1, **mesh})

@@ -86,6 +86,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_computes_the_same(gradients, layout):
     mesh, sections = LAYOUTS[layout]

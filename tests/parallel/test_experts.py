@@ -1,10 +1,12 @@
 """Experts on any mesh: the loss, every gradient and what routers report equal a plain loop over experts on one device."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import steps_on
+from tiny import steps_of, tiny_program
 
 from maxlm.models import moe
 
@@ -25,7 +27,8 @@ def experts_in_a_loop(compute, weights, axes, x_BSD, experts_BSK, weights_BSK, n
 
 
 def steps(mesh, **model):
-    return steps_on(mesh, 2, **SECTIONS, model={"n_layers": 4, "moe": MOE, **model})
+    program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **SECTIONS, model={"n_layers": 4, "moe": MOE, **model})
+    return steps_of(program, 2)
 
 
 def agree(found, wanted):
@@ -42,31 +45,31 @@ def agree(found, wanted):
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def reference():
+def in_a_loop(**model):
+    """`steps` on one device by the plain loop."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(moe, "through_experts", experts_in_a_loop)
-        return steps({})
+        return steps({}, **model)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return in_a_loop()
 
 
 def name_of(mesh):
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
 
 
-SHORT = {"expert": 2, "fsdp": 2, "tensor": 2}
 LAYOUTS = (
     {},
+    {"expert": 2, "fsdp": 2, "tensor": 2},
     *({axis: size} for axis, size in {"data": 4, "fsdp": 4, "context": 4, "tensor": 4, "stage": 4, "expert": 8}.items()),
     *({"expert": 4, axis: 2} for axis in ("data", "fsdp", "context", "tensor", "stage")),
     {"expert": 2, "data": 2, "context": 2},
     {"expert": 2, "fsdp": 2, "context": 2},
     {"expert": 2, "data": 2, "stage": 2},
 )
-
-
-def test_a_layout_equals_a_loop_over_experts(reference):
-    """Stages are in `test_mtp`."""
-    agree(steps(SHORT), reference)
 
 
 @pytest.mark.soak
@@ -82,7 +85,16 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("router", [pytest.param(name, marks=[pytest.mark.soak][: name != "capacity and jitter"]) for name in ROUTERS])
+def test_a_layout_equals_a_loop_over_experts():
+    """With a router that drops tokens and draws noise; in zigzag order, too: room is by the place in the sequence."""
+    model = {"moe": {**MOE, "n_dense": 1, "router": ROUTERS["capacity and jitter"]}}
+    wanted = in_a_loop(**model)
+    agree(steps({"expert": 2, "context": 2, "tensor": 2}, **model), wanted)
+    assert all(metrics.routing.dropped.sum() > 0 for metrics, _ in wanted[0])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("router", ROUTERS)
 def test_any_router_is_the_same_on_a_mesh(router):
     """In zigzag order, too: room is by the place in the sequence."""
     model = {"moe": {**MOE, "n_dense": 1, "router": ROUTERS[router]}}

@@ -13,6 +13,7 @@ MODELS = {
 }
 LAYOUTS = {
     "latent": (
+        {"fsdp": 2, "tensor": 2},
         {"fsdp": 2, "tensor": 2, "stage": 2},
         {"context": 2, "tensor": 2, "context_attention": "ring"},
         {"context": 4, "fsdp": 2, "context_attention": "ulysses"},

@@ -35,7 +35,10 @@ def reference():
     return jax.device_get(state), metrics
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+SLOW = {"fsdp", "tensor", "data_fsdp", "fsdp_tensor"}  # all three axes together; `fsdp` and `tensor` in test_zero.py
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
 def layout(request):
     program = program_on(request.param)
     return request.param, program, *run_steps(program, STEPS, first=Program.init)

@@ -53,7 +53,11 @@ def reference(model):
     return gradients(model, {"fsdp": 1}, {})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_stages.py
+SLOW = {"data x context", "zero 1 x data", "zero 2", "zero 3 x data, microbatches", "stage x data"}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
 def test_a_layout_changes_no_gradient(layout):
     model, mesh, sections = LAYOUTS[layout]
     loss, grads = gradients(model, mesh, sections)

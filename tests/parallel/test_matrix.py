@@ -15,7 +15,7 @@ LAYOUTS = (
     *(dict.fromkeys(axes, 2) for axes in TRIPLES),
 )
 SHORT = (
-    {"tensor": 4, "context": 2},
+    pytest.param({"tensor": 4, "context": 2}, marks=pytest.mark.soak),  # test_context.py has both with fsdp as well
     pytest.param({"context": 4, "stage": 2}, marks=pytest.mark.soak),  # below with data as well
     {"fsdp": 2, "tensor": 2, "stage": 2},
     {"data": 2, "context": 2, "stage": 2},

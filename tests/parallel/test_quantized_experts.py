@@ -77,7 +77,8 @@ def test_results_and_gradients_are_near_the_exact_ones(config, most):
     assert all(0.001 < error < most for error in errors(found(config), found()))
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(SENT, id="sent"), pytest.param(GATHERED, id="gathered", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [pytest.param(SENT, id="sent"), pytest.param(GATHERED, id="gathered")])
 def test_a_mesh_changes_no_more_than_rounding(mesh):
     """Scales are of whole columns of weights, however these are split; of tiles of rows each device has its own."""
     ours, alone = found(INT8, mesh), found(INT8)
@@ -89,7 +90,7 @@ def test_a_mesh_changes_no_more_than_rounding(mesh):
 @pytest.mark.parametrize(
     "config",
     [
-        QuantizedConfig(format="int8", scaling="tensor"),
+        pytest.param(QuantizedConfig(format="int8", scaling="tensor"), marks=pytest.mark.soak),
         QuantizedConfig(format="fp8", scaling="tile", tile=16),
         QuantizedConfig(format="int8", hadamard=16, stochastic_rounding=True),
         QuantizedConfig(format="int4", weights_only=True),
@@ -126,8 +127,18 @@ def traffic(program, opcode):
     return moved
 
 
-@pytest.mark.parametrize("dispatch", [DispatchConfig(format="int8"), DispatchConfig(format="fp8", gradients="e5m2")], ids=["int8", "fp8"])
-@pytest.mark.parametrize("mesh", [SENT, GATHERED], ids=["sent", "gathered"])
+IN_INT8, IN_FP8 = DispatchConfig(format="int8"), DispatchConfig(format="fp8", gradients="e5m2")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dispatch"),
+    [
+        pytest.param(SENT, IN_INT8, id="sent-int8"),
+        pytest.param(SENT, IN_FP8, id="sent-fp8", marks=pytest.mark.soak),
+        pytest.param(GATHERED, IN_INT8, id="gathered-int8", marks=pytest.mark.soak),
+        pytest.param(GATHERED, IN_FP8, id="gathered-fp8"),
+    ],
+)
 def test_rows_that_travel_in_8_bits_are_near_the_exact_ones(mesh, dispatch):
     formats = RowFormats(dispatch.element, dispatch.output_element, dispatch.gradient_element)
     most = 0.02 if dispatch.format == "int8" else 0.1
@@ -138,6 +149,7 @@ def test_rows_that_travel_in_8_bits_are_near_the_exact_ones(mesh, dispatch):
     assert less["f32"] == others and more == {"f32": others + 4 * less["s8"]}
 
 
+@pytest.mark.soak
 def test_what_stays_in_high_precision_travels_unrounded():
     """Outputs and gradients in the dtype of the rows: only tokens on their way are rounded."""
     formats = RowFormats(rows="int8")

@@ -110,6 +110,6 @@ def test_two_stages_by_hand():
         out_specs=P("data"),
         check_vma=False,
     )
-    total, error = run(x)
+    total, error = jax.jit(run)(x)
     np.testing.assert_allclose(total.reshape(2, 16), [wanted, wanted], rtol=1e-6)
     np.testing.assert_allclose(error.reshape(2, 2, 8), errors, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,6 @@
 """A pipeline computes what one device does, whatever stands in its bubbles, and keeps and says no more than it must."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +57,9 @@ def references():
     return reference
 
 
-# Checked elsewhere in the suite: the first on its mesh by test_matrix.py, and with latent attention by test_latent_layouts.py; the others'
-# schedules by the tests of bubbles below
-SLOW = {"stage x fsdp x tensor", "stage, fewer microbatches than stages", "gpipe"}
-
-
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in LAYOUTS])
+# In the suite: stages with `fsdp` and `tensor`, and with `data` and `context`, by test_matrix.py; schedules and padded layers by the tests
+# of bubbles and padding below
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS])
 def layout(request):
     devices, model, mesh, sections = LAYOUTS[request.param]
     return model, tiny_program(devices, model=model, mesh=mesh, **sections, optimizer=SLOWLY)
@@ -150,6 +147,13 @@ def toy_layer(x, w, scale):
     return jnp.tanh(x @ w * scale)
 
 
+@cache
+def toy_answer(schedule):
+    """Sums and gradients of the plain layer, which two tests compare others with."""
+    compiled, given = toy(schedule, *toy_operands(schedule), toy_layer)
+    return jax.device_get(compiled(*given))
+
+
 def toy_operands(schedule, layers=1):
     rng = np.random.default_rng(0)
 
@@ -177,11 +181,9 @@ def test_nan_in_bubbles_changes_nothing(schedule):
     def poisoned(x, w, scale):
         return jnp.where(jnp.all(x == 0), jnp.nan, toy_layer(x, w, scale))
 
-    answers = []
-    for layer in (toy_layer, poisoned):
-        compiled, given = toy(schedule, *operands, layer)
-        answers.append(jax.device_get(compiled(*given)))
-    jax.tree.map(np.testing.assert_array_equal, *answers)
+    plain = toy_answer(schedule)
+    compiled, given = toy(schedule, *operands, poisoned)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(compiled(*given)), plain)
 
     layers, ends, parts = operands
     order = np.arange(len(layers)).reshape(schedule.stages, schedule.chunks, -1).swapaxes(0, 1).reshape(-1)  # depth first
@@ -194,7 +196,7 @@ def test_nan_in_bubbles_changes_nothing(schedule):
         return sum(map(one, parts))
 
     wanted = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(layers, ends)
-    (sums, _), gradients = answers[0]
+    (sums, _), gradients = plain
     for mine, other in zip(jax.tree.leaves((sums["loss"], gradients)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
@@ -216,12 +218,8 @@ dividing_layer.defvjp(lambda *given: (toy_layer(*given), given), _dividing_backw
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_of_what_was_not_kept_no_gradient_counts(schedule):
     """In a bubble the backward pass reads zeros, and what it makes of them need not be finite."""
-    operands = toy_operands(schedule)
-    answers = []
-    for layer in (toy_layer, dividing_layer):
-        compiled, given = toy(schedule, *operands, layer)
-        answers.append(jax.device_get(compiled(*given)))
-    for mine, wanted in zip(*map(jax.tree.leaves, answers), strict=True):
+    compiled, given = toy(schedule, *toy_operands(schedule), dividing_layer)
+    for mine, wanted in zip(*map(jax.tree.leaves, (jax.device_get(compiled(*given)), toy_answer(schedule))), strict=True):
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
 
 

@@ -50,6 +50,11 @@ def in_a_loop(weights, x_BSD, weights_BSK, chosen_BSK):
     return y_BSD
 
 
+@jax.jit
+def wanted_of(chosen_BSK):
+    return outcome(in_a_loop, chosen_BSK)
+
+
 def by_the_mesh(weights, x_BSD, weights_BSK, chosen_BSK):
     def compute(*given):
         return _compute(partial(gated, "swiglu"), *given)
@@ -64,7 +69,13 @@ def outcome(run, chosen_BSK):
     return y_BSD, pull(dy_BSD)
 
 
-@pytest.fixture(scope="module", params=MESHES, ids=lambda mesh: " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device")
+def name_of(mesh):
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(mesh, id=name_of(mesh), marks=[pytest.mark.soak] if "fsdp" in mesh else []) for mesh in MESHES]
+)
 def on_mesh(request):
     """`outcome` on a mesh, compiled once for whatever is chosen."""
     sizes = [request.param.get(axis, 1) for axis in AXES]
@@ -86,7 +97,7 @@ def on_mesh(request):
     ),
 )
 def test_any_choice_equals_a_loop(on_mesh, kind):
-    found, wanted = on_mesh(choices(kind)), outcome(in_a_loop, jnp.asarray(choices(kind)))
+    found, wanted = on_mesh(choices(kind)), wanted_of(choices(kind))
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5 * max(1.0, np.abs(other).max()))
 

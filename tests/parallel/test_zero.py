@@ -40,7 +40,10 @@ def reference():
     return gradients(*compiled({}, 1))
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = {"1 data stage", "2 tensor"}  # stage 1 with `tensor`, stage 2 with `data`
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in CASES])
 def case(request):
     return request.param, *compiled(*CASES[request.param])
 

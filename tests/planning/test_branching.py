@@ -13,9 +13,8 @@ SMALL = tiny_config(train={"global_batch": 8}, model={"n_kv_heads": 4}, precisio
 MIXED = tiny_config(train={"global_batch": 8}, model={"n_kv_heads": 4, "moe": EXPERTS}, precision={"compute": "bfloat16"})
 
 
-@pytest.mark.parametrize(
-    ("config", "gib"), [(SMALL, 0.00055), pytest.param(MIXED, 1.0, marks=pytest.mark.soak)], ids=["little room", "experts"]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("config", "gib"), [(SMALL, 0.00055), (MIXED, 1.0)], ids=["little room", "experts"])
 def test_nothing_is_lost_that_the_model_thinks_well_of(config, gib):
     available = round(gib * 2**30)
     model = analytic(config, "v5p:2x2x1")

@@ -180,6 +180,7 @@ def test_a_mesh_becomes_a_table_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 
+@pytest.mark.soak
 def test_two_processes_print_one_json_object_of_the_slower_one():
     place = (f"coordinator=localhost:{free_port()}", "process_count=2")
     asked = ("--json", "--largest", "1KB", "--operation", "permute", "--operation", "all-reduce")

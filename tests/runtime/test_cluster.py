@@ -147,6 +147,7 @@ def test_heartbeats_go_on_while_the_main_thread_traces_and_compiles():
     assert longest < process_group.HEARTBEAT_TIMEOUT_SECONDS / 4
 
 
+@pytest.mark.soak
 def test_a_checkpoint_folder_of_one_host_alone_is_refused(workspace):
     """The second has a file system of its own where the first writes, as hosts without a shared one have."""
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:

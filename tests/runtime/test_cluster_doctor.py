@@ -66,6 +66,7 @@ def held_up(process, stopped=0.08, runs=0.02):
         thread.join()
 
 
+@pytest.mark.soak
 def test_a_host_that_computes_slowly_is_named():
     address = f"localhost:{free_port()}"
     processes = [begin(number, 2, address) for number in range(2)]

@@ -87,6 +87,7 @@ def test_one_that_comes_back_while_the_others_decide_is_taken_in_or_waits(cluste
         at = three.wait([0, 1, 2], at)
 
 
+@pytest.mark.soak
 def test_one_that_comes_back_with_other_code_ends_alone(cluster):
     """The run that goes on must not end for it, as one does whose processes differ at the start."""
     three = cluster(3, wait_s=1.0)
@@ -113,6 +114,7 @@ def test_a_coordinator_that_is_stopped_is_replaced_and_joins_the_others_when_it_
     three.wait([0, 1, 2], at)
 
 
+@pytest.mark.soak
 def test_strangers_at_the_port_of_a_smaller_run_change_nothing(cluster):
     """Garbage, long lines, silence, and a hello that is right in all but the secret: nobody is taken for a process that returns."""
     three = cluster(3, wait_s=1.0)

@@ -505,7 +505,8 @@ def test_one_that_is_stopped_is_named_by_all_others(start):
             assert said.endswith("while its host answers: the process is stopped, or hangs")
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_crash_that_comes_of_a_stopped_process_is_not_blamed(start, victim):
     """Such as a collective that gives up waiting for it."""
     everyone = [start(number, 3, then="crash-later" if number == 1 else "stay", HEARTBEAT_TIMEOUT_SECONDS="9") for number in range(3)]

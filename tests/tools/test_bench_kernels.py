@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "bench_kernels.py"
 
 
+@pytest.mark.soak
 def test_every_operation_is_timed():
     command = [sys.executable, str(PROGRAM), "--tiny", "--rounds", "2"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -23,6 +23,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.soak
 def test_the_product_is_compared_with_a_bare_function():
     done = bench("runs/quickstart", *TINY)
     assert done.returncode == 0, done.stderr

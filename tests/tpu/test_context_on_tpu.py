@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from topologies import devices
 
@@ -17,6 +18,7 @@ from maxlm.parallel.context import context_attention
 CHUNK, HEADS, GROUPS, DIM = 2048, 4, 1, 128
 
 
+@pytest.mark.soak
 def test_keys_travel_while_kernels_run_and_are_never_gathered():
     """On four v5p chips, forward and backward; and attention is charged the pairs that each hop computes."""
     topology = parse("v5p:2x2x1")

@@ -160,28 +160,9 @@ def excess(case, config):
     }.get(case, {})
 
 
-# Cases of which the suite has a wider one: the same settings over more microbatches, or with another axis. The last nine have no wider
-# one here: the suite checks their collectives on virtual devices (tests/parallel), and their bytes once a week.
-NARROW = {
-    "ddp",
-    "zero 1",
-    "zero 2",
-    "hybrid accumulating",
-    "tensor",
-    "ring",
-    "zero 3",
-    "ddp accumulating",
-    "ring accumulating",
-    "local updates",
-    "gather",
-    "ulysses",
-    "pipeline",
-    "pipeline, zero 3",
-    "zero 2 accumulating",
-}
-
-
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.soak] if name in NARROW else []) for name in CASES])
+# The suite reads the bytes of ZeRO stage 3 in test_xla_flags.py, and the collectives of all on virtual devices (tests/parallel)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
 def test_bytes_are_those_of_the_textbook(case):
     config, found = volumes(*CASES[case])
     wanted, known = textbook(case, config), excess(case, config)

@@ -213,6 +213,7 @@ def test_another_number_of_slices_is_another_run():
 # Local updates.
 
 
+@pytest.mark.soak
 def test_workers_meet_with_compressed_changes():
     """Until they first meet they train as without; then the outer momentum, and what is owed, are the mean of their changes."""
     sections = {"mesh": {"data": 2, "fsdp": 1}, "diloco": {"workers": 4, "every": 2}}

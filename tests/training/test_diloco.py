@@ -56,6 +56,7 @@ def test_workers_train_apart_and_meet_as_the_paper_says(one_device):
     assert not np.allclose(leaves(state.params)[0], leaves(program.init().params)[0], atol=1e-3), "they went somewhere"
 
 
+@pytest.mark.soak
 def test_weights_are_shared_only_when_workers_meet():
     program = tiny_program(2, mesh={"data": 2, "fsdp": 1}, diloco={"workers": 2, "every": 5}, train={"steps": 6})
     first = leaves(program.init().params)
@@ -80,9 +81,9 @@ def assert_shared(state):
     [
         {"data": 2, "fsdp": 2, "tensor": 2},
         pytest.param({"fsdp": 4}, marks=pytest.mark.soak),
-        {"data": 2, "fsdp": 4, "zero": 1},
+        pytest.param({"data": 2, "fsdp": 4, "zero": 1}, marks=pytest.mark.soak),
         pytest.param({"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.soak),
-        {"data": 2, "fsdp": 2, "stage": 2},
+        pytest.param({"data": 2, "fsdp": 2, "stage": 2}, marks=pytest.mark.soak),
     ],
     ids=lambda mesh: "-".join(f"{axis}{size}" for axis, size in mesh.items()),
 )
@@ -114,6 +115,7 @@ def test_a_worker_alone_that_meets_itself_trains_as_ever(monkeypatch):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.soak
 def test_more_workers_than_shares_take_turns():
     settings = {"diloco": {"workers": 4, "every": 2}, "train": {"steps": 10}}
     _, wanted = run_steps(tiny_program(1, **settings), 4)

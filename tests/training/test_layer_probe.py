@@ -88,7 +88,9 @@ EXPERTS = {"n_layers": 3, "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_den
 WINDOWS = {"n_layers": 5, "layer_pattern": ["local", "local", "global"], "window": 4, "softcap": {"attention": 20.0}}
 
 
-@pytest.mark.parametrize("model", [EXPERTS, WINDOWS], ids=["experts and latents", "windows"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(EXPERTS, id="experts and latents", marks=pytest.mark.soak), pytest.param(WINDOWS, id="windows")]
+)
 def test_layers_of_every_kind_in_order_of_depth(model):
     """With small weights attention is nearly even: a layer with a window has the entropy of few keys, whatever group it is in."""
     figures, _ = looked(tiny_program(1, model=model, **LAYERS), equal_rows())

@@ -1,5 +1,7 @@
 """Adapters on a frozen model: it starts as its source, only adapters move, and what is read from its checkpoint is W + scale A B."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,12 +36,17 @@ def save(folder, program, state):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """(folder, parameters, loss on the fourth batch) of a model after three steps."""
-    program = tiny_program(1)
+    program = plain_program()
     state, _ = run_steps(program, 3)
     folder = tmp_path_factory.mktemp("source") / "run"
     save(folder, program, state)
     params = jax.device_get(state.params)
     return folder, params, loss_of(program, state.params, state.model_state)
+
+
+@functools.cache
+def plain_program():
+    return tiny_program(1)
 
 
 def loss_of(program, params, model_state):
@@ -74,7 +81,7 @@ def test_it_starts_as_its_source_and_only_adapters_move(source, adapted):
 def test_a_saved_run_opens_as_the_merged_model(adapted, kind):
     """Its loss is that of the model with adapters, and a matrix is W + alpha / rank A B, computed by hand."""
     program, _, state, saved = adapted
-    plain = tiny_program(1)
+    plain = plain_program()
     weights = saved.weights(plain.mesh, kind=kind)
     params = state.params if kind == "raw" else state.updater["ema"]
     assert saved.config.model == plain.config.model
@@ -92,7 +99,7 @@ def test_a_run_starts_from_one_with_adapters(adapted):
     wanted = loss_of(program, state.params, state.model_state)
     averaged = loss_of(program, state.updater["ema"], state.model_state)
     for model, kind, loss in (({}, "raw", wanted), ({"lora": {"rank": 2}}, "raw", wanted), ({}, "ema", averaged)):
-        following = tiny_program(1, model=model)
+        following = tiny_program(1, model=model) if model else plain_program()
         begun = begin_from(following, StartFromConfig(path=str(saved.directory), weights=kind), None)
         assert loss_of(following, begun.params, begun.model_state) == pytest.approx(loss, rel=1e-5)
 

@@ -94,7 +94,8 @@ def test_an_overflow_in_one_microbatch_skips_one_update_and_halves_the_scale(run
     assert [overflow(program.config.precision, seen[n].values) for n in (0, 1, 3)] == ["", "", ""]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.soak][: name == "stages"]) for name in LAYOUTS])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree(layout, exact):
     devices, sections = LAYOUTS[layout]
     state, seen = run_steps(tiny_program(devices, precision=HALF, **sections), STEPS, batches)

@@ -1,12 +1,14 @@
 """Tokens further ahead: the loss is of the right token, nothing later is read, and every layout agrees."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import GLOBAL_BATCH, SEQ_LEN, steps_on, tiny_batch, tiny_config
+from tiny import GLOBAL_BATCH, SEQ_LEN, drawn_parameters, steps_on, tiny_batch, tiny_config
 
-from maxlm.models import bind, init_model_state, init_parameters
+from maxlm.models import bind, init_model_state
 from maxlm.models.layers import BlockContext
 from maxlm.objectives import build_objective
 
@@ -37,7 +39,7 @@ def test_what_is_read_and_what_comes_next():
 
 def test_without_weight_the_loss_is_that_of_the_model_alone():
     config = tiny_config(**{**SECTIONS, "model": {**SECTIONS["model"], "mtp": {"depth": 2, "loss_weight": 0.0}}})
-    params, model_state = init_parameters(config.model, 0), init_model_state(config.model, 0)
+    params, model_state = drawn_parameters(config.model), init_model_state(config.model, 0)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     (total, sums), (alone, _) = (
         jax.jit(lambda p, flag=flag: build_objective(config).loss(p, model_state, batch, training=flag))(params) for flag in (True, False)
@@ -50,11 +52,12 @@ def test_without_weight_the_loss_is_that_of_the_model_alone():
 def test_modules_read_hidden_states_after_or_before_a_norm():
     """After it: what a module before it reads is the same, were it given the normed ones. By a scale that no other norm undoes."""
     config = tiny_config(**SECTIONS).model
-    params = init_parameters(config, 0)
+    params = drawn_parameters(config)
     params["final_norm"]["scale_D"] = jnp.linspace(0.2, 3, config.d_model)
     x_BSD = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, config.d_model)), jnp.float32)
     tokens, segments = [jnp.arange(6)[None] + depth for depth in (1, 2)], jnp.ones((1, 6), jnp.int32)
 
+    @partial(jax.jit, static_argnames=("reads", "normed"))
     def first(reads, *, normed):
         mtp = config.mtp.model_copy(update={"reads": reads})
         model = bind(config.model_copy(update={"mtp": mtp}), params, init_model_state(config, 0))
@@ -72,7 +75,7 @@ def test_nothing_later_is_read():
     config = tiny_config(**SECTIONS)
     batch = jax.tree.map(jnp.asarray, tiny_batch())
     batch = batch._replace(segment_ids_BS=jnp.ones_like(batch.segment_ids_BS), weights_BS=jnp.ones_like(batch.weights_BS))
-    model = bind(config.model, init_parameters(config.model, 0), init_model_state(config.model, 0))
+    model = bind(config.model, drawn_parameters(config.model), init_model_state(config.model, 0))
 
     @jax.jit
     def hidden(targets_BS):

@@ -37,6 +37,12 @@ OWN = {
 }
 SMALL = {"schedule_free": {"second_moment": "bfloat16"}}  # what else it keeps is no moment
 LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}]
+SLOW = (
+    "ademamix",
+    "lion",
+    "schedule_free",
+    "soap",
+)  # with `stage` once a week: adamw is elementwise as well, muon reads matrices as soap does
 EXCHANGES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
@@ -229,7 +235,20 @@ def compare_soap(config, found):
         assert np.max(np.abs(mine[i] - wanted)) <= 2e-3 * np.max(np.abs(wanted)), flat[i]
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{axis}{n}" for axis, n in sizes.items()))
+@pytest.mark.parametrize(
+    ("one_device", "sizes"),
+    [
+        pytest.param(
+            name,
+            sizes,
+            id=f"{name}-" + "-".join(f"{axis}{n}" for axis, n in sizes.items()),
+            marks=[pytest.mark.soak] if "stage" in sizes and name in SLOW else [],
+        )
+        for name in sorted(RULES)
+        for sizes in LAYOUTS
+    ],
+    indirect=["one_device"],
+)
 def test_every_layout_computes_the_same_and_exchanges_what_the_table_says(one_device, sizes):
     name, wanted = one_device
     config = config_of(name, sizes)

@@ -67,6 +67,7 @@ def test_at_the_base_training_is_the_standard_one():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.soak
 def test_layouts_compute_the_same():
     model = {"parametrization": COMPLETE, "tie_embeddings": True}
     meshes = {"fsdp": 1}, {"fsdp": 2, "tensor": 2}
@@ -110,6 +111,7 @@ def ratios(kind, sizes):
     return [largest / smallest for smallest, largest in zip(found[0], found[-1], strict=True)]
 
 
+@pytest.mark.soak
 def test_moves_are_flat_over_widths():
     """From width 64 to 256 logits of the standard model move several times further; with muP about as far."""
     sizes = [(64, 2), (256, 2)]

@@ -30,6 +30,7 @@ def named(replay, *path, at=(), value=3e38, batch=None):
     return replay.first_not_finite(state, jax.device_put(batch, program.batch_sharding), 0)
 
 
+@pytest.mark.soak
 def test_the_first_tensor_and_its_layer_are_named(replay):
     assert named(replay) == ("", None)
     assert named(replay, *UP, at=(1, 1, slice(None), 0)) == ("up", 4)

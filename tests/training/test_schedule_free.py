@@ -184,7 +184,7 @@ def test_training_reports_the_loss_of_the_averaged_point(trained, tmp_path):
     assert next(event for event in events if event.kind == "eval").data["eval_loss"] == outcome.eval_loss
 
 
-@pytest.fixture(scope="module", params=[None, {"rank": 4}], ids=["all", "adapters"])
+@pytest.fixture(scope="module", params=[pytest.param(None, id="all"), pytest.param({"rank": 4}, id="adapters", marks=pytest.mark.soak)])
 def saved(request, tmp_path_factory):
     """(states at steps 1 and 2, drawn at random, as numpy; the folder with a checkpoint of each)."""
     folder = tmp_path_factory.mktemp("run")

@@ -61,6 +61,7 @@ def updated(mesh, **sections):
     return program, params, state
 
 
+@pytest.mark.soak
 def test_codes_are_the_same_on_every_mesh_and_split_as_their_parameters():
     """With equal gradients; XLA may round a scale otherwise. Scales are split along their other dims."""
     mesh = {"expert": 2, "tensor": 2, "fsdp": 2}
@@ -284,9 +285,11 @@ def test_the_state_is_counted(small):
 @pytest.mark.parametrize(
     "sections",
     [
-        stored_as(INT8, diloco={"workers": 2, "every": 2}, mesh={"data": 2}),
+        pytest.param(stored_as(INT8, diloco={"workers": 2, "every": 2}, mesh={"data": 2}), marks=pytest.mark.soak),
         stored_as({"masters": "split"}, precision={"compute": "bfloat16"}, mesh={"zero": 1, "fsdp": 2}, train={"microbatches": 2}),
-        stored_as({**BF16, "second_moment": "factored"}, mesh={"stage": 2}, train={"microbatches": 2}),
+        pytest.param(
+            stored_as({**BF16, "second_moment": "factored"}, mesh={"stage": 2}, train={"microbatches": 2}), marks=pytest.mark.soak
+        ),
         stored_as(BF16, model={"lora": {"rank": 4}}, mesh={"fsdp": 2}),
     ],
     ids=["diloco", "zero 1", "stage", "lora"],

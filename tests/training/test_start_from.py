@@ -1,11 +1,12 @@
 """A run that starts from the parameters of another: the same loss on the same batch, on any mesh; a fresh optimizer and schedule."""
 
+import functools
 import shutil
 
 import jax
 import numpy as np
 import pytest
-from tiny import run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import first_state, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
@@ -18,11 +19,17 @@ from maxlm.training.start_from import begin_from, fingerprint
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"bias_rate": 0.01}}}
 
 
+@functools.cache
+def plain_program(with_experts):
+    """The program of one device: of the source, and of the runs that start from it."""
+    return tiny_program(1, model=MOE if with_experts else {})
+
+
 @pytest.fixture(scope="module", params=[{}, MOE], ids=["dense", "experts"])
 def source(request, tmp_path_factory):
     """(folder of a run after three steps, model section, its loss on the fourth batch)."""
     folder = tmp_path_factory.mktemp("source")
-    program = tiny_program(1, model=request.param)
+    program = plain_program(bool(request.param))
     state, _ = run_steps(program, 3)
     (folder / "config.yml").write_text(dump(program.config))
     checkpoints = Checkpoints(folder / "checkpoints", program.config.checkpoint, {})
@@ -50,11 +57,11 @@ LAYOUTS = [
 def test_the_first_loss_is_that_of_the_source(source, sections):
     folder, model, loss, params = source
     devices = int(np.prod([*sections.get("mesh", {}).values()])) if sections.get("mesh") else 1
-    program = tiny_program(devices, model=model, **sections)
+    program = tiny_program(devices, model=model, **sections) if sections else plain_program(bool(model))
     state = begin_from(program, StartFromConfig(path=str(folder)), None)
     assert int(state.step) == int(state.skipped) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), jax.device_get(program.init().opt_state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), jax.device_get(first_state(program).opt_state))
     assert first_loss(program, state) == pytest.approx(loss, rel=1e-6)
 
 
@@ -100,7 +107,7 @@ def test_another_folder_and_another_checkpoint_have_another_fingerprint(source, 
     copy = StartFromConfig(path=str(tmp_path / "copy"))
     shutil.copytree(source[0], copy.path)
     assert fingerprint(mine) == fingerprint(copy) == fingerprint(StartFromConfig(path=str(source[0]), step=3))
-    program = tiny_program(1, model=source[1])
+    program = plain_program(bool(source[1]))
     checkpoints = Checkpoints(tmp_path / "copy" / "checkpoints", program.config.checkpoint, {})
     checkpoints.save(4, program.init(), {})
     checkpoints.close()
