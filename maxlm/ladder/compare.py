@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.ladder.grid import Rung, make_grid, variant
@@ -143,7 +143,7 @@ def _step_s(folder: Path, found: Found) -> float:
 def interval(losses: Sequence[float]) -> tuple[float, float]:
     """Mean, and half the width of Student's interval of it."""
     mean = statistics.fmean(losses)
-    return mean, float(student.ppf((1 + SHARE) / 2, len(losses) - 1)) * statistics.stdev(losses) / len(losses) ** 0.5
+    return mean, float(stdtrit(len(losses) - 1, (1 + SHARE) / 2)) * statistics.stdev(losses) / len(losses) ** 0.5
 
 
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from maxlm.config import axes, rules
@@ -126,7 +127,8 @@ def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, .
     """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
     tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
     chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
-    kept = [one for one in _memory(config) if not one[1] or frame.sizes["stage"] == 1]
+    memory = _memory(config.memory.layers_on_host, config.model.activation != "gelu")
+    kept = [one for one in memory if not one[1] or frame.sizes["stage"] == 1]
     return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
 
 
@@ -175,22 +177,22 @@ def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
         return False
 
 
-def _memory(config: Config) -> Iterator[tuple[str | tuple[str, ...], tuple[str, ...]]]:
+@lru_cache
+def _memory(layers_on_host: bool, gated: bool) -> tuple[tuple[str | tuple[str, ...], tuple[str, ...]], ...]:
     """(remat, offload) from `full` to `none`: all sets of groups to save, with each set to offload."""
-    if config.memory.layers_on_host:  # each is recomputed from its input
-        yield from (("full", ()), ("full", ("layer_input",)))
-        return
-    groups = [group for group in GROUPS if config.model.activation != "gelu" or group != ("gate",)]
-    yield from (("full", ()), ("dots", ()), ("none", ()))
+    if layers_on_host:  # each is recomputed from its input
+        return (("full", ()), ("full", ("layer_input",)))
+    groups = [group for group in GROUPS if gated or group != ("gate",)]
+    found: list[tuple[str | tuple[str, ...], tuple[str, ...]]] = [("full", ()), ("dots", ()), ("none", ())]
     for offload in OFFLOADS:
         left = [group for group in groups if not set(group) & set(offload)]
         always = () if "layer_input" in offload else ("layer_input",)
         for count in range(len(left) + 1):
             for chosen in itertools.combinations(left, count):
                 names = (*always, *itertools.chain(*chosen))
-                if names == ("layer_input",):
-                    continue  # that is `full`
-                yield _ordered(names) or "full", offload
+                if names != ("layer_input",):  # that is `full`
+                    found.append((_ordered(names) or "full", offload))
+    return tuple(found)
 
 
 def _ordered(names: Sequence[str]) -> tuple[str, ...]:

@@ -24,8 +24,9 @@ MODEL.estimate = functools.cache(MODEL.estimate)  # every search asks for all of
 SPACE = [
     replace(frame, loss_chunks=loss_chunks, remat=remat)
     for frame in frames(CONFIG, 64)
+    if frame.sizes["stage"] == frame.sizes["context"] == 1 and frame.zero == 3
     for loss_chunks, remat, offload in savings(CONFIG, frame)
-    if frame.sizes["stage"] == frame.sizes["context"] == 1 and frame.zero == 3 and loss_chunks in (4, 8) and not offload
+    if loss_chunks in (4, 8) and not offload
 ]
 
 
