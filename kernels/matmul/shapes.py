@@ -42,4 +42,7 @@ MATMULS = (  # of the same models: queries and what follows attention, keys and 
     MatmulShape("llama-70b-key", 8192, 8192, 1024),
     MatmulShape("llama-70b-down", 8192, 28672, 8192),
     MatmulShape("cube-4096", 4096, 4096, 4096),
+    MatmulShape("qwen3-0.6b-up", 16384, 1024, 3072),
+    MatmulShape("gpt2-up", 32768, 768, 3072),
+    MatmulShape("gpt2-out", 32768, 768, 768),
 )

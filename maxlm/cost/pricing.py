@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
-from maxlm.hlo.op_flops import ATTENTION, OURS, attention_flops, flops_by_operands, is_backward, kernel_operands, matmul_flops, only_scaled
+from maxlm.hlo.op_flops import (
+    ATTENTION,
+    OURS,
+    attention_flops,
+    computes_functions,
+    flops_by_operands,
+    is_backward,
+    kernel_operands,
+    matmul_flops,
+    only_scaled,
+)
 from maxlm.hlo.parser import Computation, Module, Op
 
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
@@ -67,13 +77,16 @@ class TpuPricing(_Pricing):
         return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
 
     def _upper_bound(self, op: Op, computation: Computation) -> float:
-        """Upper bound: seconds of its matmuls plus those of all that it reads and writes.
+        """Upper bound: seconds of its matmuls and of all that it reads and writes, which overlap unless the vector unit holds both up.
 
         XLA's cycles may exceed it, and the machine code of libtpu 0.0.51 does not: a sum over an array is charged 10.05 ms and moves it in
-        1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e).
+        1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e). On v6e XLA
+        charges matmuls of 768 columns twice what their code takes (`tools/count_step.py runs/gpt2-124m-v6e-8`, docs/benchmarks.md).
         """
         matmuls = self.matmul_s(flops_by_operands(self.module, op, computation, self.tile)) / efficiency.MATMUL_SHARE
-        return HBM_LATENCY_S + matmuls + moved_bytes(self.module, op, computation) / self.hbm
+        moved = moved_bytes(self.module, op, computation) / self.hbm
+        overlap = not computes_functions(self.module, op, computation)
+        return HBM_LATENCY_S + (max(matmuls, moved) if overlap else matmuls + moved)
 
     def _counted(self, op: Op, computation: Computation) -> float:
         """Seconds of a matmul of 8-bit arrays whose sums are only scaled and rounded, where machine code was counted; else infinite.

@@ -17,6 +17,10 @@ _LANES = 128  # of a TPU's vector
 INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
 _PASSED_ON = {"parameter", "constant", "bitcast", "copy", "reshape", "get-tuple-element", "tuple"}  # a copy: to other tiles
+_FUNCTIONS = {  # which a TPU computes in another unit than sums and products, fewer of them a cycle
+    "cosine", "divide", "erf", "exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "power", "rsqrt", "sine", "sqrt",
+    "tanh",
+}  # fmt: skip
 _SCALING = {"broadcast", "convert", "multiply", "divide"}  # operations on sums of a matmul that are only scaled
 
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -60,6 +64,20 @@ def flops_by_operands(module: Module, op: Op, computation: Computation, tile: in
     for dot in dots(module, op, computation, tile):
         total[dot.operands] += dot.flops
     return total
+
+
+def computes_functions(module: Module, op: Op, computation: Computation) -> bool:
+    """True for a fusion that computes exponentials, quotients or their like of an array as large as one of its matmuls reads or makes."""
+    smallest = min((math.prod(dot.sides[:2]) for dot in dots(module, op, computation)), default=0)
+    return any(inner.opcode in _FUNCTIONS and inner.shapes[0].elements >= smallest for inner in _inside(module, op))
+
+
+def _inside(module: Module, op: Op) -> Iterator[Op]:
+    """What a fusion computes, and what fusions in it do."""
+    for body in (module.computations[callee] for callee in op.calls if op.opcode == "fusion"):
+        for inner in body.ops:
+            yield inner
+            yield from _inside(module, inner)
 
 
 def only_scaled(module: Module, op: Op) -> bool:

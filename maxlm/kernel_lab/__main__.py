@@ -4,14 +4,14 @@
 """
 
 import json
-import os
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.compiler.aot import devices, leave_chips_alone
 from maxlm.hardware.topologies import parse
+from maxlm.hlo import parser
 from maxlm.kernel_lab import bundles, execute
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
-    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(bundles.DUMPS)}"
-    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
-
+    bundles.write_to(folder)
     leave_chips_alone()
     # These load jax, which reads the environment.
     from maxlm.kernel_lab.cases import CASES
@@ -33,14 +31,14 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     assert clock_hz is not None, "every TPU has a clock"
     bandwidth = target.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
     for case in CASES[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
-        written = compiled(case, device, Path(folder))
+        written, program = compiled(case, device, Path(folder))
         for kernel in case.kernels:
-            counted = count(kernel, written, bandwidth / clock_hz) if written else {}
+            counted = {**count(kernel, written, bandwidth / clock_hz), "estimated": estimated(kernel, program)} if written else {}
             print(json.dumps({"part": kernel.part, "blocks": kernel.blocks, "flops": kernel.flops, **counted}))
 
 
-def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Path]]:
-    """Files of each operation's machine code by `DUMPS`, the last of each; empty if the chip's memory is too small for the case."""
+def compiled(case: "Case", device: Any, folder: Path) -> tuple[dict[str, dict[str, Path]], str]:
+    """(files of each operation's machine code by `DUMPS`, the last of each; the program); empty if the chip's memory is too small."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -50,23 +48,25 @@ def compiled(case: "Case", device: Any, folder: Path) -> dict[str, dict[str, Pat
     arguments = [jax.ShapeDtypeStruct(size, dtype, sharding=whole) for size, dtype in case.arguments]
     try:
         with jax.set_mesh(mesh):
-            jax.jit(case.function).lower(*arguments).compile(compiler_options=dict(case.options))
+            program = jax.jit(case.function).lower(*arguments).compile(compiler_options=dict(case.options)).as_text()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {}
-    written: dict[str, dict[str, Path]] = defaultdict(dict)
-    for path in sorted(set(folder.iterdir()) - before):
-        if match := bundles.DUMPED.fullmatch(path.name):
-            written[match["operation"]][match["dump"]] = path
-    return written
+        return {}, ""
+    assert program is not None, "XLA shows the programs that it compiles ahead of time"
+    return bundles.written(set(folder.iterdir()) - before), program
+
+
+def estimated(kernel: "Kernel", program: str) -> int:
+    """XLA's own estimate of its cycles; 0 for a kernel of ours, whose code XLA does not know."""
+    return sum(run.times * (run.op.cycles or 0) for run in parser.read(program).executed() if kernel.name in run.op.name)
 
 
 def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float) -> dict[str, Any]:
     """Counts of its machine code: cycles, bytes moved, waits, memory; `slots`: used shares of the slots of its bundles."""
     total, filled, memory = Counter[str](), Counter[str](), Counter[str]()
     for paths in (paths for name, paths in written.items() if kernel.name in name):
-        code = bundles.read(*(paths[dump].read_text(encoding="utf-8") for dump in bundles.DUMPS))
+        code = bundles.load(paths)
         run = execute.execute(code, kernel.scalars, bytes_a_cycle)
         total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units[bundles.SPILLS])
         filled.update({name: run.units[name] / number for name, number in code.capacity.items()})

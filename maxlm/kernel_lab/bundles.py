@@ -1,10 +1,12 @@
 """Parse the final machine code that libtpu dumps: bundles, each issued by one core of a TPU in one cycle."""
 
+import os
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 DUMPS = ("final_bundles", "final_hlo-static-per-bundle-utilization", "post-delay-converter")  # code, slots, allocations
 DUMPED = re.compile(rf"\d+-(?P<operation>.+)-\d+-(?P<dump>{'|'.join(DUMPS)})\.txt")  # how libtpu calls these files
@@ -63,6 +65,26 @@ class Code:
                 if instruction.opcode.startswith(name):
                     counts[instruction.opcode.rsplit(".", 1)[-1]] += cycles
         return counts
+
+
+def write_to(folder: str) -> None:
+    """Make libtpu, which reads this when it is loaded, write the machine code of all that it compiles to `folder`."""
+    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(DUMPS)}"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"
+
+
+def written(paths: Iterable[Path]) -> dict[str, dict[str, Path]]:
+    """Files of each operation's machine code by `DUMPS`, the last of each."""
+    found: dict[str, dict[str, Path]] = defaultdict(dict)
+    for path in sorted(paths):
+        if match := DUMPED.fullmatch(path.name):
+            found[match["operation"]][match["dump"]] = path
+    return found
+
+
+def load(paths: Mapping[str, Path]) -> Code:
+    """The code in files by `DUMPS`, as `written` finds them."""
+    return read(*(paths[dump].read_text(encoding="utf-8") for dump in DUMPS))
 
 
 def read(text: str, utilization: str, allocations: str) -> Code:

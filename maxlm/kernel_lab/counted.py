@@ -21,8 +21,9 @@ TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "
 NOTE = (
     "Counted, not measured: thousand cycles of bundles that the machine code issues at these shapes, its scalar core run with the scalars "
     "of real masks; waits are for HBM, whose copies take turns at full bandwidth. Of peak: FLOPs that masks leave, in cycles and waits. "
-    "Matrix: cycles for which its unit works. Ratio: of cycles and waits to those of the other implementation. Below, shares of the slots "
-    "that a bundle has (spill: of stores, those of registers that did not fit), and memory that a kernel takes."
+    "Matrix: cycles for which its unit works. Ratio: of cycles and waits to those of the other implementation. XLA says: thousand cycles "
+    "by its own estimate. Below, shares of the slots that a bundle has (spill: of stores, those of registers that did not fit), and memory "
+    "that a kernel takes."
 )
 NO_ROOM = "no room"  # in the chip's memory
 SLOTS = {"vector": "VALU", "lanes": "XLU", "exp": "EUP", "load": "VLOAD", "store": "VSTORE", "spill": "VSTORE:SPILL"}  # as libtpu has them
@@ -44,6 +45,7 @@ class Row:
     problem: str = ""
     blocks: str = ""  # what it computes at a time
     cycles: int = 0
+    estimated: int = 0  # cycles by XLA's own estimate; 0 for a kernel that is not XLA's
     waited: int = 0  # cycles more, in which nothing is issued until copies between HBM and VMEM are there
     moved: int = 0  # bytes of these, by one core
     peak: float = 0.0
@@ -91,7 +93,7 @@ def _filled(row: Row, kernel: Mapping[str, Any]) -> Row:
     cycles, chip = kernel["cycles"], parse(TOPOLOGIES[row.chip]).chip
     assert chip.clock_hz is not None, "every TPU has a clock"
     peak = chip.peak_bf16_flops_per_device / chip.clock_hz  # FLOPs a cycle
-    same = {name: kernel[name] for name in ("cycles", "waited", "moved", "slots", "vmem", "smem")}
+    same = {name: kernel[name] for name in ("cycles", "waited", "estimated", "moved", "slots", "vmem", "smem")}
     shares = {name: kernel[name] / cycles for name in ("matrix", "spills")}
     return replace(row, **same, **shares, peak=kernel["flops"] / (cycles + kernel["waited"]) / peak)
 
@@ -101,13 +103,13 @@ def show(results: Sequence[Row], console: Console) -> None:
     for (shape, chip), group in itertools.groupby(results, lambda row: (row.shape, row.chip)):
         console.print(f"[bold]{shape}[/bold] on {chip}", highlight=False)
         of_shape = list(group)
-        times = table("part", "kernel", "kcycles", "waits", "of peak", "matrix", "HBM MB", "ratio")
+        times = table("part", "kernel", "kcycles", "waits", "of peak", "matrix", "HBM MB", "ratio", "XLA says")
         filled = table("part", "kernel", *SLOTS, "VMEM MB")
         for row in of_shape:
             figures = (f"{row.cycles / 1e3:,.0f}", f"{row.waited / 1e3:,.0f}", percent(row.peak), percent(row.matrix))
-            ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+            ratio, said = "" if row.ratio is None else f"{row.ratio:.3f}", f"{row.estimated / 1e3:,.0f}" if row.estimated else ""
             named = (row.part, row.implementation)
-            times.add_row(*named, *((row.problem,) if row.problem else (*figures, f"{row.moved / 1e6:,.0f}", ratio)))
+            times.add_row(*named, *((row.problem,) if row.problem else (*figures, f"{row.moved / 1e6:,.0f}", ratio, said)))
             if row.slots is not None:
                 filled.add_row(*named, *(percent(row.slots[name]) for name in SLOTS.values()), f"{row.vmem / 1e6:.1f}")
         console.print(times)
