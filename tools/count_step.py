@@ -2,9 +2,10 @@
 
     python tools/count_step.py CONFIG [KEY=VALUE ...] [--least-ms 0.5]
 
-The kernel lab's model of a core (docs/kernels.md) runs the code of every operation that takes `--least-ms` of a step: bundles that are
-issued, and waits for HBM, whose copies take turns at full bandwidth. Operations whose branches depend on data, such as attention's, are named
-and left out. Nothing is measured on a chip. Compiling takes two to three times as long as `maxlm compile`, for the code is written as text.
+The model of a core of `maxlm kernels report` runs the code of every operation that takes `--least-ms` of a step: bundles that are
+issued, and waits for HBM, whose copies take turns at full bandwidth. Operations whose branches depend on data, such as attention's, are
+named and left out. Nothing is measured on a chip. Compiling takes two to three times as long as `maxlm compile`, since the code is
+written as text.
 """
 
 import argparse
