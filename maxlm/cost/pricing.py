@@ -83,9 +83,10 @@ class TpuPricing(_Pricing):
         1.83, a transposing copy 2.37 and 0.73 ms, a matmul that computes a SwiGLU gradient on the way 32.1 and 23.2 ms (v5e). On v6e XLA
         charges matmuls of 768 columns twice what their code takes (`tools/count_step.py runs/gpt2-124m-v6e-8`, docs/benchmarks.md).
         """
-        matmuls = self.matmul_s(flops_by_operands(self.module, op, computation, self.tile)) / efficiency.MATMUL_SHARE
-        moved = moved_bytes(self.module, op, computation) / self.hbm
-        overlap = not computes_functions(self.module, op, computation)
+        flops = flops_by_operands(self.module, op, computation, self.tile)
+        matmuls, moved = self.matmul_s(flops) / efficiency.MATMUL_SHARE, moved_bytes(self.module, op, computation) / self.hbm
+        counted = all(format_of(operands) == "bf16" for operands in flops)  # of other formats no code was, but of `_counted`
+        overlap = counted and not computes_functions(self.module, op, computation)
         return HBM_LATENCY_S + (max(matmuls, moved) if overlap else matmuls + moved)
 
     def _counted(self, op: Op, computation: Computation) -> float:
