@@ -8,7 +8,6 @@ counted ones. About a minute a line.
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -31,8 +30,7 @@ def main() -> None:
     arguments.add_argument("--size", type=int, default=4096)
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(bundles.DUMPS)}"
-        os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {dump}"  # libtpu reads it when it is loaded
+        bundles.write_to(folder)
         leave_chips_alone()
         for chip in given.chips:
             base: tuple[float, ...] = ()
@@ -62,13 +60,9 @@ def compiled(chip: str, name: str, size: int, folder: Path) -> tuple[str, float,
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.dot(x, w, preferred_element_type=wide).astype(jnp.bfloat16)
 
-    place = jax.sharding.SingleDeviceSharding(device)
-    x = jax.ShapeDtypeStruct((size, size), jnp.dtype(name), sharding=place)
-    text = jax.jit(multiply).lower(x, x).compile(compiler_options=dict(LIKE_A_STEP)).as_text()
-    assert text is not None, "XLA states it for every program"
+    written, text = machine_code(Case(from_hbm(multiply), [((size, size), name)] * 2, [], LIKE_A_STEP), device, folder)
     module = parser.read(text)
     dots = {operands for run in module.executed() for operands in flops_by_operands(module, run.op, module.computations[run.computation])}
-    written = machine_code(Case(from_hbm(multiply), [((size, size), name)] * 2, [], LIKE_A_STEP), device, folder)
     bandwidth = topology.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
     counted = count(Kernel("", "fusion", [], 0.0), written, bandwidth / clock_hz)
     return ", ".join(sorted(dots)), float(module.cycles(module.entry)), float(counted["cycles"] + counted["waited"])
