@@ -66,6 +66,8 @@ def rows(name: str, overrides: list[str], folder: Path, least_s: float) -> Itera
     from maxlm.kernels.platform import CORES
 
     config = load(name, overrides).config
+    if config.cluster is None:
+        raise UserError(f"{name} names no machine: give one, such as cluster.topology=v6e:2x4.")
     topology = rules.topology_of(config)
     if not topology.is_tpu:
         raise UserError(f"{name} is for {topology.name}, and only the machine code of TPUs can be counted: give cluster.topology of a TPU.")

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from maxlm.config import Config, rules
 from maxlm.config.errors import UserError
+from maxlm.cost.calibration import of_config
 from maxlm.cost.mesh_links import within_slice
 from maxlm.cost.step_cost import OpCost, estimate
 from maxlm.hlo.parser import read
@@ -20,9 +21,8 @@ def predict(config: Config, text: str) -> tuple[Predicted | None, str]:
         return None, "No prediction: the config has no cluster.topology, so the hardware's figures are not known (a CPU has none)."
     if not text:
         return None, "No prediction: the step of this run is not one program."
-    topology = rules.topology_of(config)
     try:
-        module = read(text)
+        topology, module = of_config(config, rules.topology_of(config)), read(text)
     except UserError as error:
         return None, f"No prediction: {error}"
     cost = estimate(module, topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)

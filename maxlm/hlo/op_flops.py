@@ -68,7 +68,7 @@ def flops_by_operands(module: Module, op: Op, computation: Computation, tile: in
 
 def computes_functions(module: Module, op: Op, computation: Computation) -> bool:
     """True for a fusion that computes exponentials, quotients or their like of an array as large as one of its matmuls reads or makes."""
-    smallest = min((math.prod(dot.sides[:2]) for dot in dots(module, op, computation)), default=0)
+    smallest = 0.99 * min((math.prod(dot.sides[:2]) for dot in dots(module, op, computation)), default=0)  # sides of batches are rounded
     return any(inner.opcode in _FUNCTIONS and inner.shapes[0].elements >= smallest for inner in _inside(module, op))
 
 

@@ -141,6 +141,9 @@ def test_a_matmul_overlaps_what_it_moves_unless_functions_hold_it_up(elementwise
     charged = HBM_LATENCY_S + (matmul_s + moved_s if waits else max(matmul_s, moved_s))
     assert cost.matmul_s == pytest.approx(min(charged, 704561 / chip.clock_hz))
     assert waits or 442e3 < cost.matmul_s * chip.clock_hz < 1.25 * 442e3
+    # Code of no other format was counted.
+    float32 = NARROW.replace("ELEMENTWISE", elementwise).replace("bf16", "f32").replace("704561", "9" * 9)
+    assert estimate(parser.read(float32), chip, {}, {}).matmul_s == pytest.approx(HBM_LATENCY_S + matmul_s + 2 * moved_s)
 
 
 SLICES = """HloModule slices, is_scheduled=true

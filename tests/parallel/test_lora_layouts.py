@@ -53,7 +53,7 @@ def reference(model):
     return gradients(model, {"fsdp": 1}, {})
 
 
-# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_stages.py
+# Of the whole model: `context` in test_context.py, ZeRO stages in test_zero.py, `stage` in test_matrix.py
 SLOW = {"data x context", "zero 1 x data", "zero 2", "zero 3 x data, microbatches", "stage x data"}
 
 

@@ -29,7 +29,7 @@ PATTERN = {
 }  # the last period is cut short
 LAYOUTS = {  # devices, model, mesh, other sections
     "stage, fewer microbatches than stages": (8, DEEP, {"stage": 8, "fsdp": 1}, {"train": {"microbatches": 4}}),
-    "stage x data, as many, a pattern": (8, PATTERN, {"stage": 2, "data": 4, "fsdp": 1}, {"train": {"microbatches": 2}}),
+    "stage x data, as many, a pattern": (4, PATTERN, {"stage": 2, "data": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
     "stage x fsdp x tensor": (8, DEEP, {"stage": 2, "fsdp": 2, "tensor": 2}, {"train": {"microbatches": 4}}),
     "stage x fsdp, more, uneven": (8, UNEVEN, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 8}}),
     "interleaved": (8, DEEP, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 4}, "pipeline": {"chunks": 2}}),
@@ -57,9 +57,9 @@ def references():
     return reference
 
 
-# In the suite: stages with `fsdp` and `tensor`, and with `data` and `context`, by test_matrix.py; schedules and padded layers by the tests
-# of bubbles and padding below
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.soak) for name in LAYOUTS])
+# In the suite: a pattern that stages do not divide, with tied embeddings; plain layers with `fsdp` and `tensor`, and with `data` and
+# `context`, by test_matrix.py
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if "pattern" not in name else []) for name in LAYOUTS])
 def layout(request):
     devices, model, mesh, sections = LAYOUTS[request.param]
     return model, tiny_program(devices, model=model, mesh=mesh, **sections, optimizer=SLOWLY)

@@ -212,6 +212,8 @@ def test_sigabrt_from_outside_ends_a_process_whose_aborts_are_delayed(run):
     processes, began = [run(f"deadline.delay_aborts(); {busy}") for busy in (IN_PYTHON, IN_C_WITH_THE_LOCK)], time.monotonic()
     for process in processes:
         process.send_signal(signal.SIGABRT)
+    time.sleep(max(0.0, began + deadline.ABORT_SECONDS - 0.5 - time.monotonic()))
+    assert [process.poll() for process in processes] == [None, None]
     for process in processes:
         assert process.wait(30) == -signal.SIGABRT
         assert time.monotonic() - began >= deadline.ABORT_SECONDS

@@ -248,6 +248,7 @@ def compare_soap(config, found):
         for sizes in LAYOUTS
     ],
     indirect=["one_device"],
+    scope="module",  # as the fixture, or it would train again for each layout
 )
 def test_every_layout_computes_the_same_and_exchanges_what_the_table_says(one_device, sizes):
     name, wanted = one_device
