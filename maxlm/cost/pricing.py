@@ -85,7 +85,7 @@ class TpuPricing(_Pricing):
         """
         flops = flops_by_operands(self.module, op, computation, self.tile)
         matmuls, moved = self.matmul_s(flops) / efficiency.MATMUL_SHARE, moved_bytes(self.module, op, computation) / self.hbm
-        counted = all(operands == "bf16" for operands in flops)  # of other formats no code was, but of `_counted`
+        counted = all(operands == "bf16" for operands in flops)  # of other formats only what `_counted` says
         overlap = counted and not computes_functions(self.module, op, computation)
         return HBM_LATENCY_S + (max(matmuls, moved) if overlap else matmuls + moved)
 

@@ -73,7 +73,7 @@ def computes_functions(module: Module, op: Op, computation: Computation) -> bool
 
 
 def _inside(module: Module, op: Op) -> Iterator[Op]:
-    """What a fusion computes, and what fusions in it do."""
+    """Yield every operation of a fusion, and of the fusions in it; none of another operation."""
     for body in (module.computations[callee] for callee in op.calls if op.opcode == "fusion"):
         for inner in body.ops:
             yield inner

@@ -30,8 +30,13 @@ def test_times_add_up_by_part_and_phase():
         (tiny_config(), "HloModule x", "no cluster.topology"),
         (tiny_config(cluster={"topology": "v5e:1x1"}), "", "not one program"),
         (tiny_config(cluster={"topology": "v5e:1x1"}), "HloModule x", "not scheduled"),
+        (
+            tiny_config(cluster={"topology": "h200:1x1"}, cost={"calibration": "no.json"}),
+            "HloModule x",
+            "cost.calibration no.json cannot be read",
+        ),
     ],
-    ids=["no cluster", "no text", "not compiled"],
+    ids=["no cluster", "no text", "not compiled", "no calibration"],
 )
 def test_without_a_prediction_the_page_says_why(config, text, why):
     predicted, note = predict(config, text)

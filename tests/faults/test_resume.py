@@ -89,8 +89,8 @@ def test_kill_9_loses_no_step_of_which_memory_holds_a_copy(straight, workspace, 
     assert not list((tmp_path / "memory").glob("*/*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_3_and_the_same_command_goes_on(straight, workspace, number):
     settings = (f"train.steps={STEPS}", "checkpoint.every_steps=1000", RATE)
     process = start(workspace, *settings)

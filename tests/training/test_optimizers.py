@@ -37,12 +37,8 @@ OWN = {
 }
 SMALL = {"schedule_free": {"second_moment": "bfloat16"}}  # what else it keeps is no moment
 LAYOUTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "stage": 2}]
-SLOW = (
-    "ademamix",
-    "lion",
-    "schedule_free",
-    "soap",
-)  # with `stage` once a week: adamw is elementwise as well, muon reads matrices as soap does
+# With `stage` once a week: adamw is elementwise as well, muon reads matrices as soap does
+SLOW = ("ademamix", "lion", "schedule_free", "soap")
 EXCHANGES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
