@@ -114,7 +114,8 @@ def compile_step(config: Config, topology: Topology, options: Mapping[str, str |
 
 def compile_program(program: "Program", topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
     """`compile_step` of a program that `build` made."""
-    lowered = program.lower()
+    with _without_locations():
+        lowered = program.lower()
     if not topology.is_tpu:
         gpu_compiler.show_tools()
     options = {**program.compiler_options, **(options or {})}
@@ -128,6 +129,20 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
     figures = {"memory": vars(step.memory) if step.memory else None, "needed": step.needed, "available": step.available}
     program_cache.write(key, {**figures, "seconds": step.seconds}, step.text)
     return step
+
+
+@contextmanager
+def _without_locations() -> Iterator[None]:
+    """Lower without lines of Python: they are in the bytecode of Pallas kernels, and a comment in a kernel's file would miss the cache."""
+    import jax
+
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 @lru_cache

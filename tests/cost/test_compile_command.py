@@ -5,8 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from maxlm import cli
 from maxlm.compiler import aot, program_cache
@@ -263,6 +268,29 @@ def test_a_program_of_other_flags_is_another(monkeypatch):
     assert key("XLA_FLAGS", "--xla_force_host_platform_device_count=8") == plain, "it compiles nothing for this process's devices"
     both = "--xla_force_host_platform_device_count=8 --xla_a=2"
     assert len({plain, key("XLA_FLAGS", "--xla_a=1"), key("XLA_FLAGS", both), key("LIBTPU_INIT_ARGS", "--xla_a=1")}) == 4
+
+
+def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch):
+    """A comment above a kernel, and another folder: the program is the same, and is not compiled again."""
+    source = "def kernel(x_ref, out_ref):\n    out_ref[...] = 2 * x_ref[...]\n"
+    block = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def lower(lines: int, text: str = source):
+        space: dict = {}
+        exec(compile("\n" * lines + text, f"/folder{lines}/kernel.py", "exec"), space)
+        call = jax.jit(pl.pallas_call(space["kernel"], out_shape=block))
+        return call.trace(block).lower(lowering_platforms=("tpu",))
+
+    def cached(lines: int, text: str = source) -> bool:
+        mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(id=0)]))
+        program = SimpleNamespace(lower=lambda: lower(lines, text), compiler_options={}, mesh=mesh)
+        return aot.compile_program(program, parse("v5e:2x2")).cached
+
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(aot, "available_hbm", lambda topology: GIB)
+    monkeypatch.setattr(aot, "_compile", lambda lowered, available, options: aot.CompiledStep("text", None, 0, available, 1.0))
+    assert lower(0).as_text() != lower(1).as_text(), "lines are in the kernel's bytecode"
+    assert [cached(0), cached(1), cached(0, source.replace("2", "3"))] == [False, True, False]
 
 
 def test_a_damaged_or_unwritable_cache_costs_only_time(folder, monkeypatch):
