@@ -171,7 +171,8 @@ def plan_(
     from maxlm.runtime import deadline
 
     if calibrate:
-        if config is not None or topology is not None or calibration is not None:
+        others = (config, overrides, topology, slices, chips_at_most, tokens, prices, region, days_at_most, dollars_at_most, flops, ladder)
+        if any((*others, calibration, any_format)) or buy != "on-demand":
             raise UserError("--calibrate measures this machine, and goes with --out and --json alone.")
         from maxlm.planning.calibrate import calibrate as measure
 
@@ -191,7 +192,7 @@ def plan_(
         for line in recommended.sentences:
             typer.echo(line, err=json_)
         settings, tokens = (*settings, *recommended.overrides), recommended.tokens
-    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration)
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))

@@ -81,6 +81,12 @@ SITES: Mapping[str, Site] = {
 }
 ANY_SITE = Site(1.56, True, "mean of all data centres (Uptime Institute, global survey 2024)")  # of providers that state none
 
+
+def site_of(provider: str | None, *, tpu: bool) -> Site:
+    """Overhead where a chip is; TPUs are Google's, also those that no provider has a price for."""
+    return SITES.get(provider or ("google" if tpu else ""), ANY_SITE)
+
+
 # Mean of the grid in kg of CO2 equivalent a kWh, whatever a provider buys besides. Regions of Google Cloud: its table for 2025
 # (github.com/GoogleCloudPlatform/region-carbon-info). us-east-1 of AWS is on the grid of Northern Virginia, that of us-east4.
 GRIDS: Mapping[str, float] = {

@@ -50,6 +50,13 @@ class PriceList:
         priced = [(price, one) for one in here if (price := one.price(term)) is not None]
         return min(priced, key=lambda pair: pair[0])[1] if priced else None
 
+    def nearest(self, chip: str, term: Term, region: str | None = None) -> Offer | None:
+        """The cheapest offer, or where there is none by `term` the cheapest by the first other term that has one, or any: a run has a data
+        centre, and contracts to choose from, whatever its price.
+        """
+        here = (one for one in self.offers if one.chip == chip and region in (None, one.region))
+        return next(filter(None, (self.cheapest(chip, each, region) for each in (term, *TERMS))), None) or next(here, None)
+
     @property
     def regions(self) -> Sequence[str]:
         return list(dict.fromkeys(one.region for one in self.offers))

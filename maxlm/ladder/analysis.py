@@ -3,7 +3,7 @@
 R runs; K bootstrap samples; G points of a grid.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,14 +104,14 @@ def _predict_largest(runs: Runs, done: Sequence[Found], settings: FitConfig, nam
     return [Prediction(str(run), *(float(value) for value in values)) for run, *values in zip(*columns, strict=True)]
 
 
-def best_for(found: Fit, flops: float, flops_per_parameter_token: float) -> Optimum:
-    """Best size and length for a budget, where a token costs so many FLOPs a parameter (about 6). Not for the form `compute`."""
+def best_for(found: Fit, flops: float, cost: Callable[[Floats], Floats]) -> Optimum:
+    """Best size and length for a budget; `cost`: sizes to model FLOPs of a token per parameter (6 or more). Not for the form `compute`."""
     if found.form.name == "compute":
         raise UserError(
             "the ladder was fitted at one ratio of tokens to parameters, which says nothing of another: give it several lengths."
         )
     sizes_G = np.exp(np.linspace(np.log(found.runs.parameters_R.min() / 10), np.log(max(flops, 1.0)), _GRID))
-    tokens_G = flops / (flops_per_parameter_token * sizes_G)
+    tokens_G = flops / (cost(sizes_G) * sizes_G)
     keep_G = tokens_G >= 1
     grid = Runs(sizes_G[keep_G], tokens_G[keep_G], np.full(keep_G.sum(), flops), np.ones(keep_G.sum()))
     samples = [found.losses_with(theta_P, grid) for theta_P in found.thetas_KP]

@@ -11,12 +11,14 @@ import numpy as np
 from scipy.special import stdtrit
 
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.loader import flatten
 from maxlm.ladder.grid import Rung, make_grid, variant
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import TUNED, CompareConfig, LadderSettings
 from maxlm.telemetry.report.load import load_run
 
 SHARE = 0.9  # of the intervals
+ALIKE = ("model.", "data.", "precision.", "objective.")  # settings that contestants share: losses are compared at equal FLOPs
 Train = Callable[[Sequence[Rung]], list[Found]]  # all of them done, or UserError
 
 
@@ -71,6 +73,10 @@ def _check(settings: LadderSettings, names: Sequence[str]) -> CompareConfig:
     for field, key in settings.given():
         if key.startswith(TUNED):
             raise ConfigError(field, key, "is set by --compare itself", "leave it out")
+    for name, one in settings.compare.optimizers.items():
+        if wrong := next((key for key, _ in flatten(one.settings) if f"{key}.".startswith(ALIKE)), None):
+            rule = "would give this optimizer another model, other data or another budget than the others"
+            raise ConfigError(f"compare.optimizers.{name}.settings", wrong, rule, "set it for all in `settings`")
     return settings.compare
 
 
@@ -113,7 +119,8 @@ def _losses(found: Sequence[Found]) -> list[float]:
 def _trials(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str) -> list[tuple[Rung, Mapping[str, Any]]]:
     """Runs with the seed 0, each with what is tried in it: `peak_lr`, and `warmup` and `weight_decay` if they are tuned."""
     tried: dict[str, Sequence[float]] = {"peak_lr": config.optimizers[name].peak_lr}
-    tried |= {key: values for key, values in (("warmup", config.warmup), ("weight_decay", config.weight_decay)) if values is not None}
+    warmup = config.warmup or (None if settings.warmup is None else (settings.warmup,))
+    tried |= {key: values for key, values in (("warmup", warmup), ("weight_decay", config.weight_decay)) if values is not None}
     combinations = [dict(zip(tried, values, strict=True)) for values in product(*tried.values())]
     return [(_run(rung, settings, config, name, values, rung.config.total_steps, 0), values) for values in combinations]
 

@@ -1,9 +1,11 @@
 """The runs of a ladder: every size with every length and seed, each a plain config made from the base."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import load
@@ -11,6 +13,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.ladder.settings import LadderSettings, SizeConfig
 from maxlm.models.counts import count_active_parameters, token_flops
 
+WIDER = (2, 4, 8, 16, 32)  # times the largest size, for what a token of a larger model costs
 LONG = 1_000_000  # steps, where only the model matters
 ROUND = 8  # that widths of feed-forward layers are multiples of; 128 from 512 on
 # Settings without which the losses of a ladder say nothing of another config.
@@ -66,10 +69,30 @@ def model_settings(base: ModelConfig, size: SizeConfig) -> dict[str, int]:
     return found
 
 
+def resized(model: ModelConfig, settings: Mapping[str, int]) -> ModelConfig:
+    """A dense model with what `model_settings` found."""
+    return model.model_copy(update={key.removeprefix("model."): value for key, value in settings.items()})
+
+
 def parameters_of(config: ModelConfig, kind: str) -> int:
     """Active parameters; `without_embeddings`: without tables of tokens, whose matmul the FLOPs still count."""
     tables = 1 if config.tie_embeddings else 2
     return count_active_parameters(config) - (tables * config.vocab_size * config.d_model if kind == "without_embeddings" else 0)
+
+
+def token_costs(rungs: Sequence[Rung], kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes, smallest first, and model FLOPs of a token per parameter: of the rungs, and of wider models in the proportions of the largest.
+    It is 6 of large ones; of small ones attention and the tables of tokens, counted or not, make it more or less.
+    """
+    found = {rung.parameters: rung.flops / rung.tokens / rung.parameters for rung in rungs}
+    largest = max(rungs, key=lambda rung: rung.parameters).config
+    for times in WIDER if largest.model.moe is None else ():
+        size = SizeConfig(d_model=largest.model.d_model * times, n_layers=largest.model.n_layers * times)
+        model = resized(largest.model, model_settings(largest.model, size))
+        parameters = parameters_of(model, kind)
+        found[parameters] = token_flops(model, largest.data.seq_len) / parameters
+    sizes = sorted(found)
+    return np.array(sizes, np.float64), np.array([found[size] for size in sizes])
 
 
 def assumed(config: Config) -> dict[str, Any]:
@@ -128,7 +151,7 @@ def _rung(settings: LadderSettings, name: str, base: Config, length: str, tokens
     values: dict[str, Any] = {"train.steps": steps, "train.seed": seed}
     if settings.warmup is not None:
         values |= {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(settings.warmup * steps)}
-    run = f"{name}-{length.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if len(settings.seeds) > 1 else "")
+    run = f"{name}-{length.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if seed else "")  # the same when seeds are added
     config = _load(settings, base, name, run, values)
     total = steps * config.tokens_per_step
     flops = token_flops(config.model, config.data.seq_len) * total

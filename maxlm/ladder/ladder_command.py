@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -13,7 +14,8 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import load_as
 from maxlm.ladder import compare, compare_output
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for
-from maxlm.ladder.grid import Rung, assumed, base_of, make_grid
+from maxlm.ladder.forms import Floats
+from maxlm.ladder.grid import Rung, assumed, base_of, make_grid, token_costs
 from maxlm.ladder.page import page
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import LadderSettings
@@ -53,7 +55,7 @@ def run(file: str, overrides: Sequence[str], options: Options, say: Callable[[st
             say(f"no run is done yet: give each of {folder}/configs/*.yml to `maxlm train`, or on Slurm to `sbatch slurm/train.sbatch`.")
             return
         analysis = analyse(found, settings.fit)
-        optima = _optima(analysis)
+        optima = _optima(settings, analysis)
         write_text(folder / PAGE, page(Path(file).stem, found, analysis, optima))
         write_text(folder / RESULT, dumps(_result(settings, analysis, optima), indent=1) + "\n")
     show(console, analysis, optima, folder)
@@ -136,14 +138,17 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _optima(analysis: Analysis) -> list[Optimum]:
+def _optima(settings: LadderSettings, analysis: Analysis) -> list[Optimum]:
     """Best sizes for budgets from the largest run's on; none for a form that says nothing of them."""
     if analysis.fit.form.name == "compute":
         return []
     runs = analysis.fit.runs
-    largest = int(runs.flops_R.argmax())
-    cost = float(runs.flops_R[largest] / runs.parameters_R[largest] / runs.tokens_R[largest])
-    return [best_for(analysis.fit, times * float(runs.flops_R[largest]), cost) for times in BEYOND]
+    sizes_S, costs_S = token_costs([one.rung for one in analysis.done], settings.fit.parameters)
+
+    def cost(sizes_G: Floats) -> Floats:
+        return np.interp(np.log(sizes_G), np.log(sizes_S), costs_S)
+
+    return [best_for(analysis.fit, times * float(runs.flops_R.max()), cost) for times in BEYOND]
 
 
 def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optimum]) -> dict[str, Any]:

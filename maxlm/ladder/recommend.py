@@ -17,7 +17,7 @@ from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.schema import Config
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
-from maxlm.ladder.grid import ASSUMED, assumed, model_settings, parameters_of
+from maxlm.ladder.grid import ASSUMED, assumed, model_settings, parameters_of, resized
 from maxlm.ladder.ladder_command import RESULT
 from maxlm.ladder.settings import SizeConfig
 from maxlm.models.counts import token_flops
@@ -83,6 +83,8 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
             f"The largest run of the ladder has {largest:.3g} FLOPs: this is an extrapolation by {flops / largest:.2g} times, and only as "
             "good as the form of the fit."
         )
+    if not min(best, *samples):
+        sentences.append(f"None narrower than {candidates[0][0]['model.d_model']:,} was tried: a smaller model may be as good or better.")
     whole = max(1, round(tokens / base.tokens_per_step)) * base.tokens_per_step
     values = {**settings, "train.steps": None, "train.tokens": whole}
     return Recommendation(tuple(f"{key}={json.dumps(value)}" for key, value in values.items()), whole, tuple(sentences))
@@ -138,7 +140,7 @@ def _candidate(base: Config, width: int, kind: str, flops: float) -> tuple[dict[
     """(settings, a row of Runs) of the model of this width, as deep as its proportions say; None if the budget is not one update."""
     layers = max(1, round(width * base.model.n_layers / base.model.d_model))
     settings = model_settings(base.model, SizeConfig(d_model=width, n_layers=layers))
-    model: Any = base.model.model_copy(update={key.removeprefix("model."): value for key, value in settings.items()})
+    model = resized(base.model, settings)
     cost = token_flops(model, base.data.seq_len)
     tokens = flops / cost
     return None if tokens < base.tokens_per_step else (settings, (float(parameters_of(model, kind)), tokens, flops, 1.0))

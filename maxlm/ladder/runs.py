@@ -18,6 +18,9 @@ from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.report.load import load_run
 
 RESTARTS = 10
+# Settings that change losses, but for those that say where and how fast a run is trained, which whoever trains it may choose
+LOSSES = ("model.", "data.", "train.", "optimizer.", "precision.", "objective.", "diloco.", "compression.", "health.")
+SPEED = ("data.read_threads", "data.prefetch", "train.microbatches", "train.loss_chunks")
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,7 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
     for rung in rungs:
         begun = folder / "runs" / rung.name / "config.yml"
         file, text = config_file(folder, rung), dump(rung.config)
-        before = file if file.exists() else begun  # the configs may have been removed, or the runs copied without them
-        if begun.exists() and (changed := _difference(before, text, rung)):
+        if begun.exists() and (changed := _difference(begun, text, rung)):
             raise UserError(
                 f"{rung.name} was begun with {changed}: undo the change, remove its folder {begun.parent}, or take another `folder`."
             )
@@ -53,19 +55,20 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
 
 
 def _difference(file: Path, text: str, rung: Rung) -> str:
-    """The first setting that differs: its value in the file, and now; "" if none does, as where `text`, the config as it is written now,
-    has settings that the version of maxlm before did not have.
+    """The first setting that changes losses and differs: its value in the file, and now; "" if none does, as where `text`, the config as it
+    is written now, has settings that the version of maxlm before did not have.
     """
     if file.read_text(encoding="utf-8", errors="replace") == text:
         return ""
-    before, now = (dict(flatten(config.model_dump(mode="json"))) for config in (load(str(file)).config, rung.config))
-    key = next((key for key in sorted({*before, *now}) if before.get(key) != now.get(key)), None)
+    before, now = (dict(flatten(config.model_dump(mode="json"))) for config in (load(str(file), any_mesh=True).config, rung.config))
+    changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
+    key = next((key for key in changed if f"{key}.".startswith(LOSSES) and key not in SPEED), None)
     return "" if key is None else f"{key} = {show(before.get(key))}, and the ladder says {show(now.get(key))} now"
 
 
 def find(folder: Path, rung: Rung) -> Found:
     """Read the folder of a run."""
-    path = folder / "runs" / rung.name
+    path, total = folder / "runs" / rung.name, rung.config.total_steps
     if not (path / "events.jsonl").exists():
         return Found(rung, None, "not begun")
     run = load_run(path)
@@ -77,10 +80,15 @@ def find(folder: Path, rung: Rung) -> Found:
     if reason not in OVER:
         # Training that was unhealthy would be again; a hang or corrupted memory is the machine's fault.
         return Found(rung, None, "not finished" if reason == "preempted" else reason, failed=reason == "unhealthy")
-    loss = stop.data.get("eval_loss")
-    if stop.step != rung.config.total_steps or not isinstance(loss, float) or not math.isfinite(loss) or loss <= 0:
-        said = f"done at step {stop.step:,} of {rung.config.total_steps:,} with a held-out loss of {show(loss)}"
-        return Found(rung, None, said, failed=True)
+    if stop.step != total:
+        return Found(rung, None, f"done at step {stop.step:,} of {total:,}", failed=True)
+    trained = max((number for number in starts if run.events[number].step < total), default=0)  # later starts had no step left
+    losses = [event.data.get("eval_loss") for event in run.events[trained:] if event.step == total and event.kind in ("eval", "stop")]
+    loss = next((loss for loss in reversed(losses) if loss is not None), None)
+    if loss is None:
+        return Found(rung, None, "done, but not evaluated")  # the next start does that
+    if not isinstance(loss, float) or not math.isfinite(loss) or loss <= 0:
+        return Found(rung, None, f"done with a held-out loss of {show(loss)}", failed=True)
     return Found(rung, loss, "done", seconds=run.ledger.held_s)
 
 
@@ -89,7 +97,7 @@ def train(folder: Path, rungs: Sequence[Rung], say: Callable[[str], None]) -> di
 
     Returns name -> exit code of those that failed.
 
-    Raises SystemExit(ExitCode.STOPPED) after a signal, when the run is saved.
+    Raises SystemExit(ExitCode.STOPPED) after a signal, when the run is saved or done.
     """
     failed: dict[str, int] = {}
     speed: float | None = None  # FLOP/s of the last run, starting up included
@@ -100,9 +108,10 @@ def train(folder: Path, rungs: Sequence[Rung], say: Callable[[str], None]) -> di
         time_left = "" if speed is None else f"; about {max(left / speed / 60, 1):.0f} min for all that are left"
         say(f"[{number} of {len(rungs)}] {rung.name}: {rung.parameters:,} parameters, {rung.tokens:,} tokens{time_left}")
         command = [sys.executable, "-m", "maxlm", "train", str(config_file(folder, rung))]
-        code = Supervisor(command, restarts=RESTARTS, backoff=1.0, say=say).run()
-        if code == ExitCode.STOPPED:
-            say(f"{rung.name} was saved; the same command goes on with it.")
+        supervisor = Supervisor(command, restarts=RESTARTS, backoff=1.0, say=say)
+        code = supervisor.run()
+        if code == ExitCode.STOPPED or supervisor.signalled:  # also one that came when all was done
+            say(f"{rung.name} was saved; the same command goes on{'' if find(folder, rung).loss is None else ' after it'}.")
             raise SystemExit(ExitCode.STOPPED)
         found = find(folder, rung)
         if found.loss is None:

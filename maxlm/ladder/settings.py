@@ -48,7 +48,7 @@ class CompareConfig(Section):
 
     optimizers: Annotated[dict[Name, ContestantConfig], Field(min_length=2, max_length=16)]  # by `optimizer.name`
     warmup: Annotated[tuple[Fraction, ...], Field(min_length=1, max_length=16)] | None = (
-        None  # shares of the run, for all; None: the base's
+        None  # shares of the run, for all; None: the ladder's `warmup`, else the base's
     )
     weight_decay: Annotated[tuple[NonNegative, ...], Field(min_length=1, max_length=16)] | None = None  # the same
     seeds: Annotated[tuple[Seed, ...], Field(min_length=2, max_length=64)] = (1, 2, 3)  # of the final runs; trials have the seed 0

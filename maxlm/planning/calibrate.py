@@ -167,6 +167,8 @@ def _show(found: Calibration, path: Path) -> None:
             f"No peak of {found.device_kind} is known, so these are no factors. A run predicts its step by them: "
             f"maxlm train CONFIG cost.calibration={path}"
         )
+    elif "TPU" in found.device_kind:
+        console.print(f"{path} holds what was measured. Times on TPUs are XLA's own estimates, which no factor changes.")
     elif found.chip is not None:
         console.print(
             f"{path} holds the factors. Use them: maxlm plan CONFIG --topology {found.chip.lower()}:1x{found.devices} --calibration {path}"

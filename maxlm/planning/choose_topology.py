@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,10 +205,10 @@ def _show(
         console.print(line, style="bold")
     picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
     if picked is not None:
-        many = f" --slices {picked.topology.slices}" if picked.topology.slices > 1 else ""
-        name, *overrides = arguments
-        again = " ".join([f"maxlm plan {name} --topology {picked.topology.name}{many}", *overrides])
-        console.print(f"For the layout in full: {again}")
+        many = ("--slices", str(picked.topology.slices)) if picked.topology.slices > 1 else ()
+        name, *others = arguments
+        again = shlex.join(["maxlm", "plan", name, "--topology", picked.topology.name, *many, *others])
+        console.print(f"For the layout in full: {again}", highlight=False, soft_wrap=True)
 
 
 def _correction_line(machines: Sequence[Machine]) -> str:

@@ -45,10 +45,19 @@ class Request:
     wanted: Wanted
     any_format: bool = False
     calibration: Path | None = None  # a file of `maxlm plan --calibrate`
+    prices: str | None = None  # the file of `wanted.prices`
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not math.isfinite(self.tokens):
             raise UserError(f"--tokens {self.tokens} is not a number of tokens: give one such as 15e12.")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of `maxlm plan` for the same questions about one topology, without it."""
+        region, tokens = self.wanted.region, None if self.tokens is None else f"{self.tokens:g}"
+        buy = None if self.wanted.term == "on-demand" else self.wanted.term
+        given = {"--tokens": tokens, "--buy": buy, "--region": region, "--prices": self.prices}
+        return (self.name, *self.overrides, *(part for option, value in given.items() if value is not None for part in (option, value)))
 
     @property
     def file(self) -> Path:
@@ -144,7 +153,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     leave_chips_alone()
     from maxlm.planning import choose_topology
 
-    return choose_topology.compare(config, asked, request.tokens, (request.name, *request.overrides), request.wanted, as_json=as_json)
+    return choose_topology.compare(config, asked, request.tokens, request.arguments, request.wanted, as_json=as_json)
 
 
 def _check_trained(config: Config) -> None:

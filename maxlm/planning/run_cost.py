@@ -7,7 +7,7 @@ from typing import Any
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import Chip
-from maxlm.hardware.power import ANY_SITE, GRIDS, POWERS, SITES
+from maxlm.hardware.power import GRIDS, POWERS, site_of
 from maxlm.hardware.prices import TERMS, Offer, PriceList, Term
 from maxlm.hardware.topologies import Topology
 from maxlm.planning.goodput import ENOUGH, expected_goodput
@@ -38,8 +38,8 @@ class Wanted:
             raise UserError(f"--dollars-at-most {self.dollars_at_most:g}: the prices are in {self.prices.currency}; give prices in USD.")
 
     def offer(self, chip: Chip) -> Offer | None:
-        """The cheapest offer of a chip."""
-        return self.prices.cheapest(chip.name, self.term, self.region)
+        """The cheapest offer of a chip; where none has this term, one with another."""
+        return self.prices.nearest(chip.name, self.term, self.region)
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class RunCost:
     goodput: float
     wall_s: float
     chip_hours: float
-    offer: Offer | None
-    price: float | None  # of a chip-hour
+    offer: Offer | None  # it may have other terms only
+    price: float | None  # of a chip-hour, by the term that was asked for
     money: float | None
     money_by_term: Mapping[Term, float]  # of all terms of the offer
     kwh: float | None
@@ -83,7 +83,7 @@ def run_cost(topology: Topology, config: Config, seconds: float, step_s: float, 
     chip_hours, offer = wall_s / 3600 * topology.chips, wanted.offer(topology.chip)
     price = offer.price(wanted.term) if offer else None
     by_term = {term: each * chip_hours for term in TERMS if offer and (each := offer.price(term)) is not None}
-    watts, estimated = _watts(topology.chip, offer)
+    watts, estimated = _watts(topology, offer)
     kwh = None if watts is None else watts * chip_hours / 1000
     grid = _grid(offer)
     kg_co2 = None if kwh is None or grid is None else kwh * grid
@@ -91,9 +91,9 @@ def run_cost(topology: Topology, config: Config, seconds: float, step_s: float, 
     return RunCost(goodput, wall_s, chip_hours, offer, price, money_all, by_term, kwh, kg_co2, estimated)
 
 
-def _watts(chip: Chip, offer: Offer | None) -> tuple[float | None, bool]:
+def _watts(topology: Topology, offer: Offer | None) -> tuple[float | None, bool]:
     """(watts of a chip with its host and the data centre, whether they are estimated). Power is taken as constant, lost time included."""
-    power, site = POWERS.get(chip.name), SITES.get(offer.provider, ANY_SITE) if offer else ANY_SITE
+    power, site = POWERS.get(topology.chip.name), site_of(offer.provider if offer else None, tpu=topology.is_tpu)
     own = offer.watts if offer else None
     watts = own if own is not None else power.total_w if power else None
     pue = offer.pue if offer and offer.pue is not None else site.pue
@@ -119,7 +119,7 @@ def to_json(cost: RunCost, wanted: Wanted) -> dict[str, Any]:
         "buy": wanted.term,
         "provider": offer.provider if offer else None,
         "region": offer.region if offer else None,
-        "price_source": offer.source if offer else None,
+        "price_source": offer.source if offer and cost.price is not None else None,
         "price_per_chip_hour": cost.price,
         "cost": cost.money,
         "cost_by_term": dict(cost.money_by_term),
@@ -132,14 +132,14 @@ def to_json(cost: RunCost, wanted: Wanted) -> dict[str, Any]:
 def sentences(cost: RunCost, wanted: Wanted) -> list[str]:
     """The cost of one run, in lines."""
     lines = [f"Run: {duration(cost.wall_s)} with failures (goodput {percent(cost.goodput)}), {count(cost.chip_hours)} chip-hours."]
-    if cost.offer is None or cost.price is None:
+    offer, currency, notes = cost.offer, wanted.prices.currency, {"spot": "spot without preemptions"}
+    others = [f"{notes.get(term, term)} {money(value, currency)}" for term, value in cost.money_by_term.items() if term != wanted.term]
+    if offer is None or cost.price is None:
         where = f" in {wanted.region}" if wanted.region else ""
-        lines.append(f"Cost: unknown, since there is no {wanted.term} price of this chip{where}; give one with --prices.")
+        other = f" ({offer.provider} {offer.region}: {', '.join(others)})" if offer and others else ""
+        lines.append(f"Cost: unknown, since there is no {wanted.term} price of this chip{where}{other}; give one with --prices.")
     else:
-        offer, currency = cost.offer, wanted.prices.currency
         rate = f"{money(cost.price, currency)} a chip-hour {wanted.term}, {offer.provider} {offer.region}; {wanted.prices.source}"
-        notes = {"spot": "spot without preemptions"}
-        others = [f"{notes.get(term, term)} {money(value, currency)}" for term, value in cost.money_by_term.items() if term != wanted.term]
         lines.append(f"Cost: {money(cost.money or 0, currency)} ({rate}){'; ' if others else ''}{', '.join(others)}.")
     if cost.kwh is None:
         lines.append("Energy: unknown, since no power of this chip is published; give `watts` with --prices.")

@@ -103,6 +103,11 @@ class Supervisor:
         self._gave_up = ""  # why this supervisor starts no more attempts, once it does
         self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
+    @property
+    def signalled(self) -> bool:
+        """True if this process was asked to stop, also where the run ended by itself."""
+        return self._signal is not None
+
     def run(self) -> int:
         """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
         self._patience = deadline.grace_seconds() + MARGIN_SECONDS

@@ -46,7 +46,7 @@ from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.metric import charts_of
-from maxlm.telemetry.observer import Event, Observers
+from maxlm.telemetry.observer import Event, Observers, is_step
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
@@ -189,7 +189,7 @@ def _train(
     with observing_run as observers, Heartbeat(beat, attempt, goodput.summary):
         watchdog.observers, watchdog.folder = observers, directory.path
         here.when_larger(stop.request)
-        start = _record_start(run)
+        start, concluded = _record_start(run), _concluded(run)
         facts = _facts(run, here, bill) | _predicted(run, predict) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=facts))
         if run.flips is not None:
@@ -197,7 +197,7 @@ def _train(
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
             observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
         session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
-        session = replace(session, compilations=compilations)
+        session = replace(session, compilations=compilations, concluded=concluded)
         with _profiling(run, session, stop) as session:
             outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
         watchdog.stop()
@@ -283,6 +283,19 @@ def _record_start(run: OpenRun) -> Start:
         beside = Path(source.path) / "tokenizer" if source is not None else None
         copy_tokenizer(config.data.stores[0], directory.path / "tokenizer", beside)
     return start
+
+
+def _concluded(run: OpenRun) -> bool:
+    """True if the last step was evaluated, in all processes alike: a signal or a crash may have come between it and its figures."""
+    kinds = {*(["eval"] if run.data.held_out is not None else []), *(["tasks"] if run.tasks is not None else [])}
+    found: set[str] = set()
+    for event in read_objects(run.directory.events) if run.directory.primary and not run.trains else ():
+        kind, step = event.get("kind"), event.get("step")
+        if kind == "start" and is_step(step) and step < run.config.total_steps:
+            found.clear()  # it trained the last steps again
+        elif step == run.config.total_steps:
+            found.add(str(kind))
+    return multihost.text_from_process_0("yes" if kinds <= found else "no") == "yes"
 
 
 def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:

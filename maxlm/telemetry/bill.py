@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from maxlm.config.cost import CostConfig
 from maxlm.hardware.chips import chip_of
-from maxlm.hardware.power import ANY_SITE, POWERS, SITES
+from maxlm.hardware.power import POWERS, site_of
 from maxlm.hardware.prices import LIST_PRICES
+from maxlm.hardware.topologies import is_tpu
 from maxlm.telemetry.attempts import Attempt
 from maxlm.telemetry.formatting import energy, money
 from maxlm.telemetry.ledger import ledger_of, read_attempts
@@ -59,7 +60,7 @@ def rates_of(config: CostConfig | None, device_kind: str, devices: int) -> Rates
     own, chip = config or CostConfig(), chip_of(device_kind)
     chips = math.ceil(devices / chip.devices_per_chip) if chip else devices  # a part of a chip is paid for whole
     offer, power = LIST_PRICES.cheapest(chip.name, "on-demand") if chip else None, POWERS.get(chip.name) if chip else None
-    site = SITES.get(offer.provider, ANY_SITE) if offer else ANY_SITE
+    site = site_of(offer.provider if offer else None, tpu=chip is not None and is_tpu(chip))
     listed = own.per_chip_hour is None and offer is not None
     watts = own.watts if own.watts is not None else power.total_w if power else None
     return Rates(

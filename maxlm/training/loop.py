@@ -101,7 +101,7 @@ def train(session: Session, start: Start) -> Outcome:
     total = session.program.config.total_steps
     if start.restored is not None:
         session.observers.on_event(Event("restore", start.step, data=start.restored))
-    if start.step >= total:
+    if start.step > total or (start.step == total and session.concluded):
         return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
     end: Start | Outcome = start
     while isinstance(end, Start):
@@ -112,6 +112,7 @@ def train(session: Session, start: Start) -> Outcome:
 def _train_from(session: Session, start: Start) -> Outcome | Start:
     """Train until the end, or until training goes back: then where it continues."""
     same_data = start.position.get("store") == session.data.fingerprint
+    total = session.program.config.total_steps
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
     meter = Meter(
         session.program,
@@ -128,7 +129,7 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     session.data.go_on(start.position, start.left_out)
     with jax.set_mesh(session.program.mesh):
         try:
-            end = _run(session, meter, saving, start)
+            end = _run(session, meter, saving, start) if start.step < total else _all_done(total, start.state)
             if end.roll_back is not None and (again := _go_back(session, meter, saving, start, end, end.roll_back)):
                 return again
             return _conclude(session, meter, saving, end)
@@ -235,7 +236,11 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
         meter.flush()
     finally:
         batches.close()
-    return Outcome("done", total, f"all {total:,} steps are done", state=state, roll_back=meter.health.roll_back)
+    return _all_done(total, state, meter.health.roll_back)
+
+
+def _all_done(total: int, state: TrainState, roll_back: RollBack | None = None) -> Outcome:
+    return Outcome("done", total, f"all {total:,} steps are done", state=state, roll_back=roll_back)
 
 
 def _corrupted(session: Session, step: int, state: TrainState, batch: Any = None, *, now: bool = False) -> Outcome | None:
@@ -263,7 +268,10 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
         evidence.write(session, meter.health, end.step, end.roll_back)
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
-        _run_tasks(session, meter, saving, end.step, state)
+        if (session.held_out is not None and end.eval_loss is None) or not _run_tasks(session, meter, saving, end.step, state):
+            end = replace(
+                end, status="preempted", message=f"{end.message}, and a signal came before the evaluation: the next start does it"
+            )
     saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
@@ -300,19 +308,20 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     return losses["eval_loss"]
 
 
-def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> None:
-    """Run the tasks, if there are any, and report their results as an event."""
+def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:
+    """Run the tasks, if there are any, and report their results as an event. False if a signal asks training to stop meanwhile."""
     if session.tasks is None:
-        return
+        return True
     meter.flush()
     began = time.monotonic()
     with session.goodput.measure("eval"):
         results = session.tasks.run(session.program.evaluated(state), step, _giving_up(session.all_give_up, session, saving))
     if results is None:
         _not_evaluated(session, step)
-        return
+        return False
     session.observers.on_event(Event("tasks", step, data={**results, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
+    return True
 
 
 def _giving_up(ask: Callable[[], bool], session: Session, saving: Saving) -> Callable[[], bool]:

@@ -52,7 +52,8 @@ class StateChecks(Protocol):
 @dataclass(frozen=True)
 class Session:
     """`stop` returns a reason to stop before a step, or None. `gives_up` is polled during what may take long, and `all_give_up`, which is
-    True in all processes or in none, between the batches of tasks. `named`: held-out sets that have curves of their own.
+    True in all processes or in none, between the batches of tasks. `named`: held-out sets that have curves of their own. `concluded`: the
+    figures of the last step are on record; else a start with no steps left makes them.
     """
 
     program: Program
@@ -72,6 +73,7 @@ class Session:
     folder: Path | None = None  # for pages of evidence; None: none are written
     integrity: StateChecks | None = None
     profiler: "StepProfiler | None" = None
+    concluded: bool = True
     compilations: Compilations | None = None  # of this process
     check_owner: Callable[[], None] = lambda: None  # raises if another start of this run has taken over its checkpoints
 

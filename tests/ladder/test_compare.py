@@ -34,6 +34,8 @@ def here(tmp_path, monkeypatch):
     names = []
 
     class Supervisor:
+        signalled = False
+
         def __init__(self, command, **_):
             self.config = load(command[-1]).config
 
@@ -108,6 +110,15 @@ def test_a_rate_at_which_training_fails_is_a_result_and_not_tried_again(here, mo
         ladder_command.run_comparison(str(file), [], "adamw,muon", Options(), print)
 
 
+def test_without_warmups_to_try_it_is_that_of_the_ladder(here):
+    """The runs at equal time are shorter, and so is their warm-up."""
+    (line,) = (line for line in COMPARE.splitlines() if line.strip().startswith("warmup:"))
+    call(write_ladder(here[0], COMPARE.replace(line + "\n", "").replace("folder: out", "folder: out\nwarmup: 0.2")))
+    configs = [load(str(file)).config for file in (here[0] / "out/configs").glob("*.yml")]
+    assert len({config.total_steps for config in configs}) > 1
+    assert all(config.optimizer.warmup_steps == round(0.2 * config.total_steps) for config in configs)
+
+
 def test_a_best_rate_at_the_edge_is_said(here):
     file = write_ladder(here[0], COMPARE.replace("[1e-3, 3e-3, 1e-2]", "[1e-2, 2e-2, 3e-2]"))
     assert [one["at_edge"] for one in call(file)] == [True, False, True, False]
@@ -123,6 +134,8 @@ def test_a_best_rate_at_the_edge_is_said(here):
         ("seeds: [1, 2, 3]", "seeds: [1]", "adamw,muon", "seeds"),
         ("{optimizer.muon: {momentum: 0.9}}", "{optimizer: {peak_lr: 1.0}}", "adamw,muon", "is set by the comparison itself"),
         ("{optimizer.muon: {momentum: 0.9}}", "{optimizer.weight_decay: 1.0}", "adamw,muon", "is set by the comparison itself"),
+        ("{optimizer.muon: {momentum: 0.9}}", "{model.n_layers: 9}", "adamw,muon", "would give this optimizer another model"),
+        ("{optimizer.muon: {momentum: 0.9}}", "{data: {seq_len: 64}}", "adamw,muon", "would give this optimizer another model"),
         ("n_layers: 1}", "n_layers: 1, settings: {optimizer.peak_lr: 1.0}}", "adamw,muon", "is set by --compare itself"),
         ("folder: out", "folder: out\nsettings: {train.decay_steps: 1}", "adamw,muon", "is set by --compare itself"),
         ("    muon:", "    mon:", "adamw,mon", "optimizer.name"),

@@ -4,6 +4,7 @@ import pytest
 from ladder_folder import LADDER, rungs_of, write_ladder
 
 from maxlm.config.errors import UserError
+from maxlm.ladder.grid import token_costs
 from maxlm.models.counts import count_parameters, step_flops, token_flops
 
 
@@ -49,7 +50,17 @@ def test_a_budget_is_spent_by_every_size_whose_ratio_is_allowed(here):
     for rung in rungs:
         assert abs(rung.flops / 1e12 - 1) < 0.01
         assert rung.config.optimizer.warmup_steps == round(0.1 * rung.config.total_steps)
-        assert rung.name == f"{rung.size}-budget1e12-seed{rung.seed}"
+        assert rung.name == f"{rung.size}-budget1e12" + ("-seed1" if rung.seed else ""), "also when it was the only seed"
+
+
+@pytest.mark.parametrize(("kind", "small"), [("all", 3.8), ("without_embeddings", 18.9)])
+def test_a_token_costs_a_large_model_six_flops_a_parameter_and_a_small_one_what_its_tables_say(here, kind, small):
+    rungs = rungs_of(write_ladder(here, LADDER.replace("fit: {", f"fit: {{parameters: {kind}, ")))
+    sizes, costs = token_costs(rungs, kind)
+    assert list(sizes) == sorted(set(sizes)) and {rung.parameters for rung in rungs} <= set(sizes)
+    for rung in rungs:
+        assert costs[list(sizes).index(rung.parameters)] == pytest.approx(rung.flops / rung.tokens / rung.parameters)
+    assert costs[0] == pytest.approx(small, abs=0.1) and costs[-1] == pytest.approx(6, abs=0.01) and sizes[-1] > 1000 * sizes[-6]
 
 
 def test_a_ratio_counts_parameters_as_the_fit_does(here):

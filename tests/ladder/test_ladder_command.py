@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
 
 from maxlm.config.errors import UserError
+from maxlm.config.loader import dump
 from maxlm.ladder import analysis, ladder_command, runs
 from maxlm.ladder.fits import Fit
 from maxlm.ladder.ladder_command import Options
@@ -27,6 +29,8 @@ def trained(monkeypatch, here):
     names, codes = [], {}
 
     class Supervisor:
+        signalled = False
+
         def __init__(self, command, **_):
             self.name = command[-1].split("/")[-1].removesuffix(".yml")
 
@@ -74,6 +78,57 @@ def test_a_run_that_was_stopped_is_gone_on_with(here, trained):
     trained[1].clear()
     call(file)
     assert trained[0][3] == third and len(trained[0]) == 13
+
+
+def test_a_signal_that_comes_when_a_run_is_done_stops_the_ladder_too(here, trained, monkeypatch):
+    file = write_ladder(here)
+    monkeypatch.setattr(runs.Supervisor, "signalled", True)
+    with pytest.raises(SystemExit) as stopped:
+        call(file)
+    assert stopped.value.code == 3 and len(trained[0]) == 1
+    monkeypatch.setattr(runs.Supervisor, "signalled", False)
+    call(file)
+    assert len(trained[0]) == 12, "that run had its loss"
+
+
+@pytest.mark.parametrize(
+    ("later", "state", "loss"),
+    [
+        ([("start", 9, {}), ("stop", 9, {"reason": "nothing_left", "eval_loss": None})], "done", 2.0),
+        ([("start", 9, {}), ("eval", 9, {"eval_loss": 2.5}), ("stop", 9, {"reason": "done", "eval_loss": 2.5})], "done", 2.5),
+        ([("start", 9, {}), ("eval", 9, {"eval_loss": 2.5}), ("stop", 9, {"reason": "preempted", "eval_loss": 2.5})], "not finished", None),
+        ([("start", 4, {}), ("stop", 9, {"reason": "done", "eval_loss": None})], "done, but not evaluated", None),
+        ([("start", 4, {})], "not finished", None),
+    ],
+    ids=["started again", "evaluated again", "tasks cut", "trained again", "killed"],
+)
+def test_the_loss_of_a_run_is_that_of_its_last_step_whichever_start_has_made_it(here, later, state, loss):
+    rung = rungs_of(write_ladder(here))[0]
+    rung = replace(rung, config=rung.config.model_copy(update={"train": rung.config.train.model_copy(update={"steps": 9})}))
+    end_run(here / "out", rung, loss=2.0)
+    with (here / "out/runs" / rung.name / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"kind": kind, "step": step, "time": 200.0, **data}) + "\n" for kind, step, data in later)
+    found = runs.find(here / "out", rung)
+    assert (found.state, found.loss, found.failed) == (state, loss, False), "none of them is a result of its settings"
+
+
+def test_what_a_run_was_begun_with_counts_and_not_what_the_ladder_wrote_since(here):
+    """Runs of a cluster, copied back after the ladder has changed; where and on what they were trained changes no loss."""
+    file, folder = write_ladder(here), here / "out"
+    rung = rungs_of(file)[0]
+    end_run(folder, rung)
+    path, begun = folder / "runs" / rung.name / "config.yml", yaml.safe_load(dump(rung.config))
+    elsewhere = {
+        "mesh": {**begun["mesh"], "tensor": 2},
+        "run": {**begun["run"], "dir": "/scratch/runs"},
+        "cost": {"watts": 500.0},
+    }
+    path.write_text(yaml.safe_dump({**begun, **elsewhere, "train": {**begun["train"], "loss_chunks": 4}}))
+    runs.write_configs(folder, [rung])
+    assert runs.config_file(folder, rung).read_text() == dump(rung.config)
+    path.write_text(yaml.safe_dump({**begun, "optimizer": {**begun["optimizer"], "peak_lr": 0.5}}))
+    with pytest.raises(UserError, match=r"was begun with optimizer.peak_lr = "):
+        runs.write_configs(folder, [rung])
 
 
 def test_failed_runs_are_named_and_left_out_only_when_told_to(here, trained):

@@ -59,6 +59,12 @@ def test_more_flops_are_a_larger_model_for_longer(ladder):
     assert sizes == sorted(set(sizes)) and tokens == sorted(set(tokens))
 
 
+def test_where_a_narrower_model_may_be_better_it_is_said(ladder):
+    said = "None narrower than 128 was tried"
+    assert any(said in sentence for sentence in recommend(ladder, "base.yml", [], 1e13).sentences)
+    assert not any(said in sentence for sentence in recommend(ladder, "base.yml", [], 1e19).sentences)
+
+
 def test_a_config_of_another_kind_than_the_ladder_is_said(ladder):
     other = ["model.vocab_size=640", "model.parametrization={kind: mup, base_width: 32}", "train.global_batch=16"]
     assert not [sentence for sentence in recommend(ladder, "base.yml", [], 1e18).sentences if "was trained with" in sentence]

@@ -33,7 +33,8 @@ def test_the_file_holds_what_was_measured_and_says_that_it_is_no_factor(command,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(("--out", "no/x.json"), "make it first"), (("runs/quickstart",), "measures this machine")]
+    ("arguments", "said"),
+    [(("--out", "no/x.json"), "make it first"), (("runs/quickstart",), "measures this machine"), (("--tokens", "1e9"), "alone")],
 )
 def test_bad_input_is_one_line(command, arguments, said):
     code, out, err = command(*arguments, "--calibrate")

@@ -61,10 +61,24 @@ def test_what_is_unknown_is_none_and_said(config):
     assert (unpriced.money, unpriced.offer, unpriced.kg_co2) == (None, None, None)
     assert unpriced.kwh is not None
     assert any("unknown" in line and "--prices" in line for line in sentences(unpriced, Wanted(LIST_PRICES)))
+    assert unpriced.kwh == pytest.approx(POWERS["tpu7x"].total_w * 1.09 * unpriced.chip_hours / 1000), "Google's, whoever has a price"
     unpowered = run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))
     assert (unpowered.kwh, unpowered.kg_co2) == (None, None)
     assert unpowered.money is not None
     assert to_json(unpowered, Wanted(LIST_PRICES))["kwh"] is None
+
+
+def test_a_contract_without_a_price_changes_neither_energy_nor_carbon(config):
+    """v4 has no published commitments, and a file may have nothing but them."""
+    wanted = Wanted(LIST_PRICES, "reserved-1y")
+    demand, reserved = (run_cost(parse("v4:2x2x1"), config, DAY, 4.0, one) for one in (Wanted(LIST_PRICES), wanted))
+    assert reserved.money is None and reserved.kwh == demand.kwh and reserved.kg_co2 == demand.kg_co2 is not None
+    assert reserved.money_by_term == demand.money_by_term
+    (cost,) = (line for line in sentences(reserved, wanted) if line.startswith("Cost"))
+    assert "there is no reserved-1y price of this chip (google us-central2: on-demand $" in cost
+    assert to_json(reserved, wanted)["price_source"] is None
+    own = PriceList("USD", (Offer("v5p", "own", "cellar", reserved_1y=1.0, watts=500.0, pue=1.2),), "")
+    assert run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(own)).kwh == pytest.approx(4 * 24 * 0.6, rel=0.01)
 
 
 def test_goodput_falls_with_chips_and_copies_in_memory_raise_it(config):

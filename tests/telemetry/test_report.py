@@ -288,6 +288,19 @@ def test_time_of_a_killed_attempt_is_that_of_its_steps(make):
     assert run.ledger.seconds["down"] == pytest.approx(95.0)
 
 
+def test_a_held_out_loss_is_of_the_step_that_was_evaluated(make):
+    """What a run that was stopped or diverged repeats at its end is the loss of an earlier step."""
+    path = make("r", reason=None)
+    for reason, steps in (("preempted", [90]), ("unhealthy", [90]), ("done", [90, 99])):
+        events = [
+            Event("start", 0, 1000.0),
+            Event("eval", 90, 1001.0, {"eval_loss": 4.1}),
+            Event("stop", 99, 1002.0, {"reason": reason, "eval_loss": 4.1}),
+        ]
+        (path / "events.jsonl").write_text("".join(event.to_json() + "\n" for event in events))
+        assert load_run(path).eval_loss.steps_N.tolist() == steps
+
+
 def test_a_long_run_makes_a_small_page(tmp_path):
     run = RunDirectory.create(tmp_path, "long")
     with run.metrics.open("w") as file:

@@ -215,7 +215,7 @@ def test_samples_left_out_of_an_evaluation_are_told(tmp_path):
 def test_a_signal_cuts_an_evaluation_short(tmp_path):
     asked = []
     outcome = evaluated(tmp_path, lambda: asked.append("SIGTERM"), lambda: bool(asked))
-    assert (outcome.status, outcome.eval_loss) == ("done", None)
+    assert (outcome.status, outcome.eval_loss) == ("preempted", None)
     assert saved_in(tmp_path) == [5, 7], "before the evaluation"
 
 
@@ -283,15 +283,15 @@ class SignalledHeldOut:
         return []
 
 
-def signalled(folder, every, total):
-    """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation."""
+def signalled(folder, every, total, at=3, concluded=True):
+    """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation, at held-out batch `at`."""
     script, events, held_out = Script(total=total), Events(), SignalledHeldOut()
     script.config = script.config.model_copy(update={"train": script.config.train.model_copy(update={"eval_every": every})})
     script.evaluate = lambda params, model_state, n: Sums(jnp.float32(2.0), {"loss": jnp.float32(6.0)}, {})
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     session = Session(
         script, Data(), held_out, checkpoints, events, Goodput(),
-        lambda step: "SIGTERM" if 3 in held_out.asked else None, lambda: 3 in held_out.asked,
+        lambda step: "SIGTERM" if at in held_out.asked else None, lambda: at in held_out.asked, concluded=concluded,
     )  # fmt: skip
     try:
         return train(session, restore_or_init(script, checkpoints)), events, held_out
@@ -306,6 +306,19 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
     assert held_out.asked == [0, 1, 2, 3]
     assert saved_in(tmp_path) == [5, 7]
     assert [alarm.data["cause"] for alarm in events.of("alarm")] == ["not_evaluated"] and not events.of("eval")
+
+
+def test_the_evaluation_of_the_last_step_is_made_by_the_next_start_if_a_signal_cuts_it(tmp_path):
+    outcome, events, _ = signalled(tmp_path, every=20, total=7)
+    assert (outcome.status, outcome.step, outcome.eval_loss) == ("preempted", 7, None), "a supervisor must not take it for done"
+    assert "a signal came before the evaluation" in outcome.message
+    assert saved_in(tmp_path) == [5, 7] and [event.step for event in events.of("preempt")] == [7]
+    outcome, events, held_out = signalled(tmp_path, every=20, total=7, at=None, concluded=False)
+    assert (outcome.status, outcome.step, outcome.eval_loss) == ("done", 7, 3.0)
+    assert held_out.asked == list(range(8)) and [event.step for event in events.of("eval")] == [7]
+    assert saved_in(tmp_path) == [5, 7] and not events.of("save"), "no step was trained"
+    outcome, events, held_out = signalled(tmp_path, every=20, total=7, at=None)
+    assert (outcome.status, held_out.asked) == ("nothing_left", []), "its figures are on record"
 
 
 def held_manifest(monkeypatch):

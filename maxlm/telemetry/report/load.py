@@ -112,7 +112,9 @@ class Run:
         """Figures of evaluations over steps, by name: eval_loss, eval_loss/NAME, tasks/TASK/METRIC."""
         points: dict[str, list[tuple[int, float]]] = {}
         for event in self.events:
-            figures = {"eval_loss": event.data.get("eval_loss")} if event.kind == "stop" else evaluated(event)
+            # What other ends have is the loss of an earlier step.
+            done = event.kind == "stop" and event.data.get("reason") == "done"
+            figures = {"eval_loss": event.data.get("eval_loss")} if done else evaluated(event)
             for name, value in figures.items():
                 if is_number(value):
                     points.setdefault(name, []).append((event.step, value))
