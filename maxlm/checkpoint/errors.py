@@ -6,11 +6,9 @@ import re
 import shutil
 from pathlib import Path
 
-import jax
-
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.config.paths import is_remote
-from maxlm.config.transient import ABSENT, first_line, is_transient
+from maxlm.config.transient import ABSENT, first_line, is_out_of_memory, is_transient
 from maxlm.hardware.host import in_bytes
 
 
@@ -60,7 +58,7 @@ def verdict_of(error: Exception, *, remote: bool) -> Verdict:
     """
     if isinstance(error, DamagedError):
         return Verdict.DAMAGED
-    if isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError) and "ut of memory" in str(error)):
+    if is_out_of_memory(error):
         return Verdict.REFUSED
     if is_transient(error):
         return Verdict.UNREACHABLE

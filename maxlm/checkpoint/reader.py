@@ -13,7 +13,7 @@ from maxlm.checkpoint.manifest import Leaf
 from maxlm.checkpoint.tree_paths import MODEL_STATE, OPTIMIZER, OPTIONAL, PARAMS
 from maxlm.config.errors import UserError
 from maxlm.config.paths import is_remote
-from maxlm.config.transient import first_line, is_transient, retried
+from maxlm.config.transient import first_line, is_out_of_memory, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
 _METADATA = "_CHECKPOINT_METADATA"  # times and items of a checkpoint, written by Orbax
@@ -114,6 +114,8 @@ def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
         raise DamagedError(str(problem) if isinstance(problem, DamagedError) else reason) from problem
     if isinstance(problem, UserError):
         raise problem
+    if problem is not None and is_out_of_memory(problem):
+        raise CheckpointError(f"{folder} does not fit here ({reason}): use more devices, or split it further.") from problem
     kind = UnreachableError if common == Verdict.UNREACHABLE else CheckpointError
     raise kind(f"{folder} could not be read: {reason}; try again when the cause is gone. Nothing was changed.") from problem
 

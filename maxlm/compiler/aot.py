@@ -119,13 +119,14 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
     if not topology.is_tpu:
         gpu_compiler.show_tools()
     options = {**program.compiler_options, **(options or {})}
-    key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, options)
+    resident = 0 if program.nvme is None else program.nvme.resident_bytes
+    key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, options, resident)
     cached = program_cache.read(key)
     if cached is not None:
         figures, text = cached
         memory = Memory(**figures["memory"]) if figures["memory"] else None
         return CompiledStep(text, memory, figures["needed"], figures["available"], figures["seconds"], cached=True)
-    step = _compile(lowered, available_hbm(topology), options)
+    step = _compile(lowered, available_hbm(topology), options, resident)
     figures = {"memory": vars(step.memory) if step.memory else None, "needed": step.needed, "available": step.available}
     program_cache.write(key, {**figures, "seconds": step.seconds}, step.text)
     return step
@@ -168,7 +169,8 @@ def available_hbm(topology: Topology) -> int:
     return topology.chip.hbm_bytes_per_device
 
 
-def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, str | bool]) -> CompiledStep:
+def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, str | bool], resident: int) -> CompiledStep:
+    """`resident`: bytes that are on a device beside the program."""
     import jax
 
     from maxlm.memory.spaces import peak_on_device
@@ -182,17 +184,17 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
         sizes = _needed_and_available(str(error))
         if sizes is None:  # not about memory: a flag or a kernel that the compiler rejects
             raise
-        return CompiledStep("", None, *sizes, seconds=time.monotonic() - started)
+        return CompiledStep("", None, sizes[0] + resident, sizes[1], seconds=time.monotonic() - started)
     seconds = time.monotonic() - started
     stats, text = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None and text is not None, "XLA states both for every program"
     memory = Memory(
-        argument=stats.argument_size_in_bytes,
+        argument=stats.argument_size_in_bytes + resident,
         output=stats.output_size_in_bytes,
         alias=stats.alias_size_in_bytes,
         temp=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
-        peak=peak_on_device(stats),
+        peak=peak + resident if (peak := peak_on_device(stats)) else 0,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )
     if memory.used > available:
@@ -252,13 +254,13 @@ def _silence() -> Iterator[None]:
             os.close(stderr)
 
 
-def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool]) -> str:
+def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool], resident: int = 0) -> str:
     """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
     machine = "" if topology.is_tpu else gpu_compiler.target_of(topology.chip)
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_VIRTUAL)]
     given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags]
-    facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given])
+    facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given, resident])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
 
 

@@ -33,6 +33,7 @@ _OF_CONTENT = {
 }
 # Canonical status names of TensorStore, gRPC and XLA. DATA_LOSS, NOT_FOUND, INVALID_ARGUMENT and others are about the content.
 _STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")
+_OUT_OF_MEMORY = re.compile(r"out of memory|RESOURCE_EXHAUSTED.*allocat", re.IGNORECASE | re.DOTALL)
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore passes an errno on
 # Of a connection, of libcurl's event handling, and of a client whose event loop another thread has closed. TensorStore calls most of them
 # UNKNOWN or INTERNAL.
@@ -42,6 +43,12 @@ _PASSING_HTTP = {401, 403, 407, 408, 409, 425, 429, 499}  # and all from 500 on
 _NETWORK = ("google.auth.", "google.api_core.", "requests.", "urllib3.", "aiohttp.", "grpc.", "gcsfs.", "botocore.", "httpx")
 _NOT_FOUND = ("NotFound", "FileNotFoundError")
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)  # clients of buckets raise them without an errno
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if `error` is that a device or the host has no room. XLA gives it the status that servers give to those who ask too often."""
+    of_jax = any(kind.__name__ == "JaxRuntimeError" for kind in type(error).__mro__)  # TensorStore's are of other kinds
+    return isinstance(error, MemoryError) or (of_jax and _OUT_OF_MEMORY.search(str(error)) is not None)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -97,6 +104,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, UserError):
         return error.exit_code == ExitCode.UNAVAILABLE
+    if is_out_of_memory(error):
+        return False
     code = _OS_ERROR_CODE.search(str(error))
     if code is not None:
         return int(code[1]) not in _OF_CONTENT

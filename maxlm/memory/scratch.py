@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UnavailableError, UserError
 
 ALIGN = 4096  # of offsets, sizes and addresses: direct I/O on any disk
 REQUEST_BYTES = 16 * 2**20
@@ -28,6 +28,13 @@ _REASONS = {
 def aligned(size: int) -> int:
     """`size`, rounded up to whole blocks."""
     return -(-size // ALIGN) * ALIGN
+
+
+def _whole_blocks(moved: int) -> int:
+    """Bytes of a request that was cut short from which on it can be repeated. Raises OSError if that is none."""
+    if moved < ALIGN:
+        raise OSError(errno.EIO, "a request was cut short")
+    return moved // ALIGN * ALIGN
 
 
 class Buffer:
@@ -73,12 +80,12 @@ class ScratchFile:
         return self._requests(self._write, offset, view)
 
     def wait(self, requests: Sequence[Future[None]]) -> None:
-        """Wait for requests. Raises UserError for one that failed."""
+        """Wait for requests. Raises UnavailableError for one that failed: the next start makes a new file from the checkpoint."""
         for request in requests:
             try:
                 request.result()
             except OSError as error:
-                raise self._explained(error) from None
+                raise UnavailableError(str(self._explained(error))) from None
 
     def _requests(self, move: object, offset: int, view: memoryview) -> list[Future[None]]:
         starts = range(0, len(view), REQUEST_BYTES)
@@ -86,14 +93,12 @@ class ScratchFile:
 
     def _read(self, offset: int, view: memoryview) -> None:
         while view:
-            moved = os.preadv(self._descriptor, [view], offset)
-            if not moved:
-                raise OSError(errno.EIO, "the file ends early")
+            moved = _whole_blocks(os.preadv(self._descriptor, [view], offset))
             offset, view = offset + moved, view[moved:]
 
     def _write(self, offset: int, view: memoryview) -> None:
         while view:
-            moved = os.pwritev(self._descriptor, [view], offset)
+            moved = _whole_blocks(os.pwritev(self._descriptor, [view], offset))
             offset, view = offset + moved, view[moved:]
 
     def _explained(self, error: OSError) -> UserError:

@@ -164,6 +164,8 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
     if config.compression is not None and config.diloco is None:
         values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
+    if config.compression is not None and config.compression.kind != "int8" and config.diloco is None:
+        values["optimizer.beta2"] = config.optimizer.beta2  # second moments stay those of the warm-up, whose weights sum to what it says
     ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
     values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change

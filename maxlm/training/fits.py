@@ -19,6 +19,7 @@ from maxlm.config.axes import BATCH_AXES
 from maxlm.config.fields import Section
 from maxlm.config.optimizer_state import OptimizerStateConfig
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.transient import is_out_of_memory
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.kernels.attention.xla import QUERY_BLOCK
@@ -286,7 +287,7 @@ def _compare(doing: str, parts: Sequence[Part], limit: int, device: jax.Device |
 
 
 _USED = re.compile(r"Used ([\d.]+\w?) of ([\d.]+\w?) (\w+)")  # a TPU's compiler
-_ASKED = re.compile(r"allocat\w*\s+([\d.]+ ?[KMGTP]?i?[Bb](?:ytes)?)\b")
+_ASKED = re.compile(r"allocat\w*\s+([\d.]+ ?[KMGTP]?i?(?:[Bb](?:ytes)?)?)\b")
 
 
 @contextlib.contextmanager
@@ -296,7 +297,7 @@ def explain_out_of_memory(doing: str, remedy: str = _FEWER_ACTIVATIONS) -> Itera
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         text = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError) and not _is_out_of_memory(text):
+        if not is_out_of_memory(error):
             raise
         _log.info("out of memory while %s", doing, exc_info=error)
         used, asked = _USED.search(text), _ASKED.search(text)
@@ -310,7 +311,3 @@ def explain_out_of_memory(doing: str, remedy: str = _FEWER_ACTIVATIONS) -> Itera
 
 def _readable(figure: str) -> str:
     return in_bytes(int(figure.removesuffix(" bytes"))) if figure.endswith(" bytes") else figure
-
-
-def _is_out_of_memory(text: str) -> bool:
-    return re.search(r"out of memory|RESOURCE_EXHAUSTED.*allocat|ran out of memory", text, re.IGNORECASE | re.DOTALL) is not None

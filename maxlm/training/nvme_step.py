@@ -8,6 +8,7 @@ continues from its checkpoint.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.memory.disk import DiskArray, DiskState
+from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host, on_device, to_device, to_host
 from maxlm.models.parameters import Parameters
 from maxlm.training.group_update import Group, GroupUpdate, Scalars
@@ -71,8 +73,20 @@ class NvmeStep:
         return replace(new, step=after.step, skipped=after.skipped, model_state=after.model_state, guard=after.guard), metrics
 
     def memory_analysis(self) -> Any:
-        """XLA's figures of the gradients' program, the largest."""
-        return None if self._gradients is None else self._gradients.memory_analysis()
+        """XLA's figures of the gradients' program, the largest, whose arguments here are all that is on a device meanwhile."""
+        stats = None if self._gradients is None else self._gradients.memory_analysis()
+        if stats is None:
+            return None
+        figures = {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")}
+        counted = [name for name in ("argument_size_in_bytes", "peak_memory_in_bytes") if figures.get(name)]
+        return SimpleNamespace(**{**figures, **{name: figures[name] + self.resident_bytes for name in counted}})
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of the state on a device that the gradients' program does not read, such as moments where masters alone are in the file."""
+        read = ("step", "skipped", "params", "model_state", "guard")
+        flat = {path: leaf for path, leaf in flat_state(self._abstract).items() if path[0] not in read and not is_on_host(leaf)}
+        return sum(bytes_on_device(leaf) for path, leaf in flat.items() if path not in self._filed_paths)
 
     @property
     def _names(self) -> list[Name]:

@@ -15,7 +15,7 @@ from maxlm.config.transient import first_line
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import within_layer
 from maxlm.telemetry.observer import Event
-from maxlm.training.gradients import cast_frozen
+from maxlm.training.gradients import cast_frozen, compresses
 from maxlm.training.named_tensors import Mark, in_order, with_checks
 from maxlm.training.program import Program
 from maxlm.training.saving import not_finite
@@ -48,9 +48,9 @@ class Replay:
                 tensor, layer = sized.first_not_finite(state, batch, step - 1)
             where = tensor if layer is None else f"{tensor} of layer {layer}"
             reason = f"{where} is the first tensor that is not finite, in a replay of update {step:,}"
-            data |= (
-                {"reason": reason, "tensor": tensor, "layer": layer} if tensor else {"reason": f"a replay of update {step:,} was finite"}
-            )
+            shared = "" if session.program.config.diloco is None else " of the shared weights; a worker has its own"
+            finite = {"reason": f"a replay of update {step:,} was finite{shared}"}
+            data |= {"reason": reason, "tensor": tensor, "layer": layer} if tensor else finite
         except Exception as error:
             _log.info("the replay failed", exc_info=True)
             data["reason"] = f"update {step:,} was not finite, and its replay failed: {first_line(error)}"
@@ -93,12 +93,12 @@ class Replay:
 
     @cached_property
     def _gradients(self) -> Any:
-        program = self._program
+        program, slices = self._program, int(compresses(self._program.config))  # gradients of slices are stacked
 
         def finite(path: Any, leaf: jax.Array) -> jax.Array:
             place = within_layer(program.config.model, tuple(str(entry.key) for entry in path))
             stacked = 0 if place is None else place[1].ndim
-            return jnp.all(jnp.isfinite(leaf), axis=tuple(range(stacked, leaf.ndim)))
+            return jnp.all(jnp.isfinite(leaf), axis=(*range(slices), *range(slices + stacked, leaf.ndim)))
 
         def gradients(params: Parameters, model_state: Parameters, batch: Any, step: jax.Array) -> Any:
             batch = program.objective.with_randomness(batch, step)

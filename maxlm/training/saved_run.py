@@ -17,9 +17,10 @@ from maxlm.models.adapted_matrix import merged
 from maxlm.models.adapters import Stored, leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import Names
+from maxlm.training import schedule_free
 from maxlm.training.ema import EMA
 from maxlm.training.schedule_free import at_average, with_z
-from maxlm.training.split_masters import in_parts, whole
+from maxlm.training.split_masters import difference_dtype, in_parts, whole
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
@@ -44,6 +45,12 @@ class SavedRun:
     def config(self) -> Config:
         """Its config, with a model that has the parameters of `weights`: adapters are merged into them."""
         return self.trained.model_copy(update={"model": self.trained.model.merged})
+
+    @property
+    def holds_parameters(self) -> bool:
+        """True if a checkpoint has the parameters as they are, and nothing that they are computed from."""
+        config = self.trained
+        return config.model.lora is None and difference_dtype(config) is None and config.optimizer.name != schedule_free.NAME
 
     @cached_property
     def checkpoints(self) -> Checkpoints:

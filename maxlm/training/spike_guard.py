@@ -97,5 +97,9 @@ class WatchedUpdates(Updater):
             sums = sums._replace(added={**sums.added, RATIO: ratios(self.config.model, state.params, proposed.params)})
         if self._refuses:
             refused, window = judge(state.guard, state.step, sums.values(self.metrics)["loss"], grad_norm, self._settings)
+            if self.config.diloco is not None:
+                refused &= (
+                    state.step + 1 < self.config.total_steps
+                )  # the last update is where workers meet, and no later one makes up for it
             proposed = replace(proposed, guard=window, skipped=state.skipped + refused)
         return proposed, sums, grad_norm

@@ -58,7 +58,7 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     if grown and program.config.model.lora is not None:
         rule = f"is above that of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
         raise ConfigError("model.vocab_size", model.vocab_size, rule, f"use {other.vocab_size}, or train without model.lora first")
-    wanted = _wanted(other, model, program.mesh)
+    wanted = _wanted(program, saved, model)
     restored = saved.restore(wanted, source.step, source.weights)
     params = _grown(program, restored.params) if grown else restored.params
     if program.config.model.lora is None:
@@ -66,15 +66,25 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
     return program.begin_with(_adapters(program), frozen(program.config.model, params, restored.model_state))
 
 
-def _wanted(source: ModelConfig, model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
-    """Shapes of the source with the shardings of the model; tables of a vocabulary that grows are whole."""
+def _wanted(program: Program, saved: SavedRun, model: ModelConfig) -> dict[str, Any]:
+    """Shapes of the source with the shardings of the model; tables of a vocabulary that grows are whole. What the first state has in host
+    memory is read to there, unless it is computed from what the source has saved.
+    """
+    source, mesh = saved.config.model, program.mesh
     whole, grown = NamedSharding(mesh, PartitionSpec()), source.vocab_size != model.vocab_size
 
-    def wanted(shape: Any, spec: PartitionSpec, axes: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole if grown and "vocab" in axes else NamedSharding(mesh, spec))
+    def wanted(shape: Any, sharding: NamedSharding, axes: tuple[str, ...] = ()) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=whole if grown and "vocab" in axes else sharding)
 
-    params = jax.tree.map(wanted, abstract_parameters(source), parameter_specs(model, mesh), parameter_axes(model))
-    return {"params": params, "model_state": jax.tree.map(wanted, abstract_model_state(source), model_state_specs(model, mesh))}
+    direct = saved.holds_parameters and program.config.model.lora is None
+    places = program.state_shardings.params if direct else _shardings(parameter_specs(model, mesh), mesh)
+    states = _shardings(model_state_specs(model, mesh), mesh)
+    params = jax.tree.map(wanted, abstract_parameters(source), places, parameter_axes(model))
+    return {"params": params, "model_state": jax.tree.map(wanted, abstract_model_state(source), states)}
+
+
+def _shardings(specs: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
 def _adapters(program: Program) -> Parameters:
@@ -111,16 +121,20 @@ def _grown(program: Program, params: Any) -> Any:
     _log.info("rows %d to %d of the vocabulary are drawn: the source has none", first, config.model.vocab_size - 1)
 
     model, mesh = config.model.merged, program.mesh
-    shardings = jax.tree.map(
-        partial(NamedSharding, mesh), parameter_specs(model, mesh), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-    )
+    leaves, structure = jax.tree.flatten(params)
+    wanted = jax.tree.leaves(abstract_parameters(model))
+    short = [number for number, (leaf, whole) in enumerate(zip(leaves, wanted, strict=True)) if leaf.shape != whole.shape]
+    shardings = jax.tree.leaves(_shardings(parameter_specs(model, mesh), mesh))
 
-    def join(params: Any) -> Any:
-        fresh = init_parameters(model, config.train.seed)
-        return jax.tree.map(lambda old, new: old if old.shape == new.shape else jnp.concatenate([old, new[len(old) :]]), params, fresh)
+    def join(tables: list[jax.Array]) -> list[jax.Array]:
+        fresh = jax.tree.leaves(init_parameters(model, config.train.seed))
+        return [jnp.concatenate([old, fresh[number][len(old) :]]) for number, old in zip(short, tables, strict=True)]
 
     with jax.set_mesh(mesh):
-        return jax.jit(join, out_shardings=shardings)(params)
+        joined = jax.jit(join, out_shardings=[shardings[number] for number in short])([leaves[number] for number in short])
+    for number, table in zip(short, joined, strict=True):
+        leaves[number] = table
+    return jax.tree.unflatten(structure, leaves)
 
 
 def fingerprint(source: StartFromConfig | BranchFromConfig) -> str:

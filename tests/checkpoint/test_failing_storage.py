@@ -8,15 +8,18 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from checkpoint_cases import IDENTITY, bits, open_store
+from jax.errors import JaxRuntimeError
 from test_processes import run
 
-from maxlm.checkpoint import Checkpoints, manifest
-from maxlm.checkpoint.errors import DamagedError, UnreachableError, Verdict, verdict_of
+from maxlm.checkpoint import Checkpoints, manifest, reader
+from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.retention import HEALTHY, NewestHealthy
+from maxlm.config import transient
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.runtime.ownership import Ownership
+from maxlm.training.fits import explain_out_of_memory
 from maxlm.training.rollback import Journal
 
 
@@ -48,6 +51,26 @@ def failing(error, times=10**9, only=None, real=None):
     return fail
 
 
+NO_ROOM = "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 8.00G. That was not possible. There are 2.00G free."
+
+
+def test_a_device_without_room_is_no_storage_that_may_come_back():
+    """It would be read five times, and the run started again and again."""
+    tried = []
+
+    def read():
+        tried.append(1)
+        raise JaxRuntimeError(NO_ROOM)
+
+    with pytest.raises(JaxRuntimeError):
+        transient.retried(read, "reading")
+    assert len(tried) == 1
+    with pytest.raises(UserError, match=r"while restoring \(it asked for 8.00G more\)"), explain_out_of_memory("restoring"):
+        raise JaxRuntimeError(NO_ROOM)
+    with pytest.raises(CheckpointError, match=r"does not fit here .*: use more devices"):
+        reader._agree(Path("3"), JaxRuntimeError(NO_ROOM))
+
+
 @pytest.mark.parametrize(
     ("error", "on_disk", "in_bucket"),
     [
@@ -73,6 +96,9 @@ def failing(error, times=10**9, only=None, real=None):
         (DISK, Verdict.UNREACHABLE, Verdict.UNREACHABLE),
         (UserError("another experiment"), Verdict.REFUSED, Verdict.REFUSED),
         (MemoryError(), Verdict.REFUSED, Verdict.REFUSED),
+        (JaxRuntimeError(NO_ROOM), Verdict.REFUSED, Verdict.REFUSED),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."), Verdict.REFUSED, Verdict.REFUSED),
+        (ValueError("RESOURCE_EXHAUSTED: too many requests; allocated quota exceeded"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -283,12 +283,12 @@ def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch):
 
     def cached(lines: int, text: str = source) -> bool:
         mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(id=0)]))
-        program = SimpleNamespace(lower=lambda: lower(lines, text), compiler_options={}, mesh=mesh)
+        program = SimpleNamespace(lower=lambda: lower(lines, text), compiler_options={}, mesh=mesh, nvme=None)
         return aot.compile_program(program, parse("v5e:2x2")).cached
 
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(aot, "available_hbm", lambda topology: GIB)
-    monkeypatch.setattr(aot, "_compile", lambda lowered, available, options: aot.CompiledStep("text", None, 0, available, 1.0))
+    monkeypatch.setattr(aot, "_compile", lambda lowered, available, options, resident: aot.CompiledStep("text", None, 0, available, 1.0))
     assert lower(0).as_text() != lower(1).as_text(), "lines are in the kernel's bytecode"
     assert [cached(0), cached(1), cached(0, source.replace("2", "3"))] == [False, True, False]
 

@@ -1,5 +1,6 @@
 """State in a file on a local disk (`memory.offload_state: {optimizer: nvme}`)."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tiny import run_steps, tiny_batch, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
+from maxlm.config.errors import UnavailableError
 from maxlm.config.schema import CheckpointConfig
 from maxlm.memory.disk import DiskArray, load_all
 from maxlm.memory.scratch import Buffer, ScratchFile
@@ -73,6 +75,15 @@ def test_small_states_in_a_file(folder, cut):
         assert mine.dtype == theirs.dtype and np.mean(np.isclose(mine.astype("float32"), theirs.astype("float32"), rtol=1e-5)) > 0.999
 
 
+def test_what_stays_on_a_device_beside_the_gradients_is_counted(folder):
+    """Masters alone in the file: all moments stay."""
+    program = tiny_program(1, memory={"offload_state": {"master": "nvme", "nvme": {"dir": str(folder)}}})
+    seen, said = program.step._gradients.memory_analysis(), program.step.memory_analysis()
+    moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state.opt_state))
+    assert said.argument_size_in_bytes - seen.argument_size_in_bytes == moments > 0
+    assert said.temp_size_in_bytes == seen.temp_size_in_bytes
+
+
 def test_a_kill_leaves_no_file(tmp_path):
     """The file has no name while it is used: nothing is there to read after kill -9, and the space is free."""
     text = f"""
@@ -94,6 +105,31 @@ def test_large_requests_come_back_as_written(tmp_path, monkeypatch):
     file.wait(file.write(0, out.view))
     file.wait(file.read(4096, back.view[: 2**16 - 4096]))
     assert bytes(back.view[: 2**16 - 4096]) == bytes(out.view[4096:])
+    file.close()
+
+
+def test_a_request_that_is_cut_short_goes_on_at_a_whole_block(tmp_path, monkeypatch):
+    """Direct I/O knows no other place."""
+    places, written, read = [], os.pwritev, os.preadv
+
+    def short(move):
+        def moved(descriptor, views, offset):
+            places.append(offset)
+            done = move(descriptor, [views[0][: 2 * 4096]], offset)
+            return done - 100 if done > 4096 else done
+
+        return moved
+
+    monkeypatch.setattr(os, "pwritev", short(written))
+    monkeypatch.setattr(os, "preadv", short(read))
+    file, out, back = ScratchFile(str(tmp_path), 2**16, 2), Buffer(2**16), Buffer(2**16)
+    out.view[:] = np.random.default_rng(0).bytes(2**16)
+    file.wait(file.write(0, out.view))
+    file.wait(file.read(0, back.view))
+    assert places == 2 * [block * 4096 for block in range(16)] and back.view == out.view
+    monkeypatch.setattr(os, "preadv", lambda *_: 100)
+    with pytest.raises(UnavailableError, match=r"fails \(a request was cut short\); check the disk"):
+        file.wait(file.read(0, back.view))
     file.close()
 
 
@@ -120,7 +156,7 @@ def test_a_failing_disk_ends_the_update_and_nothing_is_saved_from_it(folder, cut
         raise OSError(5, "Input/output error")
 
     disk._file._read = fails
-    with jax.set_mesh(program.mesh), pytest.raises(UserError, match=r"nvme\.dir = \S+ fails \(Input/output error\)"):
+    with jax.set_mesh(program.mesh), pytest.raises(UnavailableError, match=r"nvme\.dir = \S+ fails \(Input/output error\)"):
         program.step(state, jax.device_put(tiny_batch(), program.batch_sharding))
     with pytest.raises(UserError, match="Input/output error"):
         load_all(state)

@@ -42,11 +42,19 @@ def test_the_first_tensor_and_its_layer_are_named(replay):
     assert named(replay, batch=tiny_batch(0)._replace(weights_BS=weights)) == ("batch.weights_BS", None)
 
 
-def test_of_gradients_the_last_layer_is_named():
-    """They are computed backwards. Here those of two layers and of the embedding overflow, and nothing else."""
-    program = tiny_program(1, model={"n_layers": 4})
+@pytest.mark.parametrize("slices", [0, 2, 4])
+def test_of_gradients_the_last_layer_is_named(slices):
+    """They are computed backwards. Here those of two layers and of the embedding overflow, and nothing else. With compression they come
+    stacked, one of each slice, as many as layers or not.
+    """
+    compressed = {"mesh": {"data": slices, "slices": slices}, "compression": {"kind": "int8"}} if slices else {}
+    program = tiny_program(max(slices, 1), model={"n_layers": 4}, **compressed)
 
     def gradients(params, model_state, batch, denominator):
+        _, grads = of_a_slice(params)
+        return None, jax.tree.map(lambda grad: jnp.stack([jnp.zeros_like(grad)] * (slices - 1) + [grad]), grads) if slices else grads
+
+    def of_a_slice(params):
         grads = jax.tree.map(jnp.zeros_like, params)
         layers = grads["layers"]["0"]
         layers["mlp"]["gate_DF"] = layers["mlp"]["gate_DF"].at[2, 0, 0].set(jnp.inf)

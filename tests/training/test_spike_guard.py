@@ -1,18 +1,20 @@
 """Spikes are refused on the devices; figures of layers are those of plain arithmetic; a clean run is not changed by being watched."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_batch, tiny_program
+from tiny import tiny_batch, tiny_config, tiny_program
 
 from maxlm.config.reliability import HealthConfig
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import DEAD_STEPS, LayerAlarms, LayerFigures
 from maxlm.training.layer_figures import GRADIENT, RATIO, layer_names
-from maxlm.training.spike_guard import empty_window, judge, limit
+from maxlm.training.spike_guard import WatchedUpdates, Window, empty_window, judge, limit
+from maxlm.training.step import TrainState
 
 SKIP = HealthConfig(spike="skip", spike_steps=4)
 MESH = {"fsdp": 2, "tensor": 2}
@@ -59,6 +61,25 @@ def test_a_lasting_change_is_let_through(judged):
     lasting = curve()
     lasting[100:] += 5.0
     assert judged(lasting) == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize(("sections", "refused"), [({}, [1, 1]), ({"diloco": {"workers": 2, "every": 10}}, [1, 0])], ids=["plain", "local"])
+def test_the_update_after_which_workers_meet_for_the_last_time_is_let_through(sections, refused):
+    """Without it their updates since the last meeting would be lost; no later one makes up for it."""
+    sums = SimpleNamespace(values=lambda metrics: {"loss": jnp.float32(99.0)})
+
+    class Inner:
+        config, metrics = tiny_config(mesh={"data": 2}, train={"steps": 100}, **sections), ()
+
+        def __call__(self, state, batch):
+            return state, sums, jnp.float32(1.0)
+
+    watched, found = WatchedUpdates(Inner(), HealthConfig(spike="skip")), []
+    for step in (50, 99):
+        window = Window(jnp.full(JUMP_WINDOW, 2.0), jnp.zeros(JUMP_WINDOW), jnp.int32(JUMP_WINDOW), jnp.int32(step))
+        state = TrainState(jnp.int32(step), jnp.int32(0), {}, (), {}, guard=window)
+        found.append(int(watched(state, None)[0].skipped))
+    assert found == refused
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.config.schema import StartFromConfig
+from maxlm.memory.spaces import is_on_host
 from maxlm.parallel import build_mesh
-from maxlm.training.program import build_program
+from maxlm.training.program import Program, build_program
 from maxlm.training.start_from import begin_from, fingerprint
 
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"bias_rate": 0.01}}}
@@ -49,16 +50,22 @@ def first_loss(program, state):
 LAYOUTS = [
     {},
     {"mesh": {"fsdp": 2, "tensor": 2}},
+    {"mesh": {"fsdp": 2}, "memory": {"remat": "full", "offload_state": {"optimizer": "host", "master": "host"}}},
     pytest.param({"optimizer": {"name": "muon"}, "mesh": {"data": 2, "fsdp": 1}}, marks=pytest.mark.soak),
 ]
 
 
 @pytest.mark.parametrize("sections", LAYOUTS, ids=str)
-def test_the_first_loss_is_that_of_the_source(source, sections):
+def test_the_first_loss_is_that_of_the_source(source, sections, monkeypatch):
     folder, model, loss, params = source
     devices = int(np.prod([*sections.get("mesh", {}).values()])) if sections.get("mesh") else 1
     program = tiny_program(devices, model=model, **sections) if sections else plain_program(bool(model))
+    begin, read = Program.begin_with, []
+    monkeypatch.setattr(
+        Program, "begin_with", lambda self, *given: (read.append(jax.tree.map(is_on_host, given[0])), begin(self, *given))[1]
+    )
     state = begin_from(program, StartFromConfig(path=str(folder)), None)
+    assert read == [jax.tree.map(is_on_host, program.state_shardings.params)], "a device may not hold what the host is to hold"
     assert int(state.step) == int(state.skipped) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), jax.device_get(first_state(program).opt_state))
