@@ -288,8 +288,8 @@ def test_a_checkpoint_says_which_sides_have_bases():
 
 def test_second_moments_that_are_frozen_keep_the_decay_that_they_were_made_with():
     """What divides the updates depends on it; in AdamW it may change, also with gradients in int8, which freeze nothing."""
-    kinds = ({"kind": "sign", "warmup_steps": 4}, {"kind": "int8"}, None)
-    frozen, whole, plain = (tiny_config(mesh={"data": 2, "slices": 2}, compression=kind) for kind in kinds)
+    kinds = ({"compression": {"kind": "sign", "warmup_steps": 4}}, {"compression": {"kind": "int8"}}, {})
+    frozen, whole, plain = (tiny_config(mesh={"data": 2, "slices": 2}, **kind) for kind in kinds)
     assert identity(frozen, "")["optimizer.beta2"] == str(frozen.optimizer.beta2)
     assert "optimizer.beta2" not in identity(whole, "") | identity(plain, "")
 
