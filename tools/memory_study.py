@@ -1,12 +1,13 @@
 """Find the largest model that each kind of parallelism can train, by compiling: writes docs/memory.md and docs/memory.png.
 
-    python tools/memory_study.py [--devices 4 8] [--tiers]
+    python tools/memory_study.py [--devices 4 8] [--tiers [--only TEXT]]
 
 The study follows DeepSpeed's third-party characterisation: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
 device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB, without the
 hardware. Each row takes about three compiles of a minute or two: memory is linear in layers, so two compiles predict the third.
 
 `--tiers` prints a table of `memory.offload_state` instead, for docs/memory_tiers.md, with the predicted time of a step.
+`--only`: those whose name has TEXT.
 """
 
 import argparse
@@ -149,9 +150,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=sorted(TOPOLOGIES), choices=sorted(TOPOLOGIES))
     parser.add_argument("--tiers", action="store_true")
+    parser.add_argument("--only", metavar="TEXT", default="")
     arguments = parser.parse_args()
     if arguments.tiers:
-        study_tiers(arguments.devices)
+        study_tiers(arguments.devices, arguments.only)
         return
     found: dict[tuple[str, int], int] = {}
     available = 0
@@ -162,12 +164,12 @@ def main() -> None:
     write(found, available)
 
 
-def study_tiers(counts: Sequence[int]) -> None:
-    """Print a row for each way of TIERED, on each number of devices. With a file the time is that of the gradients alone."""
+def study_tiers(counts: Sequence[int], only: str) -> None:
+    """Print a row for each way of TIERED whose name has `only`, on each number of devices. With a file the time is that of the gradients alone."""
     heads = ("state", "chips", "layers", "parameters", "published, scaled by memory", "step, s", "GB of host memory a chip")
     print(f"| {' | '.join(heads)} |\n{len(heads) * '|---'}|")
     for devices in counts:
-        for way in TIERED:
+        for way in (way for way in TIERED if only in way.name):
             layers, step = largest(way, devices)
             config, topology = config_of(way, devices, layers), parse(TOPOLOGIES[devices])
             seconds = program_cost(build(config, topology), read(step.text), topology).total_s
