@@ -19,6 +19,7 @@ from maxlm.hardware.topologies import is_tpu
 from maxlm.telemetry.attempts import Attempt
 from maxlm.telemetry.formatting import energy, money
 from maxlm.telemetry.ledger import ledger_of, read_attempts
+from maxlm.telemetry.lifetime import Process
 from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
@@ -184,8 +185,8 @@ def spent_before(run: RunDirectory, rates: Rates) -> Totals:
     chips, hour, watts, pue = (_amount(stated, name) for name in ("chips", "per_chip_hour", "watts_per_chip", "pue"))
     cost, kwh = _amount(last, "cost"), _amount(last, "energy_kwh")
     estimated = last.get("energy_estimated") is True
-    ledger = ledger_of(attempts, processes)
-    held_s = ledger.held_s
+    held_s = ledger_of(attempts, processes).held_s
+    rest_s += held_s - ledger_of(attempts, _up_to(attempts[-1], processes)).held_s  # of starts that ended before they could record one
     if hour is None or chips is None:
         cost = None if rates.per_second is None else rates.per_second * held_s
     elif stated.get("currency") != rates.currency:
@@ -199,6 +200,12 @@ def spent_before(run: RunDirectory, rates: Rates) -> Totals:
         kwh += watts * chips * pue * rest_s / JOULES_A_KWH
         estimated = True
     return Totals(cost, kwh, rates.currency, estimated)
+
+
+def _up_to(attempt: Attempt, processes: Sequence[Process]) -> list[Process]:
+    """The processes up to that of `attempt`, the newest, in the order of their file; without one of it, those that began before it."""
+    own = next((number for number, process in enumerate(processes) if attempt.id and process.attempt == attempt.id), None)
+    return list(processes[: own + 1]) if own is not None else [process for process in processes if process.began < attempt.began]
 
 
 def _newest(run: RunDirectory, events: Sequence[Event], attempt: Attempt) -> tuple[Mapping[str, Any], Mapping[str, Any], float]:

@@ -11,6 +11,7 @@ from maxlm.config.loader import load
 from maxlm.hardware.power import POWERS
 from maxlm.telemetry.bill import Bill, Rates, Totals, rates_of, spent_before
 from maxlm.telemetry.files import FileObserver
+from maxlm.telemetry.lifetime import Process
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.summary import figures_of
@@ -167,6 +168,28 @@ def test_no_restart_loses_what_was_paid(tmp_path, record):
     assert before.cost == pytest.approx(5.4 + 3.6), "an attempt without records"
     assert before.kwh == pytest.approx(3.75 + 2.5)
     assert figures_of(load_run(run.path)).cost == "$5.40", "at the last start; not at the record that is left"
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["killed", "its supervisor too"])
+def test_starts_that_end_before_they_train_are_paid_for_once(tmp_path, record, recorded):
+    """Chips are held while hosts are waited for, and while a start crashes before its event."""
+    run = RunDirectory.create(tmp_path, "r")
+    files = FileObserver(run)
+    files.on_event(start(Bill(RATES, NOTHING, began=0.0), 1000.0, "a"))
+    files.on_step(record(step=1, time=4600.0, extra={"cost": 3.6, "energy_kwh": 2.5}))
+    files.close()
+    run.heartbeat.write_text(json.dumps({"attempt": "a", "time": 4600.0, "goodput": {}}))
+    own = [Process("a", 1000.0, 4600.0, 3600.0, -9, False, False, "killed")] if recorded else []
+    early = Process("", 0.0, 900.0, 900.0, 1, False, False, "crashed before the first start, which has counted it")
+    waited = [Process("", first, first + 1800.0, 1800.0, 7, False, True, "a host did not come") for first in (5000.0, 7000.0)]
+    run.supervisor.write_text("".join(json.dumps(process._asdict()) + "\n" for process in [early, *own, *waited]))
+    before = spent_before(run, RATES)
+    assert (before.cost, before.kwh) == (pytest.approx(3.6 + 3.6), pytest.approx(2.5 + 2.5)) and before.estimated
+    files = FileObserver(run)
+    files.on_event(start(Bill(RATES, before, began=0.0), 10_000.0, "b"))
+    files.close()
+    run.heartbeat.write_text(json.dumps({"attempt": "b", "time": 10_000.0, "goodput": {}}))
+    assert spent_before(run, RATES).cost == pytest.approx(7.2), "the next start counts them no more"
 
 
 def test_currencies_are_never_mixed(tmp_path, record):
