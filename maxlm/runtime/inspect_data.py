@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from maxlm.config.errors import UserError
 from maxlm.config.loader import find, load
 from maxlm.config.paths import is_remote, store_argument
+from maxlm.config.schema import Config
 
 ROWS = 8  # of a batch that are printed
 RUN_CONFIG = "config.yml"
@@ -58,15 +59,32 @@ def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, al
     folder = Path(place).expanduser()
     is_run = (folder / RUN_CONFIG).is_file()
     config = load(str((folder / RUN_CONFIG).absolute()) if is_run else place, overrides, any_mesh=True).config
-    pipeline, position = open_training_data(config), dict[str, Any]()
-    if is_run:
-        from maxlm.training.saved_run import SavedRun
-
-        positions = SavedRun(folder, config).checkpoints.positions()
-        position = positions[max(positions)] if positions else {}
-    pipeline.go_on(position, tuple(position.get("left_out", ())))
+    pipeline = open_training_data(config)
+    position, left_out = _next_start(config, folder if is_run else None)
+    pipeline.go_on(position, left_out)
     if step is not None:
         batch = describe_batch(pipeline, step, None if all_rows else ROWS)
         return batch, render_batch(batch)
     shares = describe_shares(pipeline, config.total_steps, position.get("next_step", 0))
     return shares, render_shares(shares)
+
+
+def _next_start(config: Config, folder: Path | None) -> tuple[Mapping[str, Any], tuple[int, ...]]:
+    """(data position, numbers of the batches that are left out) from which the next start of a run goes on; of a branch without checkpoints
+    of its own, that of its source. `folder`: of the run; None: it has none yet.
+    """
+    from maxlm.telemetry.run_dir import RunDirectory
+    from maxlm.training.rollback import Journal
+    from maxlm.training.saved_run import SavedRun, open_run
+
+    file = None if folder is None else RunDirectory(folder, primary=False).roll_backs
+    journal = Journal(file, leave_out=config.health.leave_out if config.health is not None else ())
+    positions: Mapping[int, Mapping[str, Any]] = {}
+    if folder is not None:
+        checkpoints = SavedRun(folder, config).checkpoints
+        unfit = journal.unfit(checkpoints, healthy_only=config.health is not None)
+        positions = {step: position for step, position in checkpoints.positions().items() if step not in unfit}
+    position = positions[max(positions)] if positions else {}
+    if not positions and (branch := config.train.branch_from) is not None:
+        position = open_run(Path(branch.path)).checkpoints.positions().get(branch.step, {})
+    return position, journal.left_out(position)
