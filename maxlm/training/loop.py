@@ -269,9 +269,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
         if (session.held_out is not None and end.eval_loss is None) or not _run_tasks(session, meter, saving, end.step, state):
-            end = replace(
-                end, status="preempted", message=f"{end.message}, and a signal came before the evaluation: the next start does it"
-            )
+            end = replace(end, status="preempted", message=f"{end.message}, and a signal came before the evaluation")
     saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
