@@ -74,6 +74,14 @@ class RunDirectory:
         numbers = (path.stem.rpartition("-")[2] for path in self.path.glob("config-until-*.yml"))
         return sorted(int(number) for number in numbers if number.isdecimal())
 
+    def trained_again(self, step: int) -> None:
+        """Note that steps after `step` are trained again, with the present config: others were replaced at `step` at the latest."""
+        newer = [self.config_until(number) for number in self.replaced_configs() if number > step]
+        if newer and not self.config_until(step).exists():
+            newer.pop(0).replace(self.config_until(step))
+        for path in newer:
+            path.unlink()
+
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
         files = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report)

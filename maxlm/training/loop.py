@@ -25,6 +25,7 @@ from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
 from maxlm.training.ema import average_of
 from maxlm.training.evaluate import evaluate
@@ -166,6 +167,8 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
     data = {"from_step": end.step, "reason": back.reason, "cause": back.cause, "batches": batches}
     data |= {"seconds": round(time.monotonic() - began, 3), "passed_over": (again.restored or {}).get("passed_over", [])}
     session.observers.on_event(Event("rollback", again.step, data=data))
+    if session.folder is not None:
+        RunDirectory(session.folder, primary=True).trained_again(again.step)
     return again
 
 

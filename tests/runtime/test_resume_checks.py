@@ -87,6 +87,17 @@ def test_of_a_checkpoint_further_back_the_settings_of_that_time_count(directory)
     assert attempt(directory, C, 9) == {}
 
 
+def test_after_a_roll_back_the_present_settings_train_the_steps_again(directory):
+    directory.write_config(dump(A))
+    attempt(directory, B, 5)
+    attempt(directory, C, 8)
+    directory.trained_again(4)
+    assert directory.replaced_configs() == [4] and directory.config_until(4).read_text() == dump(A)
+    assert attempt(directory, C, 6) == {}, "no longer trained with B"
+    directory.trained_again(4)
+    assert set(attempt(directory, C, 3)) == {"train.z_loss"}, "3 was trained with A"
+
+
 def test_a_config_of_another_version_is_kept_and_said(directory):
     directory.write_config("model: {no_such_setting: 1}\n")
     assert "cannot read" in attempt(directory, A, 5)["config"][0]

@@ -142,6 +142,7 @@ def rolled_back(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(meter, "step_flops", lambda config: 1.0)
     folder, script = tmp_path_factory.mktemp("rolled"), Script(poison=(43,))
+    (folder / "config-until-45.yml").write_text("the settings until then")
     outcome, events = run(folder, script)
     patch.undo()
     return folder, outcome, events, script
@@ -153,6 +154,7 @@ def test_training_goes_back_before_the_spike_and_leaves_its_batches_out(rolled_b
     (event,) = events.of("rollback")
     assert (event.step, event.data["cause"], event.data["batches"]) == (40, "spike", [42, 43, 44, 45, 46, 47])
     assert position(folder, TOTAL)["left_out"] == event.data["batches"] and position(folder, TOTAL)["roll_backs"] == 1
+    assert [path.name for path in folder.glob("config-until-*")] == ["config-until-40.yml"]
     assert script.trained[-40:] == [40, 41, *range(48, 86)], "from step 40 to the end"
 
 
