@@ -31,6 +31,7 @@ class ConsoleObserver:
         self._total = total_steps
         self._primary = primary
         self._console = console or Console()
+        self._redraws = self._console.is_terminal and not self._console.is_dumb_terminal  # on which rich draws nothing
         self._clock = clock
         self._pace = Pace(total_steps, clock)
         self._live: Live | None = None
@@ -43,7 +44,7 @@ class ConsoleObserver:
             return
         self._record = record
         self._pace.saw(record)
-        if self._console.is_terminal:
+        if self._redraws:
             self._live = self._live or self._start_live()
         elif record.step >= self._total or self._clock() - self._printed_at >= PLAIN_EVERY_S:
             self._print_plain(record)
@@ -65,7 +66,7 @@ class ConsoleObserver:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        elif self._record is not None and self._record.step != self._printed_step and not self._console.is_terminal:
+        elif self._record is not None and self._record.step != self._printed_step and not self._redraws:
             self._print_plain(self._record)
 
     def _start_live(self) -> Live:

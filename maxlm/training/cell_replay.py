@@ -146,6 +146,13 @@ def comparable(sums: NDArray[np.uint32]) -> bool:
     return len(wrong_work(sums)) <= max(2, cells // 2)
 
 
+def erratic(sums: NDArray[np.uint32]) -> bool:
+    """True if all cells found other sums when they computed the same rows again, as two or three do within four rotations."""
+    cells = sums.shape[1]
+    again = [np.any(sums[rotation] != sums[rotation + cells], (1, 2)) for rotation in range(len(sums) - cells)]
+    return bool(again) and bool(np.all(np.any(again, 0)))
+
+
 def judge_cells(sums: NDArray[np.uint32]) -> Verdict:
     """Verdict on the cells that computed rows which gave different sums: with the sums that the most cells found, the others are wrong."""
     cells = sums.shape[1]

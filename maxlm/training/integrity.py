@@ -21,7 +21,7 @@ from maxlm.config.errors import ConfigError
 from maxlm.config.reliability import IntegrityConfig
 from maxlm.config.schema import Config
 from maxlm.telemetry.observer import Event
-from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, judge_cells, wrong_work
+from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
 from maxlm.training.program import Program
 from maxlm.training.replicas import Compared, Element, Replicas, Verdict, judge_by, judge_copies
@@ -88,13 +88,15 @@ class Integrity:
         if not wrong_work(sums):
             self._replayed = step
             return None
-        if not comparable(sums):
+        few = comparable(sums)
+        if few:
+            sums = np.concatenate([sums, self._replay.run(number, state, batch, FURTHER)])
+        if not few or erratic(sums):
             reason = "most devices compute other bits than their neighbours from the same numbers: this platform is not deterministic, or"
             reason += " many devices are broken; integrity.replay_every is off until the next start"
             self._replay = None
             self._alarm(step, "replay_not_comparable", reason)
             return None
-        sums = np.concatenate([sums, self._replay.run(number, state, batch, FURTHER)])
         cells = judge_cells(sums)
         odd, suspects = (frozenset(d for cell in found for d in self._replay.devices(cell)) for found in cells)
         return self._corrupted(step, "computed other bits than others from the same numbers", Verdict(odd, suspects), self._replayed)

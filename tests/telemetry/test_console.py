@@ -122,3 +122,11 @@ def test_the_end_is_said_once_and_last(record):
     first, last, stopped = screen.getvalue().splitlines()
     assert (first.split("/")[0], last.split("/")[0]) == ("step 1", "step 3")
     assert stopped == "Stopped at step 3 (preempted): stopped by SIGTERM; the same command continues it"
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines(record, monkeypatch):
+    """As the shell of an editor is."""
+    monkeypatch.setenv("TERM", "dumb")
+    console, screen, _ = observer(100, force_terminal=True, color_system=None)
+    console.on_step(record(1))
+    assert screen.getvalue().startswith("step 1/100")
