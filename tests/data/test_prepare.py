@@ -15,7 +15,7 @@ from data_cases import every_byte, prepare_config, some_texts
 
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig
-from maxlm.data import encoding, manifest, prepare as module
+from maxlm.data import encoding, manifest, prepare as module, storage
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer
@@ -189,6 +189,33 @@ def test_an_interrupted_one_with_other_settings_starts_over(source, tmp_path, mo
     other = {"eval_fraction": 0.5, "tokenizer": {"vocab_size": 310}}
     make(prepare_config(tmp_path / "store", source, **other))
     make(prepare_config(tmp_path / "whole", source, **other))
+    assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dies_at", range(1, 8))
+def test_killed_while_it_starts_over_it_keeps_nothing_of_the_other_settings(source, tmp_path, monkeypatch, dies_at):
+    """A kill before any of the first writes: the tokenizer of the settings before must not make the tokens of these."""
+    other = {"tokenizer": {"vocab_size": 310}}
+    whole = make(prepare_config(tmp_path / "whole", source, **other))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 3)
+        make(prepare_config(tmp_path / "store", source))
+    left = [dies_at]
+
+    def counted(write):
+        def count(*args, **kwargs):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return write(*args, **kwargs)
+
+        return count
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in ("delete", "write_bytes"):
+            patch.setattr(storage, name, counted(getattr(storage, name)))
+        make(prepare_config(tmp_path / "store", source, **other))
+    assert make(prepare_config(tmp_path / "store", source, **other)) == whole
     assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
 
 
