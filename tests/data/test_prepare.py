@@ -219,6 +219,19 @@ def test_killed_while_it_starts_over_it_keeps_nothing_of_the_other_settings(sour
     assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
 
 
+def test_it_says_how_much_of_other_settings_it_drops(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 40)
+        make(prepare_config(tmp_path / "store", source))
+    documents = load_progress(str(tmp_path / "store")).documents
+    assert 0 < documents <= 40
+    prepare(prepare_config(tmp_path / "store", source, eval_fraction=0.5))
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{documents} documents of an unfinished prepare with other settings or sources are dropped" in said
+    assert "continuing after" not in said
+
+
 def test_a_bad_document_leaves_no_store_and_a_mended_one_is_prepared(source, tmp_path):
     good = source.read_text()
     source.write_text(good + '\n{"text": 5}')
