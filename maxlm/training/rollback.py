@@ -111,6 +111,11 @@ class Journal:
         return ""
 
 
+def recorded(path: Path) -> list[Record]:
+    """Read the roll backs in the file of a journal, in this process alone; [] if there is none. Raises UserError, OSError."""
+    return _parse(_text(path), path)
+
+
 def _read(path: Path) -> list[Record]:
     text = multihost.only_process_0(lambda: retried(lambda: _text(path), f"reading {path}"), f"reading {path}")
     return _parse(multihost.text_from_process_0(text or ""), path)
