@@ -554,11 +554,18 @@ class Checkpoints:
             self._writer.reload()
 
     def _set_aside(self, step: int, resumed_at: int) -> None:
-        aside = self.directory / _ASIDE
+        folder, aside, in_bucket = self.directory / str(step), self.directory / _ASIDE, is_remote(str(self.directory))
         aside.mkdir(parents=True, exist_ok=True)
+        if in_bucket:  # which has no folder without a file, and without this one Orbax takes it for an unfinished save, and removes it
+            (aside / _COMMITTED).write_text("checkpoints that training went back behind")
         same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
         target = aside / (f"{step}-{same + 1}" if same else str(step))
-        (self.directory / str(step)).rename(target)
+        committed = (folder / _COMMITTED).read_bytes() if in_bucket else b""
+        if in_bucket:  # file after file is moved there: after a kill, what is left is no checkpoint
+            (folder / _COMMITTED).unlink()
+        folder.rename(target)
+        if in_bucket:
+            (target / _COMMITTED).write_bytes(committed)
         _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
 
 
