@@ -67,6 +67,8 @@ def restore_or_init(
         start = replace(start, left_out=journal.left_out(start.position))
         if unfit:
             checkpoints.resume_at(start.step)
+        if checkpoints.memory is not None:
+            checkpoints.memory.forget_newer(start.step)
     compiled.result()
     return start
 
