@@ -166,6 +166,22 @@ def test_all_is_as_in_a_run_that_was_given_the_list(rolled_back, tmp_path):
     assert state_of(tmp_path) == state_of(folder)
 
 
+@pytest.mark.parametrize("spare", [5, 6], ids=["short", "enough"])
+def test_data_that_a_roll_back_makes_too_short_are_an_alarm_at_once(tmp_path, monkeypatch, spare):
+    """Six batches are left out; a run that begins with so few is refused, and one that trains has time to be given more."""
+
+    def check_length(data, steps):
+        if batch_number(steps - 1, data.left_out) >= TOTAL + spare:
+            raise ConfigError("data.mixture", ["store"], "ends at token 85 of 86", "raise `epochs`")
+
+    monkeypatch.setattr(Data, "check_length", check_length)
+    outcome, events = run(tmp_path, Script(poison=(43,)))
+    assert (outcome.status, [event.step for event in events.of("rollback")]) == ("done", [40])
+    told = [event for event in events.of("alarm") if event.data["cause"] == "short_data"]
+    assert [event.step for event in told] == ([40] if spare == 5 else [])
+    assert all("raise `epochs`" in event.data["reason"] and event not in events[: events.index(events.of("rollback")[0])] for event in told)
+
+
 def test_a_page_of_evidence_shows_figures_batches_and_samples(rolled_back):
     folder, _, events, _ = rolled_back
     (page,) = folder.glob("evidence-*.md")
