@@ -18,6 +18,8 @@ class NumberedData:
     def go_on(self, position, left_out):
         self.began, self.left_out = position, left_out
 
+    def check_length(self, steps): ...
+
     def position(self, step):
         return {}
 

@@ -115,13 +115,13 @@ class Checkpoints:
         return self._listed_by_process_0()[0]
 
     def latest(self, unfit: Container[int] = ()) -> int | None:
-        """Step of the newest committed checkpoint that process 0 sees, or of a newer copy in memory, but for the `unfit`, or None; if there
+        """Step of the newest committed checkpoint that process 0 sees, but for the `unfit`, or of a newer copy in memory, or None; if there
         are only strays, the log says so. Raises UnavailableError in all processes.
         """
         steps, strays = self._listed_by_process_0()
         if strays and not steps:
             _log.warning("%s has no checkpoint: %s", self.directory, "; ".join(strays))
-        copy = self._copy(unfit)
+        copy = self._copy()
         return max([*(step for step in steps if step not in unfit), *([] if copy is None else [copy.step])], default=None)
 
     def strays(self) -> list[str]:
@@ -134,7 +134,7 @@ class Checkpoints:
         Raises UnavailableError in all processes: without one of them nobody knows whether training has gone back behind it.
         """
         self._settle()
-        copy = self.memory.newest() if self.memory is not None else None
+        copy = self._copy()
         found = {} if copy is None else {copy.step: copy.layout.described.data_position}
         found |= multihost.only_process_0(self._positions, f"reading the manifests in {self.directory}") or {}
         text = multihost.text_from_process_0(json.dumps(found))
@@ -152,6 +152,13 @@ class Checkpoints:
         steps = self.steps()
         with ThreadPoolExecutor(_READERS) as pool:
             return {step: one.data_position for step, one in zip(steps, pool.map(read, steps), strict=True) if one is not None}
+
+    def pass_over_copies(self, judge: Callable[[int, Mapping[str, Any]], str]) -> None:
+        """Use no copies in memory for which `judge` of step and data position gives a reason, the same in all processes."""
+        while self.memory is not None and (copy := self._copy()) is not None:
+            if not (reason := judge(copy.step, copy.layout.described.data_position)):
+                return
+            self.memory.pass_over(reason)
 
     def resume_at(self, step: int) -> None:
         """The run continues from `step`: the first save moves newer checkpoints into `aside/`."""
@@ -287,14 +294,14 @@ class Checkpoints:
     def restore(self, abstract_state: Any, step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
         """Restore the newest undamaged checkpoint or copy in memory, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
 
-        `unfit`: steps whose checkpoints are passed over, with reasons; the same in all processes.
+        `unfit`: steps whose checkpoints are passed over, with reasons; the same in all processes. It is not about copies in memory.
 
         Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`, as are strays. The first save
         afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if all are damaged (naming each), if
         the identity differs, or if a leaf is missing, unknown, or of another shape or dtype; UnreachableError if storage still fails
         after several tries.
         """
-        copy = self._copy(unfit or {}) if step is None else None
+        copy = self._copy() if step is None else None
         restored = self._restore(abstract_state, step, self.identity, unfit or {}, copy)
         self._resumed_at, self._spoilt = restored.step, None if restored.source == STORE else restored.step
         if self.memory is not None:
@@ -306,10 +313,9 @@ class Checkpoints:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
         return self._restore(abstract_state, step, None, {})
 
-    def _copy(self, unfit: Container[int]) -> Found | None:
-        """The newest copy in memory, if it may be continued."""
-        copy = self.memory.newest() if self.memory is not None else None
-        return None if copy is None or copy.step in unfit else copy
+    def _copy(self) -> Found | None:
+        """The newest copy in memory that was not passed over."""
+        return self.memory.newest() if self.memory is not None else None
 
     def _from_memory(self, abstract_state: Any, copy: Found) -> Restored | None:
         """The state of `copy`, the newest in the memory of the hosts; None if its bytes have changed: then the newest is one before it."""
@@ -340,7 +346,7 @@ class Checkpoints:
         while restored is None and copy is not None:
             newer = [number for number in left if number >= copy.step]
             restored = self._newest_good(abstract_state, newer, candidates, identity, skipped) or self._from_memory(abstract_state, copy)
-            left, copy = left[len(newer) :], self._copy(unfit)
+            left, copy = left[len(newer) :], self._copy()
         restored = restored or self._newest_good(abstract_state, left, candidates, identity, skipped)
         if restored is not None:
             return dataclasses.replace(restored, skipped=(*skipped, *restored.skipped))
@@ -554,11 +560,18 @@ class Checkpoints:
             self._writer.reload()
 
     def _set_aside(self, step: int, resumed_at: int) -> None:
-        aside = self.directory / _ASIDE
+        folder, aside, in_bucket = self.directory / str(step), self.directory / _ASIDE, is_remote(str(self.directory))
         aside.mkdir(parents=True, exist_ok=True)
+        if in_bucket:  # which has no folder without a file, and without this one Orbax takes it for an unfinished save, and removes it
+            (aside / _COMMITTED).write_text("checkpoints that training went back behind")
         same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
         target = aside / (f"{step}-{same + 1}" if same else str(step))
-        (self.directory / str(step)).rename(target)
+        committed = (folder / _COMMITTED).read_bytes() if in_bucket else b""
+        if in_bucket:  # file after file is moved there: after a kill, what is left is no checkpoint
+            (folder / _COMMITTED).unlink()
+        folder.rename(target)
+        if in_bucket:
+            (target / _COMMITTED).write_bytes(committed)
         _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
 
 

@@ -104,10 +104,15 @@ class MemoryCopies:
         try:
             return recovery.load(found, wanted, self._say)
         except DamagedError as error:
-            self._say(f"the copy of step {found.step} in memory is not used: {error}")
-            assert self._left is not None, "it was found there"
-            self._found = recovery.find(self._left, self._identity, self._say, self._secret, before=found.step)
+            self.pass_over(str(error))
             return None
+
+    def pass_over(self, reason: str) -> None:
+        """Go on with the copy before `newest`, which there is: then that is the newest. All processes call it."""
+        found = self.newest()
+        assert self._left is not None and found is not None, "it was found there"
+        self._say(f"the copy of step {found.step} in memory is not used: {reason}")
+        self._found = recovery.find(self._left, self._identity, self._say, self._secret, before=found.step)
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
         """Claim the folder, and check that two copies fit. Raises ConfigError."""

@@ -162,9 +162,11 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
     fingerprint = manifest.fingerprint(settings)
     done = load_progress(store)
     if done is None or done.fingerprint != fingerprint:
-        save_progress(store, fingerprint)  # drops what was prepared with other settings
+        if done is not None and done.documents:
+            console.print(f"{store}: {done.documents:,} documents of an unfinished prepare with other settings or sources are dropped")
         for name in (manifest.TOKENIZER, *manifest.COMPANIONS, manifest.METADATA):
             storage.delete(store, name)
+        save_progress(store, fingerprint)  # last: once it is saved, a tokenizer in the store is that of these settings
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size) if job.config.conversations is None else marks.DTYPE

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError, as_user_error
+from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.objectives import CONTENT, build_objective, kind_of
@@ -77,7 +77,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
 def _prepare(config: Config) -> None:
     if jax.process_count() == 1:
         prepare_store(config.data)
-    elif not Path(config.data.store or "", "store.json").exists():
+    elif config.data.store is None or storage.read_bytes(config.data.store, manifest.MANIFEST) is None:  # of a disk or a bucket
         raise UserError(
             f"data.store = {config.data.store} is not prepared: on several hosts run `maxlm data prepare` once before training."
         )

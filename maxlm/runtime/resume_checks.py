@@ -13,6 +13,7 @@ from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.optimizer import learning_rate
+from maxlm.training.rollback import recorded
 from maxlm.training.session import Start
 
 IGNORED = ("run.", "cluster.", "prometheus.")  # settings that change no step
@@ -44,11 +45,12 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
 
 
 def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence[str]) -> str:
-    """Return why a run without checkpoints, but perhaps with `strays`, must not begin at step 0: it has saved before; else ""."""
+    """Return why a run without checkpoints, but perhaps with `strays`, must not begin at step 0: it has saved before, and not gone back
+    behind all that it saved; else "". Raises UserError if the file of roll backs is damaged.
+    """
     if not directory.events.is_file():
         return ""
-    events = filter(None, map(Event.of, read_objects(directory.events)))
-    saved = [event.step for event in events if event.kind == "save"]
+    saved = _still_saved(directory)
     if not saved:
         return ""
     problem = "; ".join([f"{checkpoints} holds no checkpoint", *strays])
@@ -56,6 +58,19 @@ def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence
         f"{problem}; but this run has saved step {saved[-1]:,} ({directory.events}): put its checkpoints back, set checkpoint.dir to where "
         f"they are, choose another run.name, or delete {directory.path} to begin anew. Nothing was changed."
     )
+
+
+def _still_saved(directory: RunDirectory) -> list[int]:
+    """Steps of the saves that count, oldest first: not those of steps that training went back behind, which the next save sets aside."""
+    saved: list[Event] = []
+    for event in filter(None, map(Event.of, read_objects(directory.events))):
+        if event.kind == "save":
+            saved.append(event)
+        elif event.kind in ("start", "restore", "rollback"):
+            saved = [one for one in saved if one.step <= event.step]
+    for record in recorded(directory.roll_backs):  # a kill may come before the event of the last one
+        saved = [one for one in saved if one.step <= record.before or one.time > record.time]
+    return [one.step for one in saved]
 
 
 def _differences(source: Path, config: Config, start: Start) -> dict[str, list[Any]]:

@@ -68,6 +68,8 @@ def restore_or_init(
         start = replace(start, left_out=journal.left_out(start.position))
         if unfit:
             checkpoints.resume_at(start.step)
+        if checkpoints.memory is not None:
+            checkpoints.memory.forget_newer(start.step)
     compiled.result()
     return start
 
@@ -104,14 +106,14 @@ def train(session: Session, start: Start) -> Outcome:
         session.observers.on_event(Event("restore", start.step, data=start.restored))
     if start.step > total or (start.step == total and session.concluded):
         return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
-    end: Start | Outcome = start
+    end = _train_from(session, start)
     while isinstance(end, Start):
-        end = _train_from(session, end)
+        end = _train_from(session, end, went_back=True)
     return end
 
 
-def _train_from(session: Session, start: Start) -> Outcome | Start:
-    """Train until the end, or until training goes back: then where it continues."""
+def _train_from(session: Session, start: Start, *, went_back: bool = False) -> Outcome | Start:
+    """Train until the end, or until training goes back: then where it continues. `went_back`: it has just done so."""
     same_data = start.position.get("store") == session.data.fingerprint
     total = session.program.config.total_steps
     levels, skipped = start.position.get("health") if same_data else None, int(jax.device_get(start.state.skipped))
@@ -128,6 +130,8 @@ def _train_from(session: Session, start: Start) -> Outcome | Start:
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)
     session.data.go_on(start.position, start.left_out)
+    if went_back:
+        _report_short_data(session, start.step)
     with jax.set_mesh(session.program.mesh):
         try:
             end = _run(session, meter, saving, start) if start.step < total else _all_done(total, start.state)
@@ -337,6 +341,15 @@ def _giving_up(ask: Callable[[], bool], session: Session, saving: Saving) -> Cal
 def _not_evaluated(session: Session, step: int) -> None:
     reason = "the evaluation was skipped: a signal asked training to stop"
     session.observers.on_event(Event("alarm", step, data={"cause": "not_evaluated", "reason": reason}))
+
+
+def _report_short_data(session: Session, step: int) -> None:
+    """Report that the data end before the run does: batches that a roll back leaves out are replaced by later ones."""
+    try:
+        session.data.check_length(session.program.config.total_steps)
+    except UserError as error:
+        reason = f"without the batches that are left out, the data are too short, and training will end there: {error}"
+        session.observers.on_event(Event("alarm", step, data={"cause": "short_data", "reason": reason}))
 
 
 def _report_problems(session: Session, data: Pipeline, step: int) -> None:

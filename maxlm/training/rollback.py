@@ -63,10 +63,12 @@ class Journal:
 
     def unfit(self, checkpoints: Checkpoints, *, healthy_only: bool) -> dict[int, str]:
         """Step -> reason, of the checkpoints that must not be continued: those of steps that were taken back, and with `healthy_only`
-        those newer than the newest healthy one.
+        those newer than the newest healthy one. Copies in memory of steps that were taken back are passed over: one may share its step with
+        a checkpoint of another lineage.
         """
         if not self.records and not healthy_only:
             return {}
+        checkpoints.pass_over_copies(self._taken_back)
         positions = checkpoints.positions()
         reasons = {step: reason for step, position in positions.items() if (reason := self._taken_back(step, position))}
         healthy = [step for step, position in positions.items() if step not in reasons and position.get(HEALTHY, True)]
@@ -109,6 +111,11 @@ class Journal:
             if record.number > position.get(COUNT, 0) and step > record.before:
                 return f"training went back from step {record.from_step:,} to {record.before:,} or earlier ({record.cause})"
         return ""
+
+
+def recorded(path: Path) -> list[Record]:
+    """Read the roll backs in the file of a journal, in this process alone; [] if there is none. Raises UserError, OSError."""
+    return _parse(_text(path), path)
 
 
 def _read(path: Path) -> list[Record]:

@@ -24,6 +24,7 @@ from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
+from maxlm.training.rollback import Journal
 
 PUT, PUT_ELSEWHERE = layout(4, 2), layout(2, 2)
 
@@ -211,6 +212,37 @@ def test_a_run_that_has_gone_back_forgets_newer_copies(work):
     checkpoints.memory.save(6, state_of(6), {"next_step": 6})
     checkpoints.restore(state_of(99), step=4)
     assert entries(work) == [], "a crash now must not bring back what the run left"
+
+
+LINEAGES = {
+    "the one before is fit": (5, None, (5, "memory")),
+    "both are taken back": (4, None, (4, "checkpoint")),
+    "a checkpoint of the same step is fit": (4, 1, (4, "checkpoint")),
+    "a checkpoint of the same step is taken back": (4, 0, (6, "memory")),
+}
+
+
+@pytest.mark.parametrize(("before", "count", "expected"), LINEAGES.values(), ids=LINEAGES)
+def test_a_copy_of_steps_that_were_taken_back_is_told_by_its_own_roll_backs(work, before, count, expected):
+    """`count`: roll backs before a checkpoint of step 6, which is damaged; the copy of that step is of the other lineage."""
+    journal = Journal(work / "roll_backs.json")
+    assert journal.add(8, before, [7], "spike", "the loss jumped") == ""
+    if count is not None:
+        checkpoints = opened(work)
+        checkpoints.save(6, state_of(6), {"next_step": 6, "roll_backs": count})
+        checkpoints.wait()
+    if count == 1:
+        flip(max((work / "checkpoints" / "6").rglob("d/*"), key=lambda file: file.stat().st_size))
+    if count == 0:
+        checkpoints.memory.save(6, state_of(6), {"next_step": 6, "roll_backs": 1})
+        checkpoints.memory.close(remove=False)
+    checkpoints = opened(work)
+    unfit = journal.unfit(checkpoints, healthy_only=True)
+    restored = checkpoints.restore(state_of(99), unfit=unfit)
+    assert (restored.step, restored.source) == expected
+    assert list(unfit) == ([6] if count == 0 else [])
+    taken_back = sum(f"training went back from step 8 to {before:,} or earlier" in line for line in restored.skipped)
+    assert taken_back == {5: 1, 4: 2 if count != 0 else 1}[before]
 
 
 def test_the_complete_copy_stays_until_the_next_one_is(work, monkeypatch):

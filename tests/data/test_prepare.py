@@ -15,7 +15,7 @@ from data_cases import every_byte, prepare_config, some_texts
 
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig
-from maxlm.data import encoding, manifest, prepare as module
+from maxlm.data import encoding, manifest, prepare as module, storage
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer
@@ -190,6 +190,46 @@ def test_an_interrupted_one_with_other_settings_starts_over(source, tmp_path, mo
     make(prepare_config(tmp_path / "store", source, **other))
     make(prepare_config(tmp_path / "whole", source, **other))
     assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("dies_at", range(1, 8))
+def test_killed_while_it_starts_over_it_keeps_nothing_of_the_other_settings(source, tmp_path, monkeypatch, dies_at):
+    """A kill before any of the first writes: the tokenizer of the settings before must not make the tokens of these."""
+    other = {"tokenizer": {"vocab_size": 310}}
+    whole = make(prepare_config(tmp_path / "whole", source, **other))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 3)
+        make(prepare_config(tmp_path / "store", source))
+    left = [dies_at]
+
+    def counted(write):
+        def count(*args, **kwargs):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return write(*args, **kwargs)
+
+        return count
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        for name in ("delete", "write_bytes"):
+            patch.setattr(storage, name, counted(getattr(storage, name)))
+        make(prepare_config(tmp_path / "store", source, **other))
+    assert make(prepare_config(tmp_path / "store", source, **other)) == whole
+    assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
+
+
+def test_it_says_how_much_of_other_settings_it_drops(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 40)
+        make(prepare_config(tmp_path / "store", source))
+    documents = load_progress(str(tmp_path / "store")).documents
+    assert 0 < documents <= 40
+    prepare(prepare_config(tmp_path / "store", source, eval_fraction=0.5))
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{documents} documents of an unfinished prepare with other settings or sources are dropped" in said
+    assert "continuing after" not in said
 
 
 def test_a_bad_document_leaves_no_store_and_a_mended_one_is_prepared(source, tmp_path):

@@ -1,12 +1,14 @@
 """Storage that fails for a moment ends a run with the code that is started again; damage in it is left out only if asked for, and told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from small_run import events, finish, make_workspace, metrics, start
 
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
+from maxlm.data import manifest, storage
 from maxlm.runtime import open_data
 from maxlm.telemetry.phases import Phases
 
@@ -29,6 +31,24 @@ def test_a_store_out_of_reach_has_another_code_than_one_that_is_not_there(monkey
     with pytest.raises(UserError, match=str(error)) as caught:
         open_data.open_data_on_all_hosts(Data(), Phases(Console()))
     assert caught.value.exit_code == code
+
+
+def test_on_several_hosts_a_store_in_a_bucket_is_found(monkeypatch):
+    """TensorStore's memory:// stands in for gs://. One that is not there is refused, and one out of reach may come back."""
+    monkeypatch.setattr(open_data.jax, "process_count", lambda: 2)
+
+    def prepare(store):
+        open_data._prepare(SimpleNamespace(data=SimpleNamespace(store=store)))
+
+    for absent in ("memory://bucket/several", None):
+        with pytest.raises(UserError, match=f"data.store = {absent} is not prepared: on several hosts run") as caught:
+            prepare(absent)
+        assert caught.value.exit_code == ExitCode.WRONG_INPUT
+    storage.write_bytes("memory://bucket/several", manifest.MANIFEST, b"{}")
+    prepare("memory://bucket/several")
+    monkeypatch.setattr(storage, "open_folder", lambda folder: (_ for _ in ()).throw(ValueError("UNAVAILABLE: no answer")))
+    with pytest.raises(UnavailableError, match="no answer"):
+        prepare("memory://bucket/several")
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from maxlm.config.loader import dump
 from maxlm.runtime.resume_checks import RATE, STORE, changed_settings, lost_checkpoints
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.rollback import Journal
 
 A = tiny_config()
 B = tiny_config(optimizer={"peak_lr": 1e-3})
@@ -132,3 +133,39 @@ def test_a_run_that_has_saved_does_not_begin_anew_because_its_checkpoints_are_go
         said.startswith("there holds no checkpoint; old-30 is not the name of a checkpoint; but this run has saved step 30 (")
         and "run.name" in said
     )
+
+
+BACK = Event("rollback", 0, data={"from_step": 34})
+
+
+@pytest.mark.parametrize(
+    ("after", "lost"),
+    [
+        ([BACK], None),
+        ([Event("start", 0)], None),  # killed before it told that it went back
+        ([Event("restore", 10)], 10),
+        ([BACK, Event("save", 10), Event("start", 10)], 10),
+        ([BACK, Event("save", 10), Event("save", 20), Event("start", 10)], 10),
+        ([Event("start", 30)], 30),
+        ([Event("start", 34)], 30),  # from a copy in memory
+    ],
+)
+def test_saves_that_training_went_back_behind_are_not_lost(directory, after, lost):
+    """The first save after it sets their checkpoints aside; a kill before that one is complete leaves none, and nothing is lost by it."""
+    before = [Event("start", 0), *(Event("save", step) for step in (10, 20, 30))]
+    directory.events.write_text("".join(f"{event.to_json()}\n" for event in [*before, *after]))
+    said = lost_checkpoints(directory, "there", [])
+    assert (said == "") if lost is None else f"this run has saved step {lost} (" in said
+
+
+@pytest.mark.parametrize("saved_again", [False, True])
+def test_a_roll_back_that_only_its_file_tells_counts_too(directory, saved_again):
+    directory.events.write_text(Event("start", 0, 1.0).to_json() + "\n" + Event("save", 30, 2.0).to_json() + "\n")
+    assert "this run has saved step 30 (" in lost_checkpoints(directory, "there", [])
+    journal = Journal(directory.roll_backs)
+    assert journal.add(34, 5, [30], "spike", "the loss jumped") == ""
+    if saved_again:
+        with directory.events.open("a") as file:
+            file.write(Event("save", 10, journal.records[-1].time + 9).to_json() + "\n")
+    said = lost_checkpoints(directory, "there", [])
+    assert ("this run has saved step 10 (" in said) if saved_again else said == ""

@@ -14,6 +14,7 @@ from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schedules import BranchFromConfig
 from maxlm.data.order import batch_number
 from maxlm.objectives import build_objective
@@ -103,11 +104,13 @@ def no_flops(monkeypatch):
     monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
 
 
-def run(folder, script, leave_out=(), events=None, stop=lambda step: None, init=None):
-    """(the outcome, the events) of an attempt in `folder`."""
+def run(folder, script, leave_out=(), events=None, stop=lambda step: None, init=None, copies=0):
+    """(the outcome, the events) of an attempt in `folder`, with copies in memory every `copies` steps."""
     events = Events() if events is None else events
     folder.mkdir(exist_ok=True)
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
+    if copies:
+        checkpoints.add_memory(MemoryCheckpointsConfig(every_steps=copies, folder=str(folder / "memory")))
     try:
         journal = Journal(folder / "roll_backs.json", leave_out=leave_out)
         start = restore_or_init(script, checkpoints, init, journal)
@@ -163,6 +166,22 @@ def test_all_is_as_in_a_run_that_was_given_the_list(rolled_back, tmp_path):
     outcome, given = run(tmp_path, Script(poison=(43,)), leave_out=events.of("rollback")[0].data["batches"])
     assert (outcome.status, given.of("rollback")) == ("done", [])
     assert state_of(tmp_path) == state_of(folder)
+
+
+@pytest.mark.parametrize("spare", [5, 6], ids=["short", "enough"])
+def test_data_that_a_roll_back_makes_too_short_are_an_alarm_at_once(tmp_path, monkeypatch, spare):
+    """Six batches are left out; a run that begins with so few is refused, and one that trains has time to be given more."""
+
+    def check_length(data, steps):
+        if batch_number(steps - 1, data.left_out) >= TOTAL + spare:
+            raise ConfigError("data.mixture", ["store"], "ends at token 85 of 86", "raise `epochs`")
+
+    monkeypatch.setattr(Data, "check_length", check_length)
+    outcome, events = run(tmp_path, Script(poison=(43,)))
+    assert (outcome.status, [event.step for event in events.of("rollback")]) == ("done", [40])
+    told = [event for event in events.of("alarm") if event.data["cause"] == "short_data"]
+    assert [event.step for event in told] == ([40] if spare == 5 else [])
+    assert all("raise `epochs`" in event.data["reason"] and event not in events[: events.index(events.of("rollback")[0])] for event in told)
 
 
 def test_a_page_of_evidence_shows_figures_batches_and_samples(rolled_back):
@@ -231,6 +250,29 @@ def test_a_spike_before_the_first_checkpoint_begins_anew(tmp_path):
     assert outcome.status == "done"
     assert [event.step for event in events.of("rollback")] == [0]
     assert saved_in(tmp_path) == [35, 40]
+
+
+@pytest.mark.parametrize("dies_at", [4, 12])
+def test_a_kill_after_a_return_to_the_beginning_costs_no_more_than_the_steps_since_the_newest_copy(tmp_path, dies_at):
+    """Copies of the steps that were taken back are newer: they must not stay in the place of those that are made now."""
+    checkpoint = {"every_steps": 35, "keep": 3}
+    whole, again = Script(poison=(25,), total=40), Script(poison=(25,), total=40)
+    for script in (whole, again):
+        script.config = script.config.model_copy(update={"checkpoint": script.config.checkpoint.model_copy(update=checkpoint)})
+    events = Events()
+
+    def stop(step):
+        if events.of("rollback") and step == dies_at:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        run(tmp_path / "killed", whole, events=events, stop=stop, copies=5)
+    assert [event.step for event in events.of("rollback")] == [0]
+    outcome, after = run(tmp_path / "killed", again, copies=5)
+    assert (outcome.status, after.of("rollback"), again.trained[0]) == ("done", [], dies_at // 5 * 5)
+    whole.config = again.config
+    assert run(tmp_path / "whole", whole)[0].status == "done"
+    assert state_of(tmp_path / "killed", 40) == state_of(tmp_path / "whole", 40)
 
 
 @pytest.fixture
