@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def study_tiers(counts: Sequence[int], only: str) -> None:
-    """Print a row for each way of TIERED with `only` in its name, on each number of devices. With a file: the time of the gradients alone."""
+    """Print a row for each way of TIERED with `only` in its name, on each number of devices. With a file: the time of gradients alone."""
     heads = ("state", "chips", "layers", "parameters", "published, scaled by memory", "step, s", "GB of host memory a chip")
     print(f"| {' | '.join(heads)} |\n{len(heads) * '|---'}|")
     for devices in counts:
