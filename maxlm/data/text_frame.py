@@ -26,9 +26,14 @@ class TextFrame(NamedTuple):
         return {"opening": list(self.opening), "prefix": self.prefix, "ends": list(self.ends)}
 
 
-def started_frame(source: Path | None, own: Path) -> TextFrame:
-    """The frame of a run with the tokenizer folder `own`, that starts from the model with the tokenizer in `source`: the model's, or as
-    recorded where that is gone; of a run that starts from none, the frame of token stores.
+def started_frame(source: Path | None, own: Path, end: int) -> TextFrame:
+    """The frame of a run with the tokenizer folder `own` on data whose documents end with `end`, that starts from the model with the
+    tokenizer in `source`: the model's, or as recorded where that is gone; of a run that starts from none, the frame of token stores.
+
+    The end of a document of that model still ends texts where the data has another one.
     """
     info = None if source is None else manifest.load(str(source)) or manifest.load(str(own))
-    return TextFrame() if info is None else TextFrame.of(info.settings)
+    if info is None:
+        return TextFrame()
+    frame = TextFrame.of(info.settings)
+    return frame._replace(ends=tuple(sorted({*frame.ends, info.end_of_document_id} - {end})))

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
-from maxlm.data.text_frame import started_frame
-from maxlm.data.tokenizer import open_tokenizer
+from maxlm.data.tokenizer import started_tokenizer
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import rehearse, run_task
@@ -35,8 +34,7 @@ class TrainingTasks:
         assert config.evaluation is not None, "asked without the section"
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
         source, own = config.train.start_from, Path(config.run.dir) / config.run.name / TOKENIZER
-        frame = started_frame(None if source is None else Path(source.path) / TOKENIZER, own)
-        self._tokenizer = open_tokenizer(config.data.stores[0], frame)
+        self._tokenizer = started_tokenizer(config.data.stores[0], own, None if source is None else Path(source.path) / TOKENIZER)
         self._scorer, self._name = Scorer(config, mesh), config.run.name
         state = least(config, dict(mesh.shape))[0]
         self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}
