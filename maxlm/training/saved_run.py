@@ -150,6 +150,12 @@ def _has(tree: Parameters, name: Names) -> bool:
     return True
 
 
+def source_tokenizer(config: Config) -> Path | None:
+    """The tokenizer of the run or the model that a run begins as; None if its config names none."""
+    source = config.train.branch_from or config.train.start_from
+    return None if source is None else Path(source.path) / TOKENIZER
+
+
 def open_run(directory: Path) -> SavedRun:
     """Open the folder of a run. The size of its mesh is not checked. Raises UserError if it is none."""
     if not (directory / CONFIG).is_file():

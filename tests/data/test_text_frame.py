@@ -88,10 +88,14 @@ def test_a_run_has_the_frame_of_the_model_that_it_starts_from(tmp_path):
     assert open_tokenizer(str(model)).frame == frame
     for name, source, wanted in (("fresh", None, TextFrame()), ("tuned", model, frame)):
         copy_tokenizer(str(store), tmp_path / name, source)
-        assert open_tokenizer(str(tmp_path / name)).frame == started_frame(source, tmp_path / name, EOS) == wanted
+        assert open_tokenizer(str(tmp_path / name)).frame == started_frame(source, tmp_path / name, EOS, goes_on=False) == wanted
     model.rename(tmp_path / "elsewhere")
     copy_tokenizer(str(store), tmp_path / "tuned", model)  # the run goes on
-    assert open_tokenizer(str(tmp_path / "tuned")).frame == started_frame(model, tmp_path / "tuned", EOS) == frame
+    assert open_tokenizer(str(tmp_path / "tuned")).frame == started_frame(model, tmp_path / "tuned", EOS, goes_on=False) == frame
+    for goes_on, wanted in ((True, frame), (False, TextFrame())):  # without a source in its config
+        copy_tokenizer(str(store), tmp_path / "tuned", goes_on=goes_on)
+        known = started_tokenizer(str(store), tmp_path / "tuned", None, goes_on=goes_on)
+        assert open_tokenizer(str(tmp_path / "tuned")).frame == known.frame == wanted
 
 
 @pytest.mark.parametrize(("ends", "wanted"), [((EOS,), (IM_END,)), ((), (IM_END,)), ((EOS, 3), (IM_END, 3))])
