@@ -57,7 +57,7 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
 
 def _chosen(saved: SavedRun, last: int, steps: Sequence[int]) -> list[int]:
     """The steps to average, oldest first."""
-    present = saved.checkpoints.steps()
+    present = saved.checkpoints.steps() if steps else saved.steps()
     there = f"{saved.checkpoints.directory} holds {', '.join(map(str, present)) or 'none'}"
     if steps:
         if missing := [step for step in steps if step not in present]:

@@ -78,16 +78,17 @@ def _write(
     progress: weights.Step,
     packing: Packing | None,
 ) -> Exported:
-    run, config, checkpoints = saved.directory, saved.config, saved.checkpoints
+    run, config = saved.directory, saved.config
     their_config |= _tokens(run / TOKENIZER, folder)
     found = weights.targets(config.model, family)
     repeated = weights.copies(config.model, family)
     shapes = dict(weights.with_copies(weights.their_shapes(config.model, found).items(), repeated))
     here = SingleDeviceSharding(jax.devices("cpu")[0])
     specs = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
-    at = step if step is not None else checkpoints.latest()
+    at = step if step is not None else saved.checkpoints.latest(saved.unfit)
     if at is None:
-        raise UserError(f"{run} holds no checkpoint.")
+        fit = " that it would continue from itself: name one with --step" if saved.unfit else ""
+        raise UserError(f"{run} holds no checkpoint{fit}.")
 
     def leaf(name: Names) -> np.ndarray:
         kind = next(kind for kind, tree in specs.items() if weights.entry(tree, name) is not None)
