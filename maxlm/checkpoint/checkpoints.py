@@ -136,12 +136,14 @@ class Checkpoints:
         self._settle()
         copy = self._copy()
         found = {} if copy is None else {copy.step: copy.layout.described.data_position}
-        found |= multihost.only_process_0(self._positions, f"reading the manifests in {self.directory}") or {}
+        found |= multihost.only_process_0(self.positions_here, f"reading the manifests in {self.directory}") or {}
         text = multihost.text_from_process_0(json.dumps(found))
         return {int(step): position for step, position in json.loads(text).items()}
 
-    def _positions(self) -> dict[int, dict[str, Any]]:
-        """Step -> data position of every checkpoint with a manifest; those that are damaged are reported when they are restored."""
+    def positions_here(self) -> dict[int, dict[str, Any]]:
+        """Step -> data position of every checkpoint with a manifest that this process sees; those that are damaged are reported when they
+        are restored.
+        """
 
         def read(step: int) -> manifest.Manifest | None:
             folder = self.directory / str(step)
@@ -309,9 +311,9 @@ class Checkpoints:
             restored = dataclasses.replace(restored, skipped=(*self.memory.take_said(), *restored.skipped))
         return restored
 
-    def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None) -> Restored:
+    def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
         """As `restore`, but reads and verifies only these entries of the state, and the identity is not checked."""
-        return self._restore(abstract_state, step, None, {})
+        return self._restore(abstract_state, step, None, unfit or {})
 
     def _copy(self) -> Found | None:
         """The newest copy in memory that was not passed over."""
@@ -339,7 +341,8 @@ class Checkpoints:
         candidates = [number for number in reversed(present) if number not in unfit and step in (None, number)]
         if not candidates and copy is None and (self.memory is None or step is not None):
             asked = "" if step is None else f" {step} (there are: {', '.join(map(str, present)) or 'none'})"
-            raise CheckpointError(f"{'; '.join([f'{self.directory} has no checkpoint{asked}', *strays])}.")
+            passed = (f"checkpoint {number} is passed over unless it is named: {reason}" for number, reason in unfit.items())
+            raise CheckpointError(f"{'; '.join([f'{self.directory} has no checkpoint{asked}', *strays, *passed])}.")
         skipped: list[str] = [*(f"checkpoint {number} was passed over: {reason}" for number, reason in unfit.items())]
         skipped += strays if step is None else []
         restored, left = None, candidates

@@ -26,9 +26,17 @@ class TextFrame(NamedTuple):
         return {"opening": list(self.opening), "prefix": self.prefix, "ends": list(self.ends)}
 
 
-def started_frame(source: Path | None, own: Path) -> TextFrame:
-    """The frame of a run with the tokenizer folder `own`, that starts from the model with the tokenizer in `source`: the model's, or as
-    recorded where that is gone; of a run that starts from none, the frame of token stores.
+def started_frame(source: Path | None, own: Path, end: int, *, goes_on: bool) -> TextFrame:
+    """The frame of a run with the tokenizer folder `own` on data whose documents end with `end`, that starts from the model with the
+    tokenizer in `source`: the model's, or as recorded where that is gone; of a run that starts from none, the frame of token stores.
+
+    `goes_on`: from a checkpoint of its own, so that what is recorded holds though its config names no source any more. The end of a
+    document of the model still ends texts where the data has another one.
     """
-    info = None if source is None else manifest.load(str(source)) or manifest.load(str(own))
-    return TextFrame() if info is None else TextFrame.of(info.settings)
+    info = None if source is None else manifest.load(str(source))
+    if info is None and (source is not None or goes_on):
+        info = manifest.load(str(own))
+    if info is None:
+        return TextFrame()
+    frame = TextFrame.of(info.settings)
+    return frame._replace(ends=tuple(sorted({*frame.ends, info.end_of_document_id} - {end})))

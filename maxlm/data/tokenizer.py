@@ -134,8 +134,8 @@ def stored_tokenizer(store: str, end_of_document: str, frame: TextFrame | None =
     return None if content is None else Tokenizer(content, end_of_document, f"{store}/{manifest.TOKENIZER}", frame)
 
 
-def open_tokenizer(folder: str, frame: TextFrame | None = None) -> Tokenizer:
-    """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote. `frame`: of its texts, as recorded by default.
+def open_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote.
 
     Raises UserError if it is missing.
     """
@@ -144,21 +144,28 @@ def open_tokenizer(folder: str, frame: TextFrame | None = None) -> Tokenizer:
         raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor the tokenizer folder of a run.")
     manifest.check_files(folder, info, [manifest.TOKENIZER])
     end = info.settings["data.prepare.tokenizer.end_of_document"]
-    tokenizer = stored_tokenizer(folder, end, frame or TextFrame.of(info.settings))
+    tokenizer = stored_tokenizer(folder, end, TextFrame.of(info.settings))
     if tokenizer is None:
         raise UserError(f"{folder}/{manifest.TOKENIZER} is missing; {manifest.REMAKE}.")
     return tokenizer
 
 
-def copy_tokenizer(store: str, folder: Path, source: Path | None = None) -> None:
+def started_tokenizer(store: str, own: Path, source: Path | None, *, goes_on: bool = False) -> Tokenizer:
+    """The tokenizer of the token store `store` with the frame of `started_frame`, as `copy_tokenizer` records it in `own`."""
+    tokenizer = open_tokenizer(store)
+    tokenizer.frame = started_frame(source, own, tokenizer.end_of_document_id, goes_on=goes_on)
+    return tokenizer
+
+
+def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes_on: bool = False) -> None:
     """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store. The companions of the
     tokenizer come from the store, or else from the folder `source`, the tokenizer of the model that the run starts from, as does the frame
-    of texts.
+    of texts. `goes_on`: as of `started_frame`.
     """
     content, info = storage.read_bytes(store, manifest.TOKENIZER), manifest.load(store)
     assert content is not None and info is not None, "a store that opened has both"
     storage.write_bytes(str(folder), manifest.TOKENIZER, content)
-    frame = started_frame(source, folder)
+    frame = started_frame(source, folder, info.end_of_document_id, goes_on=goes_on)
     if frame != TextFrame():
         settings = {**info.settings, FRAME: frame.to_json()}
         info = info.model_copy(update={"settings": settings, "fingerprint": manifest.fingerprint(settings)})

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 
-from maxlm.config import Config, UserError, rules
-from maxlm.config.errors import show
-from maxlm.config.loader import COMMAND_LINE, validate
+from maxlm.config import Config, UserError
 from maxlm.config.schema import WeightsKind
+from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
 from maxlm.interop.importing import import_model
@@ -89,30 +88,14 @@ def _model(
 def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
     """The trained model and precision, on the mesh of `overrides`."""
     chosen = _settings(overrides)
-    values: dict[str, Any] = {
-        "model": trained.model.model_dump(mode="json"),
-        "data": {"store": "unused", "seq_len": context},
-        "train": {"steps": 1, "global_batch": jax.device_count(), "loss_chunks": 1},
-        "precision": {**trained.precision.model_dump(mode="json", exclude={"loss_scale"}), **chosen["precision"]},
-        "mesh": chosen["mesh"],
-    }
-    sources = {f"{section}.{name}": COMMAND_LINE for section in SETTABLE for name in chosen[section]}
-    config = validate(values, sources)
-    rules.check(config, sources)
-    return config
+    training = {"loss_scale"} | ({"dispatch"} if chosen["mesh"].get("expert", 1) == 1 else set())  # no token travels to an expert
+    inherited = {"precision": trained.precision.model_dump(mode="json", exclude=training)}
+    return without_training(trained.model, context, jax.device_count(), chosen, inherited)
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`section.name=value` by section."""
-    found: dict[str, dict[str, Any]] = {section: {} for section in SETTABLE}
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        section, dot, name = key.strip().partition(".")
-        if section not in SETTABLE or not dot or not equals:
-            raise UserError(f"{show(text)}: an evaluation takes settings of mesh and precision, such as mesh.tensor=2.")
-        value = value.strip()
-        found[section][name] = int(value) if value.removeprefix("-").isdecimal() and len(value) < 20 else value
-    return found
+    return command_line(overrides, SETTABLE, ": an evaluation takes settings of mesh and precision, such as mesh.tensor=2.")
 
 
 def _positions(values: dict[str, Any]) -> int | None:

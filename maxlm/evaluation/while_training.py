@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
-from maxlm.data.text_frame import started_frame
-from maxlm.data.tokenizer import open_tokenizer
+from maxlm.data.tokenizer import started_tokenizer
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import rehearse, run_task
@@ -21,7 +20,7 @@ from maxlm.evaluation.task import Task, find_tasks
 from maxlm.interop.hosts import on_all
 from maxlm.runtime.consistency import require_equal
 from maxlm.training.fits import Part, explain_out_of_memory, least
-from maxlm.training.saved_run import TOKENIZER
+from maxlm.training.saved_run import TOKENIZER, source_tokenizer
 from maxlm.training.step import TrainState
 
 FEWER = "a task that generates copies the weights: leave it to `maxlm eval`, or split the weights over more devices with mesh.fsdp"
@@ -30,13 +29,14 @@ FEWER = "a task that generates copies the weights: leave it to `maxlm eval`, or 
 class TrainingTasks:
     """Runs tasks on the state of a training step. `folder`: where the primary process writes results; None on the others."""
 
-    def __init__(self, config: Config, mesh: Mesh, folder: Path | None, tasks: Sequence[Task]) -> None:
-        """Raises UserError naming what is wrong in a task, or that it does not fit in memory, before anything is compiled."""
+    def __init__(self, config: Config, mesh: Mesh, folder: Path | None, tasks: Sequence[Task], *, goes_on: bool = False) -> None:
+        """`goes_on`: the run has a checkpoint. Raises UserError naming what is wrong in a task, or that it does not fit in memory, before
+        anything is compiled.
+        """
         assert config.evaluation is not None, "asked without the section"
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
-        source, own = config.train.start_from, Path(config.run.dir) / config.run.name / TOKENIZER
-        frame = started_frame(None if source is None else Path(source.path) / TOKENIZER, own)
-        self._tokenizer = open_tokenizer(config.data.stores[0], frame)
+        own = Path(config.run.dir) / config.run.name / TOKENIZER
+        self._tokenizer = started_tokenizer(config.data.stores[0], own, source_tokenizer(config), goes_on=goes_on)
         self._scorer, self._name = Scorer(config, mesh), config.run.name
         state = least(config, dict(mesh.shape))[0]
         self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}
@@ -98,7 +98,7 @@ class _GivenUpError(Exception):
     """A signal asked training to stop."""
 
 
-def open_tasks(config: Config, mesh: Mesh, folder: Path | None) -> TrainingTasks:
-    """The tasks of `config.evaluation`. Raises UserError for one that is wrong."""
+def open_tasks(config: Config, mesh: Mesh, folder: Path | None, *, goes_on: bool = False) -> TrainingTasks:
+    """The tasks of `config.evaluation`; `goes_on`: the run has a checkpoint. Raises UserError for one that is wrong."""
     assert config.evaluation is not None, "asked without the section"
-    return TrainingTasks(config, mesh, folder, find_tasks(",".join(config.evaluation.tasks)))
+    return TrainingTasks(config, mesh, folder, find_tasks(",".join(config.evaluation.tasks)), goes_on=goes_on)

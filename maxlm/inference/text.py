@@ -7,17 +7,17 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from maxlm.config import Config, UserError, load
-from maxlm.config.errors import show
+from maxlm.config import Config, UserError
 from maxlm.config.rules import most_generated
-from maxlm.config.schema import MeshConfig, ModelConfig, WeightsKind
+from maxlm.config.schema import ModelConfig, WeightsKind
+from maxlm.config.without_training import command_line, without_training
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.generate import Sampler, batch_rows, cache_slots, generate
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
-from maxlm.training.saved_run import CONFIG, SavedRun, open_run
+from maxlm.training.saved_run import SavedRun, open_run
 
 DTYPES = ("float32", "bfloat16")
 MOST_PROMPTS = 2**16  # of a file
@@ -52,7 +52,7 @@ def generate_from_run(
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
-    mesh = _mesh(directory, config, overrides)
+    mesh = _mesh(config, overrides)
     with jax.set_mesh(mesh):
         slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
@@ -60,16 +60,11 @@ def generate_from_run(
         return continue_texts(config.model, weights.params, weights.model_state, tokenizer, prompts, sampler, dtype=dtype)
 
 
-def _mesh(directory: Path, config: Config, overrides: Sequence[str]) -> jax.sharding.Mesh:
-    if wrong := [text for text in overrides if not text.startswith("mesh.")]:
-        raise UserError(
-            f"{show(wrong[0])} is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
-        )
-    if not overrides:
-        return build_mesh(config.model_copy(update={"mesh": MeshConfig()}), jax.devices()[:1])
-    plain = [f"mesh.{axis}={size}" for axis, size in MeshConfig().model_dump(mode="json", exclude_none=True).items()]
-    batch = f"train.global_batch={jax.device_count() * config.train.global_batch}"  # which a mesh must divide
-    return build_mesh(load(str((directory / CONFIG).absolute()), [*plain, batch, *overrides], any_mesh=True).config)
+def _mesh(config: Config, overrides: Sequence[str]) -> jax.sharding.Mesh:
+    """The mesh of `overrides` over all devices; of none, one device."""
+    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
+    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
+    return build_mesh(without_training(config.model, config.data.seq_len, len(devices), chosen), devices)
 
 
 def continue_texts(

@@ -43,21 +43,21 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
     chosen = _chosen(saved, last, steps)
     with new_folder(out) as made:
         config = _config(saved.config)
+        (made / CONFIG).write_text(dump(config), encoding="utf-8")
+        open_run(made)  # what nothing could open is not worth averaging
         state = _mean(saved, chosen, kind, progress)
         checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})
         checkpoints.save(chosen[-1], state, {})
         checkpoints.close()
-        (made / CONFIG).write_text(dump(config), encoding="utf-8")
         _write_model(made / MODEL, config, f"the mean of {run.resolve().name}'s checkpoints {', '.join(map(str, chosen))}")
         if (run / TOKENIZER).is_dir():
             shutil.copytree(run / TOKENIZER, made / TOKENIZER)
-        open_run(made)  # what nothing could open is not left behind
     return Averaged(chosen, count_parameters(config.model))
 
 
 def _chosen(saved: SavedRun, last: int, steps: Sequence[int]) -> list[int]:
     """The steps to average, oldest first."""
-    present = saved.checkpoints.steps()
+    present = saved.checkpoints.steps() if steps else saved.steps()
     there = f"{saved.checkpoints.directory} holds {', '.join(map(str, present)) or 'none'}"
     if steps:
         if missing := [step for step in steps if step not in present]:
@@ -92,14 +92,14 @@ def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) 
 
 
 def _config(config: Config) -> Config:
-    """The run's config, without what made its own checkpoints."""
-    train = config.train.model_copy(update={"start_from": None})
+    """The run's config, without what made its own checkpoints: where it began, its objective, and the recipe of a store for that."""
+    train = config.train.model_copy(update={"start_from": None, "branch_from": None})
+    data = config.data.model_copy(update={"prepare": None})
     optimizer = config.optimizer.model_copy(update={"state": None})
     if optimizer.name == SCHEDULE_FREE:  # whose checkpoints hold two points
         optimizer = optimizer.model_copy(update={"name": "adamw"})
-    return config.model_copy(
-        update={"train": train, "optimizer": optimizer, "objective": None, "ema": None, "checkpoint": CheckpointConfig()}
-    )
+    without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
+    return config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})
 
 
 def _write_model(path: Path, config: Config, source: str) -> None:

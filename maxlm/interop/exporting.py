@@ -20,6 +20,7 @@ from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import MODEL, TOKENIZER_FILES
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.packing import Packing, packing_of
+from maxlm.interop.published_frame import json_object
 from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.parametrization import folded, standard
@@ -77,15 +78,17 @@ def _write(
     progress: weights.Step,
     packing: Packing | None,
 ) -> Exported:
-    run, config, checkpoints = saved.directory, saved.config, saved.checkpoints
+    run, config = saved.directory, saved.config
+    their_config |= _tokens(run / TOKENIZER, folder)
     found = weights.targets(config.model, family)
     repeated = weights.copies(config.model, family)
     shapes = dict(weights.with_copies(weights.their_shapes(config.model, found).items(), repeated))
     here = SingleDeviceSharding(jax.devices("cpu")[0])
     specs = {"params": abstract_parameters(config.model), "model_state": abstract_model_state(config.model)}
-    at = step if step is not None else checkpoints.latest()
+    at = step if step is not None else saved.checkpoints.latest(saved.unfit)
     if at is None:
-        raise UserError(f"{run} holds no checkpoint.")
+        fit = " that it would continue from itself: name one with --step" if saved.unfit else ""
+        raise UserError(f"{run} holds no checkpoint{fit}.")
 
     def leaf(name: Names) -> np.ndarray:
         kind = next(kind for kind, tree in specs.items() if weights.entry(tree, name) is not None)
@@ -122,7 +125,6 @@ def _write(
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1), encoding="utf-8")
     count = count_parameters(config.model)
-    their_config |= _tokens(run / TOKENIZER, folder)
     if not (folder / GENERATION).is_file():
         known = {name: their_config[name] for name in ("bos_token_id", "eos_token_id") if their_config.get(name) is not None}
         (folder / GENERATION).write_text(json.dumps(known), encoding="utf-8")
@@ -144,7 +146,7 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
 
 
 def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Copy the tokenizer; returns what config.json says of it."""
+    """Copy the tokenizer, with the ends of texts that this model has; returns what config.json says of it."""
     if not tokenizer.is_dir():
         return {}
     from maxlm.data.tokenizer import open_tokenizer
@@ -156,8 +158,26 @@ def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
     if not (folder / "tokenizer_config.json").is_file():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    ends = [known.end_of_document_id, *known.frame.ends]
-    return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    ends = list(dict.fromkeys([known.end_of_document_id, *known.frame.ends]))
+    stated = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    _restate(tokenizer, folder, GENERATION, stated)
+    for name in () if _template_reads_end(tokenizer) else ("tokenizer_config.json", "special_tokens_map.json"):
+        _restate(tokenizer, folder, name, {"eos_token": known.end_of_document})
+    return stated
+
+
+def _restate(source: Path, folder: Path, file: str, stated: dict[str, Any]) -> None:
+    """Write to `folder` the file of `source` that says something else, as one of another model does whose texts had other ends."""
+    said = json_object(source / file)
+    plain = {name: said[name].get("content") if isinstance(said.get(name), dict) else said.get(name) for name in stated}
+    if (source / file).is_file() and plain != stated:
+        (folder / file).write_text(json.dumps(said | stated, indent=1), encoding="utf-8")
+
+
+def _template_reads_end(source: Path) -> bool:
+    """True if the chat template writes `eos_token`: then it stays what conversations were rendered with for training."""
+    named, alone = json_object(source / "tokenizer_config.json").get("chat_template"), source / "chat_template.jinja"
+    return "eos_token" in json.dumps(named) or (alone.is_file() and "eos_token" in alone.read_text(encoding="utf-8", errors="replace"))
 
 
 def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packing | None) -> str:

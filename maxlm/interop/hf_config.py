@@ -104,11 +104,11 @@ class Keys:
         value = self._values.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0."""
+    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number, of `least` or more."""
         value = self.get(key, default)
-        if type(value) is not int or not 0 < value <= INT64:
-            self.refuse(key, value, "must be a whole number above 0")
+        if type(value) is not int or not least <= value <= INT64:
+            self.refuse(key, value, f"must be a whole number above {least - 1}" if least else "must be a whole number, 0 or above")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -316,10 +316,10 @@ def _mistral(keys: Keys) -> Section:
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
     section, window, types = _decoder(keys), keys.get("sliding_window"), keys.get("layer_types")
-    below = min(keys.count("max_window_layers"), section["n_layers"])  # layers without a window
     if not keys.flag("use_sliding_window", False) or not window:
         return {**section, **settings}
     if types is None:
+        below = min(keys.count("max_window_layers", least=0), section["n_layers"])  # layers without a window
         types = ["full_attention"] * below + ["sliding_attention"] * (section["n_layers"] - below)
     return {**section, **_windows(keys, types), **settings}
 

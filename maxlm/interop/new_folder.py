@@ -54,6 +54,9 @@ def _make(out: Path, held: ExitStack) -> Path:
     """A new folder beside `out`, locked until `held` closes or this process ends, so that another one knows whether it is in use."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already, and not empty: name a new folder.")
+    if out.is_symlink() or os.path.ismount(out):
+        kind = "a link" if out.is_symlink() else "where a file system is mounted"
+        raise UserError(f"--out {out} is {kind}, in whose place no folder can be put: name a folder inside it.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _locked(out.parent, wait=True):  # nobody takes a folder that is not locked yet for one that was left

@@ -16,7 +16,7 @@ def published_frame(folder: Path, tokenizer: Tokenizer, ends: Iterable[Any]) -> 
 
     Raises UserError for a file that is no JSON.
     """
-    said, generation = (_object(folder / name) for name in ("tokenizer_config.json", "generation_config.json"))
+    said, generation = (json_object(folder / name) for name in ("tokenizer_config.json", "generation_config.json"))
     bos = said.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
     prefix = tokenizer.ids.get(bos) if isinstance(bos, str) else None
@@ -26,7 +26,7 @@ def published_frame(folder: Path, tokenizer: Tokenizer, ends: Iterable[Any]) -> 
     return TextFrame(published_opening(tokenizer.text, said), prefix, tuple(sorted(known - {tokenizer.end_of_document_id})))
 
 
-def _object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`; {} if there is none."""
     try:
         values = json.loads(file.read_bytes()) if file.is_file() else {}

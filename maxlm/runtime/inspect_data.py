@@ -77,13 +77,10 @@ def _next_start(config: Config, folder: Path | None) -> tuple[Mapping[str, Any],
     from maxlm.training.rollback import Journal
     from maxlm.training.saved_run import SavedRun, open_run
 
+    saved = None if folder is None else SavedRun(folder, config)
     file = None if folder is None else RunDirectory(folder, primary=False).roll_backs
     journal = Journal(file, leave_out=config.health.leave_out if config.health is not None else ())
-    positions: Mapping[int, Mapping[str, Any]] = {}
-    if folder is not None:
-        checkpoints = SavedRun(folder, config).checkpoints
-        unfit = journal.unfit(checkpoints, healthy_only=config.health is not None)
-        positions = {step: position for step, position in checkpoints.positions().items() if step not in unfit}
+    positions = {} if saved is None else {step: one for step, one in saved.checkpoints.positions().items() if step not in saved.unfit}
     position = positions[max(positions)] if positions else {}
     if not positions and (branch := config.train.branch_from) is not None:
         position = open_run(Path(branch.path)).checkpoints.positions().get(branch.step, {})

@@ -61,9 +61,11 @@ IDENTITY = (
 
 
 class OpenTasks(Protocol):
-    """Opens the tasks of `evaluation`. Raises UserError for one that is wrong; writes nothing before it runs them."""
+    """Opens the tasks of `evaluation`. `goes_on`: the run has a checkpoint. Raises UserError for one that is wrong; writes nothing before
+    it runs them.
+    """
 
-    def __call__(self, config: Config, mesh: Mesh, folder: Path | None) -> Tasks: ...
+    def __call__(self, config: Config, mesh: Mesh, folder: Path | None, *, goes_on: bool) -> Tasks: ...
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,11 @@ def open_run(
     config = _with_possible_checks(config, program, here, phases)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     flips = bit_flips.from_environment(directory.path)
-    tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, config, program, directory)
     checkpoints = _checkpoints(config, directory, data.train.tokenizer_hash, here)
+    tasks = None
+    if open_tasks is not None:
+        opening = functools.partial(open_tasks, goes_on=checkpoints.latest() is not None)
+        tasks = _open_tasks_on_all_hosts(opening, config, program, directory)
     server = metrics_server(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
@@ -250,7 +255,9 @@ def _with_possible_checks(config: Config, program: Program, here: Cluster, phase
     return config
 
 
-def _open_tasks_on_all_hosts(open_tasks: OpenTasks, config: Config, program: Program, directory: RunDirectory) -> Tasks:
+def _open_tasks_on_all_hosts(
+    open_tasks: Callable[[Config, Mesh, Path | None], Tasks], config: Config, program: Program, directory: RunDirectory
+) -> Tasks:
     """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
     opened, problem = None, None
     try:

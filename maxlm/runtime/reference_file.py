@@ -62,8 +62,9 @@ def source_now(named: StartFromConfig, step: int | None) -> Source:
     """The source as it is now; its newest checkpoint if `step` is None. Without a digest where it is not there (any more), or damaged."""
     path = str(Path(named.path).resolve())
     try:
-        checkpoints = open_run(Path(named.path)).checkpoints
-        step = max(checkpoints.steps(), default=None) if step is None else step
+        saved = open_run(Path(named.path))
+        checkpoints = saved.checkpoints
+        step = max(saved.steps(), default=None) if step is None else step
         leaves = {} if step is None else manifest.read(checkpoints.directory / str(step)).leaves
     except Exception as error:  # any: damage and remote storage raise many kinds, and the source is not needed
         _log.info("the reference's source %s cannot be read: %s", path, first_line(error))

@@ -13,7 +13,7 @@ from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.optimizer import learning_rate
-from maxlm.training.rollback import recorded
+from maxlm.training.rollback import Journal
 from maxlm.training.session import Start
 
 IGNORED = ("run.", "cluster.", "prometheus.")  # settings that change no step
@@ -68,7 +68,7 @@ def _still_saved(directory: RunDirectory) -> list[int]:
             saved.append(event)
         elif event.kind in ("start", "restore", "rollback"):
             saved = [one for one in saved if one.step <= event.step]
-    for record in recorded(directory.roll_backs):  # a kill may come before the event of the last one
+    for record in Journal.seen_here(directory.roll_backs).records:  # a kill may come before the event of the last one
         saved = [one for one in saved if one.step <= record.before or one.time > record.time]
     return [one.step for one in saved]
 

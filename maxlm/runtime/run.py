@@ -59,6 +59,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
+from maxlm.training.saved_run import TOKENIZER, source_tokenizer
 from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {
@@ -279,9 +280,8 @@ def _record_start(run: OpenRun) -> Start:
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
     directory.write_config(dump(config))
     if directory.primary:
-        source = config.train.start_from
-        beside = Path(source.path) / "tokenizer" if source is not None else None
-        copy_tokenizer(config.data.stores[0], directory.path / "tokenizer", beside)
+        goes_on = start.restored is not None and not start.branched
+        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source_tokenizer(config), goes_on=goes_on)
     return start
 
 

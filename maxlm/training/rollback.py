@@ -47,6 +47,13 @@ class Journal:
         self.records = [] if path is None else _read(path)
         self._count = max((record.number for record in self.records), default=0)
 
+    @classmethod
+    def seen_here(cls, path: Path) -> "Journal":
+        """The journal at `path` as this process sees it, to read only. It waits for no other process. Raises UserError."""
+        journal = cls()
+        journal.records = _parse(retried(lambda: _text(path), f"reading {path}"), path)
+        return journal
+
     def add(self, from_step: int, before: int, batches: Sequence[int], cause: str, reason: str) -> str:
         """Record a roll back; returns why it cannot be written, or ""."""
         record = Record(self._count + 1, from_step, before, tuple(batches), cause, reason, round(time.time(), 3))
@@ -61,15 +68,15 @@ class Journal:
         self.records, self._count = records, record.number
         return ""
 
-    def unfit(self, checkpoints: Checkpoints, *, healthy_only: bool) -> dict[int, str]:
+    def unfit(self, checkpoints: Checkpoints, *, healthy_only: bool, here: bool = False) -> dict[int, str]:
         """Step -> reason, of the checkpoints that must not be continued: those of steps that were taken back, and with `healthy_only`
         those newer than the newest healthy one. Copies in memory of steps that were taken back are passed over: one may share its step with
-        a checkpoint of another lineage.
+        a checkpoint of another lineage. `here`: of those that this process sees, without waiting for the others.
         """
         if not self.records and not healthy_only:
             return {}
         checkpoints.pass_over_copies(self._taken_back)
-        positions = checkpoints.positions()
+        positions = checkpoints.positions_here() if here else checkpoints.positions()
         reasons = {step: reason for step, position in positions.items() if (reason := self._taken_back(step, position))}
         healthy = [step for step, position in positions.items() if step not in reasons and position.get(HEALTHY, True)]
         if healthy and healthy_only:
@@ -111,11 +118,6 @@ class Journal:
             if record.number > position.get(COUNT, 0) and step > record.before:
                 return f"training went back from step {record.from_step:,} to {record.before:,} or earlier ({record.cause})"
         return ""
-
-
-def recorded(path: Path) -> list[Record]:
-    """Read the roll backs in the file of a journal, in this process alone; [] if there is none. Raises UserError, OSError."""
-    return _parse(_text(path), path)
 
 
 def _read(path: Path) -> list[Record]:

@@ -1,5 +1,6 @@
 """A run or an imported model on disk: its config, its tokenizer, its weights. The one way to open one."""
 
+import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,20 +10,25 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.errors import UnreachableError
 from maxlm.config import Config, UserError, load
 from maxlm.config.schema import WeightsKind
+from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, model_state_specs, parameter_specs
 from maxlm.models.adapted_matrix import merged
 from maxlm.models.adapters import Stored, leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import Names
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import schedule_free
 from maxlm.training.ema import EMA
+from maxlm.training.rollback import Journal
 from maxlm.training.schedule_free import at_average, with_z
 from maxlm.training.split_masters import difference_dtype, in_parts, whole
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
+_log = logging.getLogger(__name__)
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
 
 
@@ -58,6 +64,27 @@ class SavedRun:
         return Checkpoints(self.trained.checkpoint.dir or self.directory / CHECKPOINTS, self.trained.checkpoint, {})
 
     @cached_property
+    def unfit(self) -> dict[int, str]:
+        """Step -> reason, of its checkpoints that it would not continue from itself, as this process sees them; the log names the newest.
+        Raises UserError: UnreachableError if they cannot be read now.
+        """
+        try:
+            journal = Journal.seen_here(RunDirectory(self.directory, primary=False).roll_backs)
+            found = journal.unfit(self.checkpoints, healthy_only=self.trained.health is not None, here=True)
+        except Exception as error:
+            if not is_storage_error(error):
+                raise
+            raise UnreachableError(f"{self.directory} cannot be read: {first_line(error)}; try again when the cause is gone.") from error
+        newest = max((step for step in self.checkpoints.steps() if step not in found), default=-1)
+        for step in sorted(step for step in found if step > newest):
+            _log.warning("%s: checkpoint %d is passed over unless it is named: %s", self.directory, step, found[step])
+        return found
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that it would continue from itself, oldest first."""
+        return [step for step in self.checkpoints.steps() if step not in self.unfit]
+
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """Its copy of the tokenizer, if it has one."""
         folder = self.directory / TOKENIZER
@@ -70,7 +97,7 @@ class SavedRun:
         return self.tokenizer
 
     def weights(self, mesh: Mesh, step: int | None = None, kind: WeightsKind = "raw") -> Weights:
-        """The weights of the newest checkpoint, or that of `step`, in float32 and split over `mesh` as in training.
+        """The weights of the newest checkpoint of `steps`, or that of `step`, in float32 and split over `mesh` as in training.
 
         Raises UserError if there is no such checkpoint, or if `mesh` does not divide a dim.
         """
@@ -103,7 +130,7 @@ class SavedRun:
                     shape = leaf(shapes, part)
                     put(asked, (*root, *part), jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_whole(target.sharding)))
         asked = asked if kind == "ema" else with_z(self.trained, in_parts(self.trained, asked))
-        restored = self.checkpoints.restore_entries(asked, step)
+        restored = self.checkpoints.restore_entries(asked, step, self._passed_over(step))
         state = restored.state if kind == "ema" else at_average(self.trained, whole(self.trained, restored.state))
         found: dict[str, Parameters] = {"params": {}, "model_state": {}}
         for (entry, name), place in places.items():
@@ -117,9 +144,13 @@ class SavedRun:
         shapes = abstract_parameters(self.trained.model)
         asked: Parameters = {}
         put(asked, root, jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes))
-        state = self.checkpoints.restore_entries(with_z(self.trained, asked), step).state
+        state = self.checkpoints.restore_entries(with_z(self.trained, asked), step, self._passed_over(step)).state
         found: Parameters = leaf(at_average(self.trained, state), root)
         return found
+
+    def _passed_over(self, step: int | None) -> dict[int, str]:
+        """Checkpoints that are not read: a person who names a step has chosen."""
+        return self.unfit if step is None else {}
 
     def check_kind(self, kind: WeightsKind) -> None:
         """Raise UserError if this run keeps no such weights."""
@@ -148,6 +179,12 @@ def _has(tree: Parameters, name: Names) -> bool:
     except KeyError:
         return False
     return True
+
+
+def source_tokenizer(config: Config) -> Path | None:
+    """The tokenizer of the run or the model that a run begins as; None if its config names none."""
+    source = config.train.branch_from or config.train.start_from
+    return None if source is None else Path(source.path) / TOKENIZER
 
 
 def open_run(directory: Path) -> SavedRun:

@@ -145,9 +145,9 @@ def fingerprint(source: StartFromConfig | BranchFromConfig) -> str:
     saved = opened(source)
     checkpoints = saved.checkpoints
     steps = checkpoints.steps()
-    chosen = [step for step in steps if source.step in (None, step)]
+    chosen = saved.steps() if source.step is None else [step for step in steps if step == source.step]
     if not chosen:
-        asked = "" if source.step is None else f" {source.step}"
+        asked = f" {source.step}" if source.step is not None else " that it would continue from itself" if steps else ""
         has = f" (there are: {', '.join(map(str, steps))})" if steps else ""
         newest = ", or leave train.start_from.step out" if _field(source) == FIELD else ""
         raise ConfigError(_field(source), source.path, f"has no checkpoint{asked}{has}", f"name a step that it has{newest}")

@@ -10,10 +10,11 @@ from maxlm.config import UserError
 from maxlm.data import manifest
 from maxlm.data.stops import Stops
 from maxlm.data.text_frame import TextFrame, started_frame
-from maxlm.data.tokenizer import Tokenizer, copy_tokenizer, open_tokenizer
+from maxlm.data.tokenizer import Tokenizer, copy_tokenizer, open_tokenizer, started_tokenizer
 from maxlm.interop.published_frame import published_frame
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<|im_end|>": 2, "<unk>": 3}
+EOS, IM_END = SPECIAL["<eos>"], SPECIAL["<|im_end|>"]
 WORDS = {f"\u2581{word}": number for number, word in enumerate(("Once", "upon", "a", "time", "end"), len(SPECIAL))}
 
 
@@ -68,12 +69,12 @@ def test_a_prompt_is_opened_once_and_never_empty():
     assert framed.encode_prompt("") == [0]
 
 
-def save(folder: Path, frame=None) -> Path:
+def save(folder: Path, frame=None, end="<eos>") -> Path:
     """A folder with the tokenizer, as of a token store, or of a model with a frame."""
     folder.mkdir()
     made = tokenizer()
-    settings = {"data.prepare.tokenizer.end_of_document": "<eos>"} | ({} if frame is None else {"frame": frame.to_json()})
-    info = {"tokenizer_hash": made.hash, "vocab_size": made.vocab_size, "end_of_document_id": 1, "dtype": "uint8"}
+    settings = {"data.prepare.tokenizer.end_of_document": end} | ({} if frame is None else {"frame": frame.to_json()})
+    info = {"tokenizer_hash": made.hash, "vocab_size": made.vocab_size, "end_of_document_id": SPECIAL[end], "dtype": "uint8"}
     splits = {split: manifest.SplitInfo(tokens=0, documents=0) for split in manifest.SPLITS}
     whole = manifest.StoreInfo(**info, fingerprint=manifest.fingerprint(settings), settings=settings, splits=splits)
     (folder / manifest.TOKENIZER).write_text(made.text)
@@ -87,10 +88,26 @@ def test_a_run_has_the_frame_of_the_model_that_it_starts_from(tmp_path):
     assert open_tokenizer(str(model)).frame == frame
     for name, source, wanted in (("fresh", None, TextFrame()), ("tuned", model, frame)):
         copy_tokenizer(str(store), tmp_path / name, source)
-        assert open_tokenizer(str(tmp_path / name)).frame == started_frame(source, tmp_path / name) == wanted
+        assert open_tokenizer(str(tmp_path / name)).frame == started_frame(source, tmp_path / name, EOS, goes_on=False) == wanted
     model.rename(tmp_path / "elsewhere")
     copy_tokenizer(str(store), tmp_path / "tuned", model)  # the run goes on
-    assert open_tokenizer(str(tmp_path / "tuned")).frame == started_frame(model, tmp_path / "tuned") == frame
+    assert open_tokenizer(str(tmp_path / "tuned")).frame == started_frame(model, tmp_path / "tuned", EOS, goes_on=False) == frame
+    for goes_on, wanted in ((True, frame), (False, TextFrame())):  # without a source in its config
+        copy_tokenizer(str(store), tmp_path / "tuned", goes_on=goes_on)
+        known = started_tokenizer(str(store), tmp_path / "tuned", None, goes_on=goes_on)
+        assert open_tokenizer(str(tmp_path / "tuned")).frame == known.frame == wanted
+
+
+@pytest.mark.parametrize(("ends", "wanted"), [((EOS,), (IM_END,)), ((), (IM_END,)), ((EOS, 3), (IM_END, 3))])
+def test_what_ended_texts_of_the_model_still_does_where_the_data_has_another_end(ends, wanted, tmp_path):
+    """A chat model ends a turn with <|im_end|>, and a store that it is tuned on ends documents with <eos>: both end its texts."""
+    store, model = save(tmp_path / "store"), save(tmp_path / "model", TextFrame((0,), 0, ends), "<|im_end|>")
+    copy_tokenizer(str(store), tmp_path / "tuned", model)
+    for known in (open_tokenizer(str(tmp_path / "tuned")), started_tokenizer(str(store), tmp_path / "tuned", model)):
+        assert (known.end_of_document_id, known.frame) == (EOS, TextFrame((0,), 0, wanted))
+        assert Stops(known, []).finished([5, IM_END])
+    copy_tokenizer(str(store), tmp_path / "tuned again", tmp_path / "tuned")
+    assert open_tokenizer(str(tmp_path / "tuned again")).frame.ends == wanted
 
 
 def test_a_continuation_ends_at_ids_and_before_texts():

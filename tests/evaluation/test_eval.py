@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from eval_cases import ITEMS, TASKS, with_bos
 from small_run import command, environment
+from tiny import tiny_config
 
 from maxlm.config import UserError, load
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
-from maxlm.evaluation import eval_command
+from maxlm.evaluation import eval_command, opening
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
 from maxlm.evaluation.scoring import Scorer
@@ -96,6 +97,14 @@ def test_generated_text_follows_the_token_that_a_published_tokenizer_adds(worksp
     found = generate_from_run(tmp_path / "model", prompts, sampler)
     assert open_model(tmp_path / "model", ["mesh.data=8", "mesh.fsdp=1"], context=32).model.generate(prompts, 6, []) == found
     assert generate_from_run(workspace / "run", prompts, sampler) != found
+
+
+@pytest.mark.parametrize("overrides", [[], ["mesh.expert=2"]], ids=str)
+def test_a_run_that_quantizes_what_travels_to_experts_is_evaluated_on_any_mesh(overrides):
+    moe = {"n_experts": 4, "top_k": 2, "d_ff": 32}
+    trained = tiny_config(model={"moe": moe}, mesh={"expert": 2}, precision={"dispatch": {"format": "int8"}})
+    config = opening._config(trained, overrides, 32)
+    assert config.precision.dispatch == (trained.precision.dispatch if overrides else None)
 
 
 @pytest.mark.parametrize("overrides", [[], ["mesh.fsdp=4", "mesh.tensor=2"]], ids=str)

@@ -11,6 +11,7 @@ from small_run import events, finish, start
 
 from maxlm.config import UserError, load
 from maxlm.config.schema import EvaluationConfig
+from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.evaluation import generating
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.run_task import run_task
@@ -72,9 +73,12 @@ def test_prompts_begin_as_those_of_the_model_that_the_run_starts_from(workspace,
     """A run on our stores has no token before its texts, whatever its tokenizer says; one that starts from a published model has."""
     import_model(with_bos(tmp_path / "hf", workspace / "hf"), tmp_path / "model", [], lambda done, total: None)
     settings = ["mesh.fsdp=1", "mesh.data=8", "evaluation.tasks=[text.yml]"]
-    for more, opening in (([], 0), ([f"train.start_from={{path: {tmp_path / 'model'}}}"], 1)):
-        config = load("small.yml", [*settings, *more]).config
-        tokenizer = open_tasks(config, build_mesh(config), None)._model({}, {}).tokenizer
+    tuned = f"train.start_from={{path: {tmp_path / 'model'}}}"
+    copy_tokenizer("store", tmp_path / "source" / "tokenizer", tmp_path / "model" / "tokenizer")
+    branch = f"train.branch_from={{path: {tmp_path / 'source'}, step: 1}}"
+    for more, goes_on, opening in (([], False, 0), ([tuned], False, 1), ([branch], False, 1), ([], True, 1)):
+        config = load("small.yml", [*settings, f"run.dir={tmp_path}", "run.name=source", *more]).config
+        tokenizer = open_tasks(config, build_mesh(config), None, goes_on=goes_on)._model({}, {}).tokenizer
         assert tokenizer.frame.opening == (tokenizer.end_of_document_id,) * opening
 
 

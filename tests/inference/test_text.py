@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from tiny import tiny_config
 
 from maxlm.config import UserError
+from maxlm.config.loader import dump
 from maxlm.data.text_frame import TextFrame
 from maxlm.inference import text
 from maxlm.inference.generate import Sampler
+from maxlm.training.saved_run import SavedRun
 
 
 class PairTokenizer:
@@ -65,6 +68,50 @@ def test_a_prompt_is_given_to_the_model_as_its_texts_begin(monkeypatch):
     )
     text.continue_texts(None, {}, {}, Opening(), ["", "ab"], Sampler())
     assert given == [[7], [7, 97098]]
+
+
+TRAINED = {  # settings of training that say nothing of how a model is generated with
+    "a pipeline": {"mesh": {"stage": 2}, "pipeline": {"chunks": 2}, "train": {"microbatches": 2}, "model": {"n_layers": 4}},
+    "compressed local updates": {"diloco": {"workers": 2, "every": 2}, "compression": {"kind": "int8"}, "mesh": {"data": 2}},
+    "compressed gradients between slices": {"compression": {"kind": "int8"}, "mesh": {"data": 2, "slices": 2}},
+    "a ramp of batches": {"train": {"batch_ramp": [{"global_batch": 1, "until_tokens": 64}]}},
+    "the noise scale": {"train": {"microbatches": 2, "noise_scale": {"updates": 10}}},
+    "activations on the host": {"memory": {"offload": ["layer_input"]}},
+    "a small batch": {"train": {"global_batch": 2}},
+}
+
+
+@pytest.mark.parametrize("overrides", [[], ["mesh.fsdp=2", "mesh.tensor=2", "mesh.stage=2"]], ids=str)
+@pytest.mark.parametrize("name", TRAINED)
+def test_settings_of_training_refuse_no_mesh_of_generation(name, overrides, tmp_path, monkeypatch):
+    class LoadedError(Exception): ...
+
+    def weights(run, mesh, step, kind):
+        raise LoadedError({axis: size for axis, size in mesh.shape.items() if size > 1})
+
+    (tmp_path / "config.yml").write_text(dump(tiny_config(**TRAINED[name])))
+    monkeypatch.setattr(SavedRun, "text_tokenizer", lambda run: PairTokenizer())
+    monkeypatch.setattr(SavedRun, "weights", weights)
+    with pytest.raises(LoadedError) as loaded:
+        text.generate_from_run(tmp_path, ["ab"], Sampler(max_new_tokens=4), overrides=overrides)
+    assert loaded.value.args[0] == ({"fsdp": 2, "tensor": 2, "stage": 2} if overrides else {})
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.steps=3", "train.steps=3 is no setting of the mesh"),
+        ("mesh.fspd=2", "mesh.fspd.*fsdp"),
+        ("mesh.data=3", "number of devices, 8"),
+        ("mesh.tensor=8", "mesh.tensor = 8.*n_kv_heads = 4"),
+    ],
+)
+def test_a_mesh_of_generation_that_does_not_fit_is_one_line(override, words, tmp_path, monkeypatch):
+    (tmp_path / "config.yml").write_text(dump(tiny_config()))
+    monkeypatch.setattr(SavedRun, "text_tokenizer", lambda run: PairTokenizer())
+    with pytest.raises(UserError, match=words) as told:
+        text.generate_from_run(tmp_path, ["ab"], Sampler(max_new_tokens=4), overrides=[override])
+    assert "\n" not in str(told.value)
 
 
 def test_prompts_of_files(tmp_path):

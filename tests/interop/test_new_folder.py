@@ -53,6 +53,24 @@ def test_only_what_was_left_is_removed(other, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "out[1]"])
 
 
+@pytest.mark.parametrize("kind", ["a link", "where a file system is mounted"])
+def test_what_no_folder_can_replace_is_refused_before_the_work(kind, tmp_path, monkeypatch):
+    """Though it is empty; a folder inside it will do."""
+    place, out = tmp_path / "place", tmp_path / "out"
+    (place if kind == "a link" else out).mkdir()
+    if kind == "a link":
+        out.symlink_to(place)
+    else:
+        monkeypatch.setattr("os.path.ismount", lambda path: path == out)
+    before, done = sorted(tmp_path.rglob("*")), []
+    with pytest.raises(UserError, match=rf"out is {kind}, .*: name a folder inside it"), new_folder(out):
+        done.append("the work")
+    assert not done and sorted(tmp_path.rglob("*")) == before
+    with new_folder(out / "model"):
+        pass
+    assert (out / "model").is_dir()
+
+
 def test_of_two_at_once_the_second_to_end_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot be made"), new_folder(tmp_path / "out") as late:
         (late / "weights").write_text("late")

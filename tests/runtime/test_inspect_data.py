@@ -15,7 +15,8 @@ from maxlm.training.rollback import Journal
 def saved(monkeypatch):
     """Data positions of the checkpoints in each folder."""
     found: dict[Path, dict] = {}
-    monkeypatch.setattr(Checkpoints, "positions", lambda self: found.get(Path(str(self.directory)).parent, {}))
+    for name in ("positions", "positions_here"):
+        monkeypatch.setattr(Checkpoints, name, lambda self: found.get(Path(str(self.directory)).parent, {}))
     return found
 
 

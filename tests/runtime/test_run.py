@@ -1,12 +1,16 @@
 """Parts of a run's assembly: predictions fail alone, and processes with different configs make the same calls."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from tiny import tiny_config
 
 from maxlm.config import UserError
 from maxlm.runtime import run
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.session import BRANCH, Start
 
 
 class Step:
@@ -39,3 +43,29 @@ def test_a_calibration_that_is_refused_is_refused_everywhere(monkeypatch):
     monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append(str(problem)))
     run._on_all_hosts(refuse, None, ["a", "b"])
     assert told == ["of another machine"]
+
+
+@pytest.mark.parametrize(
+    ("train", "restored", "source", "goes_on"),
+    [
+        ({}, None, None, False),
+        ({}, {"source": "store"}, None, True),
+        ({"start_from": {"path": "a"}}, None, "a", False),
+        ({"branch_from": {"path": "b", "step": 1}}, {"source": BRANCH}, "b", False),
+        ({"branch_from": {"path": "b", "step": 1}, "start_from": {"path": "a"}}, {"source": "store"}, "b", True),
+    ],
+)
+def test_the_tokenizer_is_recorded_with_the_frame_of_where_the_run_began(train, restored, source, goes_on, monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(run, "copy_tokenizer", lambda *places, **said: told.append((*places[1:], said["goes_on"])))
+    monkeypatch.setattr(run, "changed_settings", lambda *_: {})
+    data = SimpleNamespace(train=SimpleNamespace(fingerprint=""))
+    opened = SimpleNamespace(
+        asked=tiny_config(train=train),
+        directory=RunDirectory(tmp_path, primary=True),
+        start=Start(None, 3, restored),
+        trains=True,
+        data=data,
+    )
+    run._record_start(opened)
+    assert told == [(tmp_path / "tokenizer", None if source is None else Path(source) / "tokenizer", goes_on)]

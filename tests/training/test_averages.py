@@ -8,9 +8,11 @@ import pytest
 from tiny import states_of_steps, tiny_batch, tiny_program
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.config import UserError
+from maxlm.config import UserError, load
 from maxlm.config.loader import dump
+from maxlm.config.schedules import BranchFromConfig
 from maxlm.config.schema import DpoConfig, EmaConfig, NextTokenConfig, SftConfig, StartFromConfig
+from maxlm.interop import averaging
 from maxlm.interop.averaging import average
 from maxlm.runtime.open_run import identity
 from maxlm.training.ema import average_of
@@ -127,6 +129,29 @@ def test_the_mean_of_a_run_with_a_reference_needs_none(run, tmp_path):
     (tmp_path / "run" / "config.yml").write_text(dump(config.model_copy(update={"objective": DpoConfig(kind="dpo"), "train": train})))
     average(tmp_path / "run", tmp_path / "mean", 2, [], "raw", lambda done, total: None)
     assert open_run(tmp_path / "mean").trained.objective is None
+
+
+@pytest.mark.parametrize("name", ["runs/sft-tiny", "runs/dpo-tiny"])
+def test_the_mean_of_a_run_that_prepares_conversations_opens(run, tmp_path, name):
+    """The shipped configs of fine-tuning, and the same as a branch: the recipe of their store asks for the objective, which is gone."""
+    shutil.copytree(run[1], tmp_path / "run")
+    shipped = load(name).config
+    assert shipped.data.prepare.conversations is not None
+    branch = shipped.train.model_copy(update={"start_from": None, "branch_from": BranchFromConfig(path="source", step=1)})
+    for number, train in enumerate([shipped.train, *([branch] if shipped.objective.kind == "sft" else [])]):
+        config = shipped.model_copy(update={"model": open_run(run[1]).trained.model, "train": train})
+        (tmp_path / "run" / "config.yml").write_text(dump(config))
+        average(tmp_path / "run", tmp_path / f"{number}", 2, [], "raw", lambda done, total: None)
+        made = open_run(tmp_path / f"{number}").trained
+        assert (made.train.start_from, made.train.branch_from, made.data.prepare) == (None, None, None)
+
+
+def test_a_config_that_would_not_open_is_refused_before_anything_is_read(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(averaging, "_config", lambda config: config.model_copy(update={"objective": DpoConfig(kind="dpo")}))
+    done = []
+    with pytest.raises(UserError, match=r"train\.start_from"):
+        average(run[1], tmp_path / "mean", 2, [], "raw", lambda *counts: done.append(counts))
+    assert done == [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
