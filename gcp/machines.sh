@@ -24,7 +24,7 @@ describe() {
     gce) found=$(query gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
     gke)
       local path='{.status.terminalState}{.spec.suspend},{.metadata.labels.maxlm-run},{.metadata.labels.maxlm-owner}'
-      found=$(query kubectl get jobset "$1" --output="jsonpath=$path")
+      found=$(query kubectl get jobset "$1" --output="jsonpath=$path") || { (($? == 4)) || exit 1; } # here: the lines below return 0
       found=${found/#true,/SUSPENDED,} found=${found/#false,/,}
       found=${found/#Failedfalse,/Failed,} found=${found/#Completedfalse,/Completed,}
       [[ $found != ,* ]] || found="RUNNING$found" # no terminal state yet

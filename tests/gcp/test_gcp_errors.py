@@ -98,6 +98,16 @@ def test_who_may_not_look_is_not_told_that_nothing_is_there(cloud, verb):
     assert cloud.changes == []
 
 
+@pytest.mark.parametrize("verb", ["create", "resume", "delete", "watch"])
+def test_a_cluster_that_does_not_answer_is_not_one_without_the_jobset(cloud, verb):
+    """`delete` would end well while the pods cost on."""
+    cloud.answer("get jobset", err="error: You must be logged in to the server (Unauthorized)\n", code=1)
+    done = cloud.run(verb, "runs/llama3-8b-tpu7x-128", "--gke", "--image", "i", code=1)
+    assert "nobody is logged in" in done.stderr
+    assert "no machine" not in done.stderr
+    assert cloud.changes == []
+
+
 def test_a_bucket_that_cannot_be_read_is_not_an_empty_one(cloud):
     cloud.state(NAME, "READY")
     cloud.answer("storage cat", err=BUCKET_PERMISSION, code=1)
