@@ -49,7 +49,13 @@ report_early_exit() { # of a host that failed before training: all others wait f
   [[ $1 != 0 && -z $STARTED ]] || return 0
   note "ended with $1 before the run began"
   [[ ! -f $LOG ]] || gcloud storage cp "$LOG" "$BUCKET/$RUN/logs/$(hostname -s).log" >/dev/null 2>&1 || true
-  echo "$1" | gcloud storage cp - "$BUCKET/$RUN/outcome" || true
+  tell_outcome "$1" || true
+}
+
+outcome() { gcloud storage cat "$BUCKET/$RUN/outcome" 2>/dev/null || true; }
+
+tell_outcome() { # to `watch`; that a signal has ended the run is no news after `stop` and `delete`, which have written so
+  [[ $1 =~ ^(3|130|137|143)$ && $(outcome) =~ ^(stopped|deleted)$ ]] || echo "$1" | gcloud storage cp - "$BUCKET/$RUN/outcome"
 }
 
 install_code() {
@@ -109,7 +115,7 @@ train() {
       gcloud storage rsync "$here/run" runs/.back --recursive
       mv runs/.back "runs/$RUN" # all of it, or nothing
     fi
-    echo "running" | gcloud storage cp - "$here/outcome"
+    [[ $(outcome) == deleted ]] || echo "running" | gcloud storage cp - "$here/outcome"
   fi
   sync_loop "$first" &
   local sender=$! code=0
@@ -120,7 +126,7 @@ train() {
   kill "$sender" 2>/dev/null || true
   wait "$sender" || true
   copy_to_bucket "$first" || note "the last copy to the bucket failed"
-  [[ $first != yes ]] || echo "$code" | gcloud storage cp - "$here/outcome"
+  [[ $first != yes ]] || tell_outcome "$code"
   note "ended with $code"
   return "$code"
 }

@@ -23,6 +23,7 @@ mkdir -p runs/llama3-8b-v5p-128
 echo '{{"step":1}}' >> runs/llama3-8b-v5p-128/metrics.jsonl
 case $BEHAVE in
   wait) trap 'echo saved >> runs/llama3-8b-v5p-128/metrics.jsonl; exit 3' TERM; touch ready; while true; do /bin/sleep 0.05; done ;;
+  until*) while [[ ! -e go ]]; do /bin/sleep 0.05; done; exit "${{BEHAVE#until }}" ;;
   *) exit "$BEHAVE" ;;
 esac
 """
@@ -132,6 +133,23 @@ def test_sigterm_reaches_the_run_which_saves_and_its_last_lines_reach_the_bucket
     assert process.returncode == 3, out
     assert (cloud.bucket / "llama3-8b-v5p-128/run/metrics.jsonl").read_text().splitlines()[-1] == "saved"
     assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "3\n"
+
+
+@pytest.mark.parametrize(("mark", "code", "told"), [("stopped", "3", "stopped"), ("deleted", "3", "deleted"), ("stopped", "0", "0")])
+def test_a_run_that_saves_after_stop_or_delete_leaves_their_mark(cloud, host, mark, code, told):
+    """`maxlm-gcp` writes it while the run goes on."""
+    process = start(cloud, host, BEHAVE=f"until {code}")
+    wait_for((host / "launched").exists)
+    (cloud.bucket / "llama3-8b-v5p-128/outcome").write_text(f"{mark}\n")
+    (host / "go").touch()
+    process.communicate(timeout=60)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{told}\n"
+
+
+def test_a_host_that_starts_late_leaves_the_mark_of_delete(cloud, host):
+    (cloud.bucket / "llama3-8b-v5p-128/outcome").write_text("deleted\n")
+    cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=3, **settings(host, BEHAVE="3"))
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "deleted\n"
 
 
 def test_only_the_first_process_writes_the_run_directory_of_the_bucket(cloud, host):
