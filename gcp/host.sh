@@ -110,7 +110,7 @@ train() {
   if [[ $first == yes ]]; then
     # Restore what an earlier machine wrote, so that metrics and events continue. If that fails, nothing starts: new files would
     # overwrite it.
-    if [[ ! -d runs/$RUN ]] && gcloud storage ls "$here/run/events.jsonl" >/dev/null 2>&1; then
+    if [[ ! -d runs/$RUN ]] && is_there "$here/run/events.jsonl"; then
       rm -rf runs/.back && mkdir -p runs/.back
       gcloud storage rsync "$here/run" runs/.back --recursive
       mv runs/.back "runs/$RUN" # all of it, or nothing
@@ -129,6 +129,14 @@ train() {
   [[ $first != yes ]] || tell_outcome "$code"
   note "ended with $code"
   return "$code"
+}
+
+is_there() { # an object of the bucket; an error that leaves it open ends the script
+  local said
+  ! said=$(gcloud storage ls "$1" 2>&1) || return 0
+  ! grep -qiE 'NOT_FOUND|was not found|not find|matched no objects' <<<"$said" || return 1
+  note "whether $1 exists cannot be seen, so nothing starts: $said"
+  exit 1
 }
 
 read_secrets() {

@@ -110,6 +110,16 @@ def test_what_was_written_before_is_not_lost_where_it_cannot_be_read(cloud, host
     assert (earlier / "metrics.jsonl").read_text() == '{"step":0}\n{"step":1}\n'
 
 
+def test_a_bucket_that_does_not_answer_is_not_one_without_an_earlier_run(cloud, host, earlier):
+    """Else a new history would be copied over the old."""
+    cloud.answer("storage ls", err="ERROR: (gcloud.storage.ls) HTTPError 503: Service Unavailable", code=1)
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=1, **settings(host))
+    assert "run/events.jsonl exists cannot be seen, so nothing starts: ERROR: (gcloud.storage.ls) HTTPError 503" in done.stdout
+    assert not (host / "launched").exists()
+    assert (earlier / "metrics.jsonl").read_text() == '{"step":0}\n'
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "1\n"
+
+
 def test_a_host_that_cannot_begin_says_so(cloud, host):
     """All others wait for it, and nobody logs in to a thousand hosts to see which."""
     cloud.answer("secrets versions access", err="PERMISSION_DENIED", code=1)
