@@ -16,6 +16,7 @@ export HOME=${HOME:-/root} PATH=$PATH:/snap/bin # a service has neither, and Ubu
 HOME_DIR=${MAXLM_HOME:-/var/lib/maxlm}
 LOG=${MAXLM_LOG:-/var/log/maxlm.log}
 SYNC_SECONDS=${SYNC_SECONDS:-60}
+RETRY_SECONDS=${RETRY_SECONDS:-20}
 SERVICE=maxlm
 SAVE_SECONDS=300 # between SIGTERM and SIGKILL, for the last save; a preempted machine gives less
 export MAXLM_GRACE_SECONDS=${MAXLM_GRACE_SECONDS:-$((SAVE_SECONDS - 30))} # the run exits before that
@@ -54,33 +55,51 @@ report_early_exit() { # of a host that failed before training: all others wait f
 
 outcome() { gcloud storage cat "$BUCKET/$RUN/outcome" 2>/dev/null || true; }
 
+# True if the outcome stays when process 0 begins: after `delete`, or where another host of this start has failed already. On GKE (pods have
+# an index) the failure is one of an earlier start: the JobSet starts all pods again, and nobody resets the outcome.
+outcome_stays() {
+  [[ $1 == deleted ]] || { [[ $1 =~ ^[0-9]+$ && $1 != 3 && -z ${JOB_COMPLETION_INDEX:-} ]]; }
+}
+
 tell_outcome() { # to `watch`; that a signal has ended the run is no news after `stop` and `delete`, which have written so
   [[ $1 =~ ^(3|130|137|143)$ && $(outcome) =~ ^(stopped|deleted)$ ]] || echo "$1" | gcloud storage cp - "$BUCKET/$RUN/outcome"
+}
+
+retry() { # a command that one fault of a network would fail: three tries
+  local try code=0
+  for try in 1 2 3; do
+    code=0
+    "$@" || code=$?
+    ((code != 0)) || return 0
+    note "try $try of 3 ended with $code: ${*:1:5} ..."
+    ((try == 3)) || sleep "$RETRY_SECONDS"
+  done
+  return "$code"
 }
 
 install_code() {
   note "fetching $BUCKET/$RUN/code.tar.gz"
   rm -rf code && mkdir code
-  gcloud storage cp "$BUCKET/$RUN/code.tar.gz" code.tar.gz
+  retry gcloud storage cp "$BUCKET/$RUN/code.tar.gz" code.tar.gz
   tar -xzf code.tar.gz -C code
   [[ -d venv ]] || make_venv
   note "installing maxlm[$EXTRA]"
-  venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "code[$EXTRA]"
+  retry venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "code[$EXTRA]"
 }
 
 make_venv() {
   local fit='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   if ! python3 -c "$fit" 2>/dev/null; then # Ubuntu's Python has no ensurepip
-    apt-get -o DPkg::Lock::Timeout=300 update --quiet
-    apt-get -o DPkg::Lock::Timeout=300 install --quiet --yes python3-venv
+    retry apt-get -o DPkg::Lock::Timeout=300 update --quiet
+    retry apt-get -o DPkg::Lock::Timeout=300 install --quiet --yes python3-venv
   fi
   if python3 -c "$fit" 2>/dev/null; then
     python3 -m venv venv
   else # Ubuntu 22.04, which TPU VMs have, is at 3.10: docs.astral.sh/uv/guides/install-python
     note "this machine's Python is older than 3.11: uv brings one"
     python3 -m venv uv
-    uv/bin/python -m pip install --quiet --disable-pip-version-check uv
-    uv/bin/uv venv --quiet --seed --python 3.12 venv
+    retry uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+    retry uv/bin/uv venv --quiet --seed --python 3.12 venv
   fi
 }
 
@@ -104,7 +123,7 @@ train() {
   number=$(hostname -s)
   read -ra words <<<"${CLUSTER:-}"
   words=("${words[@]//HOST_NUMBER/${number##*-}}")
-  gcloud storage cp "$here/config.yml" config.yml
+  retry gcloud storage cp "$here/config.yml" config.yml
   read_secrets
   first=$(is_process_0 "$python" "${words[@]}")
   if [[ $first == yes ]]; then
@@ -115,7 +134,7 @@ train() {
       gcloud storage rsync "$here/run" runs/.back --recursive
       mv runs/.back "runs/$RUN" # all of it, or nothing
     fi
-    [[ $(outcome) == deleted ]] || echo "running" | gcloud storage cp - "$here/outcome"
+    outcome_stays "$(outcome)" || echo "running" | gcloud storage cp - "$here/outcome"
   fi
   sync_loop "$first" &
   local sender=$! code=0

@@ -284,6 +284,39 @@ def test_run_installs_the_code_of_the_bucket_with_a_python_that_fits(cloud, host
     assert (host / "launched").read_text().split()[2:5] == ["launch", "--restarts", "50"]
 
 
+@pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 1)])
+def test_a_passing_fault_of_a_fetch_or_an_install_ends_no_host(cloud, host, failures, code):
+    """All others would wait for it. One that lasts ends it, and is told."""
+    cloud.run("create", RUN)
+    venv = host / "venv/bin"
+    venv.mkdir(parents=True)
+    fail = f'if [[ $2 == pip ]]; then echo x >>tries; (($(wc -l <tries) > {failures})); exit; fi'
+    (venv / "python").write_text(f"#!/usr/bin/env bash\n{fail}\n" + MAXLM.split("\n", 1)[1])
+    (venv / "python").chmod(0o755)
+    cloud.answer("code.tar.gz code.tar.gz", err="ERROR: 503\n", code=1, times=2)
+    environment = settings(host, RETRY_SECONDS="0")
+    del environment["MAXLM_PYTHON"]
+    cloud.environment.pop("MAXLM_PYTHON")
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "run"], code=code, **environment)
+    assert "try 2 of 3 ended with 1: gcloud storage cp gs://mine/llama3-8b-v5p-128/code.tar.gz" in done.stdout
+    assert (host / "launched").exists() == (code == 0)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{code}\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "gke", "now"), [("1", False, "1"), ("1", True, "running"), ("3", False, "running"), ("starting", False, "running")]
+)
+def test_the_failure_of_another_host_is_not_lost_where_process_0_begins_later(cloud, host, told, gke, now):
+    """That host never comes: `running` would hide it. On GKE all pods start again."""
+    (cloud.bucket / "llama3-8b-v5p-128/outcome").write_text(f"{told}\n")
+    pod = {"JAX_NUM_PROCESSES": "2", "JOBSET_NAME": "maxlm-x", "REPLICATED_JOB_NAME": "slice", "JOB_COMPLETION_INDEX": "0"}
+    process = start(cloud, host, BEHAVE="until 0", **(pod if gke else {}))
+    wait_for((host / "launched").exists)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{now}\n"
+    (host / "go").touch()
+    process.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(("extra", "devices"), [("tpu", ["--privileged"]), ("cuda", ["--gpus", "all", "--ipc=host"])])
 def test_a_container_gets_the_devices_and_sigterm(cloud, host, extra, devices):
     image = "us-docker.pkg.dev/p/r/maxlm:1"
