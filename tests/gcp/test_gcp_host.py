@@ -334,6 +334,47 @@ def test_a_container_gets_the_devices_and_sigterm(cloud, host, extra, devices):
     assert ["gcloud", "auth", "configure-docker", "us-docker.pkg.dev", "--quiet"] in cloud.calls
 
 
+@pytest.mark.parametrize("code", [125, 126, 127, 137])
+def test_a_container_that_cannot_run_is_told(cloud, host, code):
+    """Nobody else would: what reports the end of a run is inside it."""
+    (host / "told").touch()  # of an earlier start
+    cloud.answer("docker run", err="docker: Error response from daemon\n", code=code)
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "run"], code=code, **settings(host, IMAGE="i:1"))
+    assert f"docker run ended with {code}, and the container has not reported anything" in done.stdout
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{code}\n"
+
+
+def test_an_image_that_cannot_be_fetched_is_told(cloud, host):
+    cloud.answer("docker image inspect", code=1)
+    cloud.answer("docker pull", err="manifest unknown\n", code=1)
+    cloud.execute(["bash", ROOT / "gcp/host.sh", "run"], code=1, **settings(host, IMAGE="i:1", RETRY_SECONDS="0"))
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "1\n"
+    assert [words[1] for words in cloud.calls if words[0] == "docker"].count("pull") == 3
+    assert not [words for words in cloud.calls if words[:2] == ["docker", "run"]]
+
+
+@pytest.mark.parametrize("signal_first", [False, True])
+def test_the_end_that_a_container_has_told_stays(cloud, host, signal_first):
+    """The run inside has ended with 3; or the machine is taken, and its container killed before it has said so."""
+    outcome = cloud.bucket / "llama3-8b-v5p-128/outcome"
+    outcome.write_text("running\n")
+    docker = cloud.home / "bin/docker"
+    docker.unlink()
+    train = f"bash {ROOT}/gcp/host.sh train; exit 127"
+    if signal_first:
+        train = "trap 'exit 137' TERM; touch ready; while :; do /bin/sleep 0.05; done"
+    docker.write_text(f"#!/usr/bin/env bash\n[[ $1 == run ]] || exit 0\n{train}\n")
+    docker.chmod(0o755)
+    process = subprocess.Popen(
+        ["bash", ROOT / "gcp/host.sh", "run"], env={**cloud.environment, **settings(host, IMAGE="i:1", BEHAVE="3")}, cwd=host
+    )
+    if signal_first:
+        wait_for((host / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == (137 if signal_first else 127)
+    assert outcome.read_text() == ("running\n" if signal_first else "3\n")
+
+
 def test_nothing_is_left_running(cloud, host):
     """The process that copies to the bucket ends with the run."""
     cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], **settings(host))
