@@ -6,6 +6,18 @@ units() { # names of the objects to create and delete
   if [[ $API == gce ]]; then numbered; else echo "$NAME"; fi
 }
 
+kinds() { # APIs under which a machine of this run may exist
+  case $API in
+    tpu | queued) printf '%s\n' queued tpu ;;
+    *) echo "$API" ;;
+  esac
+}
+
+labelled() { # names of all GPU VMs of this run in the zone
+  query gcloud compute instances list ${PROJECT:+"--project=$PROJECT"} "--zones=$ZONE" \
+    "--filter=labels.maxlm-run=$NAME AND labels.maxlm-owner=$OWNER" "--format=value(name)"
+}
+
 nodes() { # names of the nodes, which have hosts
   if [[ $API == queued && $UNITS -gt 1 ]]; then numbered; else units; fi
 }

@@ -10,12 +10,16 @@ verb_up() {
 }
 
 verb_create() {
-  local unit found all=()
+  local unit found kind api=$API all=()
   mapfile -t all < <(units)
-  for unit in "${all[@]}"; do
-    found=$(describe "$unit")
-    [[ $found == NONE* ]] || die "$unit exists already (${found%%,*}): watch it, resume it or delete it, or choose another run.name."
+  for kind in $(kinds); do
+    API=$kind
+    for unit in "${all[@]}"; do
+      found=$(describe "$unit")
+      [[ $found == NONE* ]] || die "$unit exists already (${found%%,*}): watch it, resume it or delete it, or choose another run.name."
+    done
   done
+  API=$api
   upload_code
   write_outcome starting
   write_startup
@@ -88,25 +92,32 @@ verb_fetch() {
   say "$RUN is in $to; its checkpoints stay in the bucket"
 }
 
-verb_delete() { # all labels are read before the first is deleted
-  local unit found api=$API there=()
-  ASSUMED=READY
-  check_labels
-  for unit in $(units); do
-    found=$(describe "$unit")
-    [[ $found == NONE* ]] || there+=("$unit")
+# All labels are read before the first is deleted. Deletes also what other options, or an earlier topology of the config, have made: TPUs with
+# --queued or without (the queue first, since a request takes its nodes along), and further GPU VMs with this run's labels.
+verb_delete() {
+  local unit found api=$API kind there=()
+  for kind in $(kinds); do
+    API=$kind ASSUMED=NONE # in a dry run: only what these options would make
+    [[ $kind != "$api" ]] || ASSUMED=READY
+    check_labels
+    for unit in $(units); do
+      found=$(describe "$unit")
+      [[ $found == NONE* ]] || there+=("$kind $unit")
+    done
   done
+  if [[ $API == gce ]]; then
+    found=$(labelled)
+    for unit in $found; do
+      [[ " ${there[*]} " == *" $unit "* ]] || there+=("gce $unit")
+    done
+  fi
   mark deleted
   ((${#there[@]})) || say "$NAME has no machine"
-  for unit in "${there[@]}"; do remove "$unit"; done
-  case $api in # made with --queued and deleted without it, or the other way round: a request that waits will cost, too
-    tpu) API=queued ;;
-    queued) API=tpu ;;
-  esac
-  if [[ $API != "$api" && -z $DRY_RUN ]] && ((${#there[@]} == 0)); then
-    found=$(describe "$NAME")
-    [[ $found == NONE* ]] || { check_labels; remove "$NAME"; }
-  fi
+  for unit in "${there[@]}"; do
+    API=${unit% *} unit=${unit#* } ASSUMED=READY
+    found=$(describe "$unit")
+    [[ $found == NONE* ]] || remove "$unit"
+  done
   say "checkpoints and the run directory stay at $BUCKET/$RUN"
 }
 

@@ -110,7 +110,7 @@ def test_code_and_config_are_there_before_the_machines(cloud):
 
 
 def test_up_waits_for_the_machines_and_follows_the_log_of_the_first_host(cloud):
-    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=2)
     cloud.state(NAME, "CREATING", times=1)
     cloud.state(NAME, "READY")
     cloud.run("up", RUN)
@@ -134,7 +134,7 @@ def test_a_dry_run_prints_and_calls_nothing(cloud, verb):
 
 
 def test_a_dry_run_prints_every_command_of_the_real_one(cloud):
-    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=2)
     cloud.state(NAME, "READY")
     words = ["up", RUN, "--spot", "--secret", "HF_TOKEN=mine"]
     printed = cloud.run(*words, "--dry-run").stdout.splitlines()
@@ -148,6 +148,13 @@ def test_a_machine_that_exists_is_left_alone(cloud):
     done = cloud.run("up", RUN, code=2)
     assert cloud.changes == []
     assert f"{NAME} exists already (READY): watch it, resume it or delete it" in done.stderr
+
+
+@pytest.mark.parametrize(("asked", "kind"), [((), "queued-resources"), (("--queued",), "tpu-vm")])
+def test_a_machine_of_the_other_kind_is_one_that_exists(cloud, asked, kind):
+    cloud.answer(f"{kind} describe {NAME} ", f"ACTIVE,{NAME},ada\n")
+    assert f"{NAME} exists already (ACTIVE)" in cloud.run("create", RUN, *asked, code=2).stderr
+    assert cloud.changes == []
 
 
 def test_changes_that_are_not_committed_are_not_left_behind(cloud):

@@ -142,6 +142,30 @@ def test_delete_finds_what_was_asked_for_in_the_other_way(cloud, asked, verb):
     assert [words[3:6] for words in cloud.changes if words[1:3] != ["storage", "cp"]] == [[verb, "delete", NAME]]
 
 
+@pytest.mark.parametrize("asked", [(), ("--queued",)])
+def test_delete_finds_a_machine_and_a_request_of_the_same_name(cloud, asked):
+    """A request takes its node along; the machine beside it is looked for once more."""
+    cloud.state(NAME, "READY")
+    cloud.run("delete", RUN, *asked)
+    assert [words[3:6] for words in cloud.changes[1:]] == [["queued-resources", "delete", NAME], ["tpu-vm", "delete", NAME]]
+    (cloud.home / "calls").unlink()
+    cloud.no_answers()
+    cloud.answer(f"queued-resources describe {NAME} ", f"ACTIVE,{NAME},ada\n")
+    cloud.answer(f"tpu-vm describe {NAME} ", f"READY,{NAME},ada\n", times=2)
+    cloud.run("delete", RUN, *asked)
+    assert [words[3:6] for words in cloud.changes[1:]] == [["queued-resources", "delete", NAME]]
+
+
+def test_delete_finds_the_vms_of_a_larger_topology_by_their_labels(cloud):
+    for unit in (0, 1, 2):
+        cloud.state(f"maxlm-quickstart-{unit}", "RUNNING", run="maxlm-quickstart")
+    cloud.answer("instances list", out="maxlm-quickstart-0\nmaxlm-quickstart-1\nmaxlm-quickstart-2\n")
+    cloud.run("delete", *GPUS)
+    assert [words[3:5] for words in cloud.changes[1:]] == [["delete", f"maxlm-quickstart-{unit}"] for unit in (0, 1, 2)]
+    (listed,) = [words for words in cloud.calls if "list" in words]
+    assert {"--zones=us-east5-a", "--filter=labels.maxlm-run=maxlm-quickstart AND labels.maxlm-owner=ada"} < set(listed)
+
+
 def test_restart_refuses_what_only_create_can_set(cloud):
     cloud.state(NAME, "READY")
     assert "as create has set them" in cloud.run("restart", RUN, "--secret", "HF_TOKEN=t", code=2).stderr
@@ -235,6 +259,7 @@ def test_not_even_ours_are_deleted_where_one_is_foreign(cloud):
 )  # fmt: skip
 def test_delete_names_what_it_deletes_and_leaves_the_bucket(cloud, words, units, commands):
     write_run(cloud)
+    cloud.answer("queued-resources describe", err="NOT_FOUND\n", code=1)
     for unit in units:
         cloud.state(unit, "RUNNING", run=re.sub(r"-[01]$", "", unit))
     done = cloud.run("delete", *words)
@@ -306,6 +331,6 @@ def test_fetch_of_nothing(cloud):
 
 
 def test_up_ends_where_the_machine_dies_before_it_is_up(cloud):
-    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=2)
     cloud.state(NAME, "PREEMPTED")
     assert "is PREEMPTED (dead): maxlm-gcp resume creates it again" in cloud.run("up", RUN, code=2).stderr
