@@ -75,7 +75,7 @@ create() { # the units named
         --boot-disk-size=200GB --boot-disk-type=hyperdisk-balanced --maintenance-policy=TERMINATE)
       [[ -z $SPOT ]] || hardware+=(--provisioning-model=SPOT --instance-termination-action=STOP)
       [[ -z $RESERVATION ]] || hardware+=(--reservation-affinity=specific --reservation="$RESERVATION")
-      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${LINKS[@]}"
+      (change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${LINKS[@]}") || { tell_made "$@"; exit 1; }
       ;;
     gke)
       render_jobset >"$WORK/jobset.yaml"
@@ -83,6 +83,15 @@ create() { # the units named
       change kubectl apply --filename="$WORK/jobset.yaml"
       ;;
   esac
+}
+
+tell_made() { # which of the VMs named exist after a `create` that has failed: it may have made some of them
+  local unit found made=()
+  for unit in "$@"; do
+    found=$(describe "$unit") || { say "see with watch which VMs exist, since they cost: delete removes them"; return; }
+    [[ $found == NONE* ]] || made+=("$unit")
+  done
+  ((${#made[@]} == 0)) || say "${made[*]} exist and cost: maxlm-gcp resume creates the others, maxlm-gcp delete removes these (before another --zone)"
 }
 
 remove() { # one unit, whose labels have been read
