@@ -177,6 +177,8 @@ def test_changes_that_are_not_committed_are_not_left_behind(cloud):
         ([RUN, "--bucket", "mine"], "--bucket mine: must be gs://NAME"),
         (["runs/llama3-8b-tpu7x-128", "--gke"], "--gke needs --image"),
         ([RUN, "--spot", "--reserved"], "exclude each other"),
+        (["runs/quickstart", "--accelerator", "a3-megagpu-8g", "--reserved"], "--reserved is for Cloud TPU VMs"),
+        ([RUN, "--gke", "--image", "i", "--reserved"], "--reserved is for Cloud TPU VMs"),
         ([RUN, "--nic", "x"], "--nic is for GPU VMs"),
         ([RUN, "--reservation", "x"], "--reservation NAME is for GPU VMs"),
         ([RUN, "--secret", "HF_TOKEN=hf_abc/123+"], "never its value"),
@@ -195,6 +197,15 @@ def test_bad_input_is_one_line_before_anything_is_made(cloud, words, said):
     assert done.stderr.startswith("maxlm-gcp: ")
     assert len(done.stderr.splitlines()) == 1
     assert cloud.calls == []
+
+
+def test_a_watch_that_resumes_a_jobset_needs_its_image(cloud):
+    """Or it would delete the dead JobSet, and apply one that names no image."""
+    jobset = "maxlm-llama3-8b-tpu7x-128"
+    cloud.state(jobset, "Failed")
+    assert "--gke needs --image" in cloud.run("watch", "runs/llama3-8b-tpu7x-128", "--gke", "--resume", "--once", code=2).stderr
+    assert cloud.calls == []
+    assert "Failed (dead)" in cloud.run("watch", "runs/llama3-8b-tpu7x-128", "--gke", "--once").stdout
 
 
 def test_a_zone_is_needed_and_a_verb(cloud):
