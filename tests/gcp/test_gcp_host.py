@@ -290,7 +290,7 @@ def test_a_passing_fault_of_a_fetch_or_an_install_ends_no_host(cloud, host, fail
     cloud.run("create", RUN)
     venv = host / "venv/bin"
     venv.mkdir(parents=True)
-    fail = f'if [[ $2 == pip ]]; then echo x >>tries; (($(wc -l <tries) > {failures})); exit; fi'
+    fail = f"if [[ $2 == pip ]]; then echo x >>tries; (($(wc -l <tries) > {failures})); exit; fi"
     (venv / "python").write_text(f"#!/usr/bin/env bash\n{fail}\n" + MAXLM.split("\n", 1)[1])
     (venv / "python").chmod(0o755)
     cloud.answer("code.tar.gz code.tar.gz", err="ERROR: 503\n", code=1, times=2)
