@@ -6,6 +6,18 @@ units() { # names of the objects to create and delete
   if [[ $API == gce ]]; then numbered; else echo "$NAME"; fi
 }
 
+kinds() { # APIs under which a machine of this run may exist
+  case $API in
+    tpu | queued) printf '%s\n' queued tpu ;;
+    *) echo "$API" ;;
+  esac
+}
+
+labelled() { # names of all GPU VMs of this run in the zone
+  query gcloud compute instances list ${PROJECT:+"--project=$PROJECT"} "--zones=$ZONE" \
+    "--filter=labels.maxlm-run=$NAME AND labels.maxlm-owner=$OWNER" "--format=value(name)"
+}
+
 nodes() { # names of the nodes, which have hosts
   if [[ $API == queued && $UNITS -gt 1 ]]; then numbered; else units; fi
 }
@@ -24,7 +36,7 @@ describe() {
     gce) found=$(query gcloud compute instances describe "$1" "${PLACE[@]}" --format="csv[no-heading](status,$labels)") ;;
     gke)
       local path='{.status.terminalState}{.spec.suspend},{.metadata.labels.maxlm-run},{.metadata.labels.maxlm-owner}'
-      found=$(query kubectl get jobset "$1" --output="jsonpath=$path")
+      found=$(query kubectl get jobset "$1" --output="jsonpath=$path") || { (($? == 4)) || exit 1; } # here: the lines below return 0
       found=${found/#true,/SUSPENDED,} found=${found/#false,/,}
       found=${found/#Failedfalse,/Failed,} found=${found/#Completedfalse,/Completed,}
       [[ $found != ,* ]] || found="RUNNING$found" # no terminal state yet
@@ -63,7 +75,7 @@ create() { # the units named
         --boot-disk-size=200GB --boot-disk-type=hyperdisk-balanced --maintenance-policy=TERMINATE)
       [[ -z $SPOT ]] || hardware+=(--provisioning-model=SPOT --instance-termination-action=STOP)
       [[ -z $RESERVATION ]] || hardware+=(--reservation-affinity=specific --reservation="$RESERVATION")
-      change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${LINKS[@]}"
+      (change gcloud compute instances create "$@" "${common[@]}" "${hardware[@]}" "${LINKS[@]}") || { tell_made "$@"; exit 1; }
       ;;
     gke)
       render_jobset >"$WORK/jobset.yaml"
@@ -71,6 +83,15 @@ create() { # the units named
       change kubectl apply --filename="$WORK/jobset.yaml"
       ;;
   esac
+}
+
+tell_made() { # which of the VMs named exist after a `create` that has failed: it may have made some of them
+  local unit found made=()
+  for unit in "$@"; do
+    found=$(describe "$unit") || { say "see with watch which VMs exist, since they cost: delete removes them"; return; }
+    [[ $found == NONE* ]] || made+=("$unit")
+  done
+  ((${#made[@]} == 0)) || say "${made[*]} exist and cost: maxlm-gcp resume creates the others, maxlm-gcp delete removes these (before another --zone)"
 }
 
 remove() { # one unit, whose labels have been read

@@ -10,14 +10,18 @@ verb_up() {
 }
 
 verb_create() {
-  local unit found all=()
+  local unit found kind api=$API all=()
   mapfile -t all < <(units)
-  for unit in "${all[@]}"; do
-    found=$(describe "$unit")
-    [[ $found == NONE* ]] || die "$unit exists already (${found%%,*}): watch it, resume it or delete it, or choose another run.name."
+  for kind in $(kinds); do
+    API=$kind
+    for unit in "${all[@]}"; do
+      found=$(describe "$unit")
+      [[ $found == NONE* ]] || die "$unit exists already (${found%%,*}): watch it, resume it or delete it, or choose another run.name."
+    done
   done
+  API=$api
   upload_code
-  reset_outcome
+  write_outcome starting
   write_startup
   say "creating ${all[*]}: $HOSTS host(s) of $ACCELERATOR${SPOT:+, spot}; this takes minutes"
   create "${all[@]}"
@@ -28,7 +32,7 @@ verb_restart() {
   [[ $API == gke || -z $IMAGE${SECRETS[*]-} ]] || die "restart leaves the machines' --image and --secret as create has set them: leave them out here."
   check_labels
   upload_code
-  reset_outcome
+  write_outcome starting
   if [[ $API == gke ]]; then
     remove "$NAME"
     create "$NAME"
@@ -40,6 +44,7 @@ verb_restart() {
 verb_stop() {
   ASSUMED=READY
   check_labels
+  mark stopped
   if [[ $API == gke ]]; then # a suspended JobSet ends its pods, SIGTERM first: jobset.sigs.k8s.io/docs/concepts
     change kubectl patch jobset "$NAME" --type=merge '--patch={"spec":{"suspend":true}}'
     return
@@ -74,7 +79,7 @@ verb_resume() {
     esac
   done
   ((${#again[@]})) || { say "nothing to resume: $(state_summary)"; return 0; }
-  reset_outcome
+  write_outcome starting
   write_startup
   say "creating ${again[*]} again"
   create "${again[@]}"
@@ -87,24 +92,32 @@ verb_fetch() {
   say "$RUN is in $to; its checkpoints stay in the bucket"
 }
 
-verb_delete() { # all labels are read before the first is deleted
-  local unit found api=$API there=()
-  ASSUMED=READY
-  check_labels
-  for unit in $(units); do
-    found=$(describe "$unit")
-    [[ $found == NONE* ]] || there+=("$unit")
+# All labels are read before the first is deleted. Deletes also what other options, or an earlier topology of the config, have made: TPUs with
+# --queued or without (the queue first, since a request takes its nodes along), and further GPU VMs with this run's labels.
+verb_delete() {
+  local unit found api=$API kind there=()
+  for kind in $(kinds); do
+    API=$kind ASSUMED=NONE # in a dry run: only what these options would make
+    [[ $kind != "$api" ]] || ASSUMED=READY
+    check_labels
+    for unit in $(units); do
+      found=$(describe "$unit")
+      [[ $found == NONE* ]] || there+=("$kind $unit")
+    done
   done
-  ((${#there[@]})) || say "$NAME has no machine"
-  for unit in "${there[@]}"; do remove "$unit"; done
-  case $api in # made with --queued and deleted without it, or the other way round: a request that waits will cost, too
-    tpu) API=queued ;;
-    queued) API=tpu ;;
-  esac
-  if [[ $API != "$api" && -z $DRY_RUN ]] && ((${#there[@]} == 0)); then
-    found=$(describe "$NAME")
-    [[ $found == NONE* ]] || { check_labels; remove "$NAME"; }
+  if [[ $API == gce ]]; then
+    found=$(labelled)
+    for unit in $found; do
+      [[ " ${there[*]} " == *" $unit "* ]] || there+=("gce $unit")
+    done
   fi
+  mark deleted
+  ((${#there[@]})) || say "$NAME has no machine"
+  for unit in "${there[@]}"; do
+    API=${unit% *} unit=${unit#* } ASSUMED=READY
+    found=$(describe "$unit")
+    [[ $found == NONE* ]] || remove "$unit"
+  done
   say "checkpoints and the run directory stay at $BUCKET/$RUN"
 }
 
@@ -155,9 +168,17 @@ upload_code() {
   change gcloud storage cp "$WORK/cluster-secret" "$BUCKET/$RUN/cluster-secret"
 }
 
-reset_outcome() { # or `watch` would report that of an earlier start
-  echo starting >"$WORK/outcome"
+write_outcome() { # of every new start: or `watch` would report that of an earlier one
+  echo "$1" >"$WORK/outcome"
   change gcloud storage cp "$WORK/outcome" "$BUCKET/$RUN/outcome"
+}
+
+# Tells `watch --resume`, before any machine is gone, that it must create none again. An end that the run has told itself stays.
+mark() {
+  (
+    outcome=$(optional gcloud storage cat "$BUCKET/$RUN/outcome") || exit 1
+    [[ ! ${outcome//[!0-9]/} =~ ^3?$ ]] || write_outcome "$1"
+  ) || say "the bucket does not say that $RUN is $1: end every watch --resume of it yourself"
 }
 
 # The startup script of a VM: its settings, then host.sh. It holds names of secrets and no secret.

@@ -16,8 +16,8 @@ verb_watch() {
   done
 }
 
-# Prints a line, and resumes dead machines if asked to. Returns the run's exit code, with the file `ended`, at its end; 9 if polling
-# failed, 1 if recreation failed.
+# Prints a line, and resumes dead machines if asked to. Returns the run's exit code (3 after `stop` and `delete`), with the file `ended`, at
+# its end; 9 if polling failed, 1 if recreation failed.
 poll_once() {
   local line outcome code name
   line=$(state_summary) || return 9
@@ -29,8 +29,13 @@ poll_once() {
   done
   printf '%s  %s  %s\n' "$(date +%H:%M:%S)" "$line" "$("$PYTHON" "$HERE/progress.py" "$WORK/run")"
   code=${outcome//[!0-9]/}
+  case $outcome in
+    deleted) say "delete has been called for $RUN, so its machines are not created again: create goes on from its last checkpoint" ;;
+    stopped) say "stop has been called for $RUN, so it is not resumed: restart goes on from its last checkpoint" ;;
+  esac
+  [[ $outcome != deleted && $outcome != stopped ]] || { touch "$WORK/ended"; return 3; }
   case $code in
-    '' | 3) ;; # it runs, or was saved and stopped: by you, or because its machines are taken
+    '' | 3) ;; # it runs, or was saved and stopped because its machines are taken
     0) say "$RUN is done: fetch it, and delete the machines" ;;
     2) say "$RUN ended with 2, its input is wrong: see the log" ;;
     4) say "$RUN ended with 4, training is unhealthy: see the log" ;;

@@ -96,7 +96,7 @@ class Cloud:
     @property
     def changes(self) -> list[list[str]]:
         """Calls that change something."""
-        looks = ("describe", "get", "cat", "sleep")
+        looks = ("describe", "list", "get", "cat", "sleep")
         return [words for words in self.calls if not any(look in words[:5] for look in looks)]
 
     def sent(self) -> str:

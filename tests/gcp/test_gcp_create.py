@@ -110,7 +110,7 @@ def test_code_and_config_are_there_before_the_machines(cloud):
 
 
 def test_up_waits_for_the_machines_and_follows_the_log_of_the_first_host(cloud):
-    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=2)
     cloud.state(NAME, "CREATING", times=1)
     cloud.state(NAME, "READY")
     cloud.run("up", RUN)
@@ -134,7 +134,7 @@ def test_a_dry_run_prints_and_calls_nothing(cloud, verb):
 
 
 def test_a_dry_run_prints_every_command_of_the_real_one(cloud):
-    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=2)
     cloud.state(NAME, "READY")
     words = ["up", RUN, "--spot", "--secret", "HF_TOKEN=mine"]
     printed = cloud.run(*words, "--dry-run").stdout.splitlines()
@@ -148,6 +148,13 @@ def test_a_machine_that_exists_is_left_alone(cloud):
     done = cloud.run("up", RUN, code=2)
     assert cloud.changes == []
     assert f"{NAME} exists already (READY): watch it, resume it or delete it" in done.stderr
+
+
+@pytest.mark.parametrize(("asked", "kind"), [((), "queued-resources"), (("--queued",), "tpu-vm")])
+def test_a_machine_of_the_other_kind_is_one_that_exists(cloud, asked, kind):
+    cloud.answer(f"{kind} describe {NAME} ", f"ACTIVE,{NAME},ada\n")
+    assert f"{NAME} exists already (ACTIVE)" in cloud.run("create", RUN, *asked, code=2).stderr
+    assert cloud.changes == []
 
 
 def test_changes_that_are_not_committed_are_not_left_behind(cloud):
@@ -170,6 +177,8 @@ def test_changes_that_are_not_committed_are_not_left_behind(cloud):
         ([RUN, "--bucket", "mine"], "--bucket mine: must be gs://NAME"),
         (["runs/llama3-8b-tpu7x-128", "--gke"], "--gke needs --image"),
         ([RUN, "--spot", "--reserved"], "exclude each other"),
+        (["runs/quickstart", "--accelerator", "a3-megagpu-8g", "--reserved"], "--reserved is for Cloud TPU VMs"),
+        ([RUN, "--gke", "--image", "i", "--reserved"], "--reserved is for Cloud TPU VMs"),
         ([RUN, "--nic", "x"], "--nic is for GPU VMs"),
         ([RUN, "--reservation", "x"], "--reservation NAME is for GPU VMs"),
         ([RUN, "--secret", "HF_TOKEN=hf_abc/123+"], "never its value"),
@@ -188,6 +197,15 @@ def test_bad_input_is_one_line_before_anything_is_made(cloud, words, said):
     assert done.stderr.startswith("maxlm-gcp: ")
     assert len(done.stderr.splitlines()) == 1
     assert cloud.calls == []
+
+
+def test_a_watch_that_resumes_a_jobset_needs_its_image(cloud):
+    """Or it would delete the dead JobSet, and apply one that names no image."""
+    jobset = "maxlm-llama3-8b-tpu7x-128"
+    cloud.state(jobset, "Failed")
+    assert "--gke needs --image" in cloud.run("watch", "runs/llama3-8b-tpu7x-128", "--gke", "--resume", "--once", code=2).stderr
+    assert cloud.calls == []
+    assert "Failed (dead)" in cloud.run("watch", "runs/llama3-8b-tpu7x-128", "--gke", "--once").stdout
 
 
 def test_a_zone_is_needed_and_a_verb(cloud):

@@ -89,12 +89,39 @@ def test_a_refusal_ends_all_and_keeps_its_words(cloud, command, text, said):
     assert command in " ".join(cloud.calls[-1]), "nothing is done after it"
 
 
+@pytest.mark.parametrize("made", [(), (0,), (0, 1)])
+def test_the_vms_that_a_failed_create_has_made_are_named(cloud, made):
+    """They cost, and who goes to another zone does not see them."""
+    units = [f"maxlm-quickstart-{unit}" for unit in (0, 1)]
+    for unit in units:
+        cloud.answer(f"describe {unit} ", err="NOT_FOUND", code=1, times=1)
+    for unit in made:
+        cloud.state(units[unit], "RUNNING", run="maxlm-quickstart")
+    cloud.answer("instances create", err=GPU_STOCK, code=1)
+    gpus = ("cluster.topology=h100:2x8", "data.store=gs://corpus/s", "train.global_batch=16")
+    done = cloud.run("create", "runs/quickstart", *gpus, code=1)
+    assert "the zone us-east5-a has none left" in done.stderr
+    named = " ".join(units[unit] for unit in made)
+    assert (f"{named} exist and cost: maxlm-gcp resume creates the others, maxlm-gcp delete" in done.stderr) == bool(made)
+    assert ("exist and cost" in done.stderr) == bool(made)
+
+
 @pytest.mark.parametrize("verb", ["resume", "delete", "watch"])
 def test_who_may_not_look_is_not_told_that_nothing_is_there(cloud, verb):
     """An error of a look must not pass for a machine that does not exist."""
     cloud.answer("tpu-vm describe", err=TPU_PERMISSION, code=1)
     done = cloud.run(verb, RUN, code=1)
     assert "you lack the permission" in done.stderr
+    assert cloud.changes == []
+
+
+@pytest.mark.parametrize("verb", ["create", "resume", "delete", "watch"])
+def test_a_cluster_that_does_not_answer_is_not_one_without_the_jobset(cloud, verb):
+    """`delete` would end well while the pods cost on."""
+    cloud.answer("get jobset", err="error: You must be logged in to the server (Unauthorized)\n", code=1)
+    done = cloud.run(verb, "runs/llama3-8b-tpu7x-128", "--gke", "--image", "i", code=1)
+    assert "nobody is logged in" in done.stderr
+    assert "no machine" not in done.stderr
     assert cloud.changes == []
 
 

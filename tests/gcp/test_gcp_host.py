@@ -23,6 +23,7 @@ mkdir -p runs/llama3-8b-v5p-128
 echo '{{"step":1}}' >> runs/llama3-8b-v5p-128/metrics.jsonl
 case $BEHAVE in
   wait) trap 'echo saved >> runs/llama3-8b-v5p-128/metrics.jsonl; exit 3' TERM; touch ready; while true; do /bin/sleep 0.05; done ;;
+  until*) while [[ ! -e go ]]; do /bin/sleep 0.05; done; exit "${{BEHAVE#until }}" ;;
   *) exit "$BEHAVE" ;;
 esac
 """
@@ -109,6 +110,16 @@ def test_what_was_written_before_is_not_lost_where_it_cannot_be_read(cloud, host
     assert (earlier / "metrics.jsonl").read_text() == '{"step":0}\n{"step":1}\n'
 
 
+def test_a_bucket_that_does_not_answer_is_not_one_without_an_earlier_run(cloud, host, earlier):
+    """Else a new history would be copied over the old."""
+    cloud.answer("storage ls", err="ERROR: (gcloud.storage.ls) HTTPError 503: Service Unavailable", code=1)
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=1, **settings(host))
+    assert "run/events.jsonl exists cannot be seen, so nothing starts: ERROR: (gcloud.storage.ls) HTTPError 503" in done.stdout
+    assert not (host / "launched").exists()
+    assert (earlier / "metrics.jsonl").read_text() == '{"step":0}\n'
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "1\n"
+
+
 def test_a_host_that_cannot_begin_says_so(cloud, host):
     """All others wait for it, and nobody logs in to a thousand hosts to see which."""
     cloud.answer("secrets versions access", err="PERMISSION_DENIED", code=1)
@@ -132,6 +143,23 @@ def test_sigterm_reaches_the_run_which_saves_and_its_last_lines_reach_the_bucket
     assert process.returncode == 3, out
     assert (cloud.bucket / "llama3-8b-v5p-128/run/metrics.jsonl").read_text().splitlines()[-1] == "saved"
     assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "3\n"
+
+
+@pytest.mark.parametrize(("mark", "code", "told"), [("stopped", "3", "stopped"), ("deleted", "3", "deleted"), ("stopped", "0", "0")])
+def test_a_run_that_saves_after_stop_or_delete_leaves_their_mark(cloud, host, mark, code, told):
+    """`maxlm-gcp` writes it while the run goes on."""
+    process = start(cloud, host, BEHAVE=f"until {code}")
+    wait_for((host / "launched").exists)
+    (cloud.bucket / "llama3-8b-v5p-128/outcome").write_text(f"{mark}\n")
+    (host / "go").touch()
+    process.communicate(timeout=60)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{told}\n"
+
+
+def test_a_host_that_starts_late_leaves_the_mark_of_delete(cloud, host):
+    (cloud.bucket / "llama3-8b-v5p-128/outcome").write_text("deleted\n")
+    cloud.execute(["bash", ROOT / "gcp/host.sh", "train"], code=3, **settings(host, BEHAVE="3"))
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "deleted\n"
 
 
 def test_only_the_first_process_writes_the_run_directory_of_the_bucket(cloud, host):
@@ -256,6 +284,39 @@ def test_run_installs_the_code_of_the_bucket_with_a_python_that_fits(cloud, host
     assert (host / "launched").read_text().split()[2:5] == ["launch", "--restarts", "50"]
 
 
+@pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 1)])
+def test_a_passing_fault_of_a_fetch_or_an_install_ends_no_host(cloud, host, failures, code):
+    """All others would wait for it. One that lasts ends it, and is told."""
+    cloud.run("create", RUN)
+    venv = host / "venv/bin"
+    venv.mkdir(parents=True)
+    fail = f"if [[ $2 == pip ]]; then echo x >>tries; (($(wc -l <tries) > {failures})); exit; fi"
+    (venv / "python").write_text(f"#!/usr/bin/env bash\n{fail}\n" + MAXLM.split("\n", 1)[1])
+    (venv / "python").chmod(0o755)
+    cloud.answer("code.tar.gz code.tar.gz", err="ERROR: 503\n", code=1, times=2)
+    environment = settings(host, RETRY_SECONDS="0")
+    del environment["MAXLM_PYTHON"]
+    cloud.environment.pop("MAXLM_PYTHON")
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "run"], code=code, **environment)
+    assert "try 2 of 3 ended with 1: gcloud storage cp gs://mine/llama3-8b-v5p-128/code.tar.gz" in done.stdout
+    assert (host / "launched").exists() == (code == 0)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{code}\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "gke", "now"), [("1", False, "1"), ("1", True, "running"), ("3", False, "running"), ("starting", False, "running")]
+)
+def test_the_failure_of_another_host_is_not_lost_where_process_0_begins_later(cloud, host, told, gke, now):
+    """That host never comes: `running` would hide it. On GKE all pods start again."""
+    (cloud.bucket / "llama3-8b-v5p-128/outcome").write_text(f"{told}\n")
+    pod = {"JAX_NUM_PROCESSES": "2", "JOBSET_NAME": "maxlm-x", "REPLICATED_JOB_NAME": "slice", "JOB_COMPLETION_INDEX": "0"}
+    process = start(cloud, host, BEHAVE="until 0", **(pod if gke else {}))
+    wait_for((host / "launched").exists)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{now}\n"
+    (host / "go").touch()
+    process.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(("extra", "devices"), [("tpu", ["--privileged"]), ("cuda", ["--gpus", "all", "--ipc=host"])])
 def test_a_container_gets_the_devices_and_sigterm(cloud, host, extra, devices):
     image = "us-docker.pkg.dev/p/r/maxlm:1"
@@ -271,6 +332,47 @@ def test_a_container_gets_the_devices_and_sigterm(cloud, host, extra, devices):
     assert " ".join(devices) in " ".join(run)
     assert run[-4:] == [image, "bash", "/opt/maxlm/gcp/host.sh", "train"]
     assert ["gcloud", "auth", "configure-docker", "us-docker.pkg.dev", "--quiet"] in cloud.calls
+
+
+@pytest.mark.parametrize("code", [125, 126, 127, 137])
+def test_a_container_that_cannot_run_is_told(cloud, host, code):
+    """Nobody else would: what reports the end of a run is inside it."""
+    (host / "told").touch()  # of an earlier start
+    cloud.answer("docker run", err="docker: Error response from daemon\n", code=code)
+    done = cloud.execute(["bash", ROOT / "gcp/host.sh", "run"], code=code, **settings(host, IMAGE="i:1"))
+    assert f"docker run ended with {code}, and the container has not reported anything" in done.stdout
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == f"{code}\n"
+
+
+def test_an_image_that_cannot_be_fetched_is_told(cloud, host):
+    cloud.answer("docker image inspect", code=1)
+    cloud.answer("docker pull", err="manifest unknown\n", code=1)
+    cloud.execute(["bash", ROOT / "gcp/host.sh", "run"], code=1, **settings(host, IMAGE="i:1", RETRY_SECONDS="0"))
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "1\n"
+    assert [words[1] for words in cloud.calls if words[0] == "docker"].count("pull") == 3
+    assert not [words for words in cloud.calls if words[:2] == ["docker", "run"]]
+
+
+@pytest.mark.parametrize("signal_first", [False, True])
+def test_the_end_that_a_container_has_told_stays(cloud, host, signal_first):
+    """The run inside has ended with 3; or the machine is taken, and its container killed before it has said so."""
+    outcome = cloud.bucket / "llama3-8b-v5p-128/outcome"
+    outcome.write_text("running\n")
+    docker = cloud.home / "bin/docker"
+    docker.unlink()
+    train = f"bash {ROOT}/gcp/host.sh train; exit 127"
+    if signal_first:
+        train = "trap 'exit 137' TERM; touch ready; while :; do /bin/sleep 0.05; done"
+    docker.write_text(f"#!/usr/bin/env bash\n[[ $1 == run ]] || exit 0\n{train}\n")
+    docker.chmod(0o755)
+    process = subprocess.Popen(
+        ["bash", ROOT / "gcp/host.sh", "run"], env={**cloud.environment, **settings(host, IMAGE="i:1", BEHAVE="3")}, cwd=host
+    )
+    if signal_first:
+        wait_for((host / "ready").exists)
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == (137 if signal_first else 127)
+    assert outcome.read_text() == ("running\n" if signal_first else "3\n")
 
 
 def test_nothing_is_left_running(cloud, host):

@@ -71,6 +71,35 @@ def test_watch_resumes_what_was_preempted_until_it_is_done(cloud, outcome):
     assert "READY (up)" in done.stdout
 
 
+@pytest.mark.parametrize("verb", ["delete", "stop"])
+def test_watch_brings_nothing_back_that_was_stopped_or_deleted(cloud, verb):
+    """`watch --resume` runs for weeks in another window."""
+    write_run(cloud)
+    name = "maxlm-llama3-8b-tpu7x-128"
+    cloud.state(name, "")
+    cloud.run(verb, *GKE)
+    cloud.no_answers()
+    cloud.state(name, "Failed")
+    before = len(cloud.changes)
+    done = cloud.run("watch", *GKE, "--resume", code=3)
+    assert f"{verb} has been called for llama3-8b-tpu7x-128" in done.stderr
+    assert len(cloud.changes) == before
+    told = [words[-1] for words in cloud.changes].index("gs://mine/llama3-8b-tpu7x-128/outcome")
+    assert told < [words[0] for words in cloud.changes].index("kubectl"), "or a watch would see the machine gone and not why"
+    cloud.run("resume", *GKE)
+    assert (cloud.bucket / "llama3-8b-tpu7x-128/outcome").read_text() == "starting\n"
+
+
+def test_the_end_of_a_run_outlives_its_machines_and_a_bucket_that_fails_keeps_none_of_them(cloud):
+    write_run(cloud, "0")
+    cloud.run("delete", RUN)
+    assert (cloud.bucket / "llama3-8b-v5p-128/outcome").read_text() == "0\n"
+    cloud.state(NAME, "READY")
+    cloud.answer("storage cat", err="ERROR: 503\n", code=1)
+    assert "end every watch --resume of it yourself" in cloud.run("delete", RUN).stderr
+    assert cloud.changes[-1][:5] == [*TPU_VM, "delete"]
+
+
 def test_watch_goes_on_after_a_look_that_failed(cloud):
     """A token expires, a laptop sleeps: a run takes weeks."""
     write_run(cloud, "running")
@@ -110,7 +139,31 @@ def test_delete_finds_what_was_asked_for_in_the_other_way(cloud, asked, verb):
     """A request that waits becomes a slice some day, and that is paid for."""
     cloud.answer(f"{verb} describe {NAME} ", f"ACTIVE,{NAME},ada\n")
     cloud.run("delete", RUN, *asked)
-    assert [words[3:6] for words in cloud.changes] == [[verb, "delete", NAME]]
+    assert [words[3:6] for words in cloud.changes if words[1:3] != ["storage", "cp"]] == [[verb, "delete", NAME]]
+
+
+@pytest.mark.parametrize("asked", [(), ("--queued",)])
+def test_delete_finds_a_machine_and_a_request_of_the_same_name(cloud, asked):
+    """A request takes its node along; the machine beside it is looked for once more."""
+    cloud.state(NAME, "READY")
+    cloud.run("delete", RUN, *asked)
+    assert [words[3:6] for words in cloud.changes[1:]] == [["queued-resources", "delete", NAME], ["tpu-vm", "delete", NAME]]
+    (cloud.home / "calls").unlink()
+    cloud.no_answers()
+    cloud.answer(f"queued-resources describe {NAME} ", f"ACTIVE,{NAME},ada\n")
+    cloud.answer(f"tpu-vm describe {NAME} ", f"READY,{NAME},ada\n", times=2)
+    cloud.run("delete", RUN, *asked)
+    assert [words[3:6] for words in cloud.changes[1:]] == [["queued-resources", "delete", NAME]]
+
+
+def test_delete_finds_the_vms_of_a_larger_topology_by_their_labels(cloud):
+    for unit in (0, 1, 2):
+        cloud.state(f"maxlm-quickstart-{unit}", "RUNNING", run="maxlm-quickstart")
+    cloud.answer("instances list", out="maxlm-quickstart-0\nmaxlm-quickstart-1\nmaxlm-quickstart-2\n")
+    cloud.run("delete", *GPUS)
+    assert [words[3:5] for words in cloud.changes[1:]] == [["delete", f"maxlm-quickstart-{unit}"] for unit in (0, 1, 2)]
+    (listed,) = [words for words in cloud.calls if "list" in words]
+    assert {"--zones=us-east5-a", "--filter=labels.maxlm-run=maxlm-quickstart AND labels.maxlm-owner=ada"} < set(listed)
 
 
 def test_restart_refuses_what_only_create_can_set(cloud):
@@ -206,10 +259,12 @@ def test_not_even_ours_are_deleted_where_one_is_foreign(cloud):
 )  # fmt: skip
 def test_delete_names_what_it_deletes_and_leaves_the_bucket(cloud, words, units, commands):
     write_run(cloud)
+    cloud.answer("queued-resources describe", err="NOT_FOUND\n", code=1)
     for unit in units:
         cloud.state(unit, "RUNNING", run=re.sub(r"-[01]$", "", unit))
     done = cloud.run("delete", *words)
-    assert cloud.changes == commands
+    assert [words for words in cloud.changes if words[1:3] != ["storage", "cp"]] == commands
+    assert len(cloud.changes) == len(commands) + 1, "and tells a watch"
     assert "stay at gs://mine/" in done.stderr
     assert (cloud.bucket / "llama3-8b-v5p-128/outcome").exists()
 
@@ -227,7 +282,7 @@ def test_restart_and_stop_reach_every_worker_of_every_slice(cloud, verb, remote)
     ssh = sorted(words for words in cloud.calls if "ssh" in words)
     assert ssh == [[*TPU_VM, "ssh", f"{SLICES_NAME}-{n}", "--zone=us-east5-a", "--worker=all", remote] for n in (0, 1)]
     sent = [words[-1] for words in cloud.calls if words[1:3] == ["storage", "cp"]]
-    assert len(sent) == (4 if verb == "restart" else 0)
+    assert len(sent) == (4 if verb == "restart" else 1)
 
 
 def test_restart_and_stop_of_vms_and_jobsets(cloud):
@@ -235,7 +290,9 @@ def test_restart_and_stop_of_vms_and_jobsets(cloud):
         cloud.state(f"maxlm-quickstart-{unit}", "RUNNING", run="maxlm-quickstart")
     cloud.run("stop", *GPUS)
     stop = ["--zone=us-east5-a", "--command=sudo systemctl stop maxlm"]
-    assert sorted(cloud.changes) == [["gcloud", "compute", "ssh", f"maxlm-quickstart-{unit}", *stop] for unit in (0, 1)]
+    told, *stops = cloud.changes
+    assert told[-1] == "gs://mine/quickstart/outcome"
+    assert sorted(stops) == [["gcloud", "compute", "ssh", f"maxlm-quickstart-{unit}", *stop] for unit in (0, 1)]
     cloud.state("maxlm-llama3-8b-tpu7x-128", "")
     cloud.run("stop", *GKE)
     patch = ["--type=merge", '--patch={"spec":{"suspend":true}}']
@@ -274,6 +331,6 @@ def test_fetch_of_nothing(cloud):
 
 
 def test_up_ends_where_the_machine_dies_before_it_is_up(cloud):
-    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=1)
+    cloud.answer(f"describe {NAME} ", err="NOT_FOUND", code=1, times=2)
     cloud.state(NAME, "PREEMPTED")
     assert "is PREEMPTED (dead): maxlm-gcp resume creates it again" in cloud.run("up", RUN, code=2).stderr

@@ -22,7 +22,7 @@ def named(path):
 
 
 def test_the_role_of_a_person_is_that_of_the_commands(printed):
-    verbs = "create|describe|delete|ssh|cp|cat|rsync|apply|get|patch|logs"
+    verbs = "create|describe|list|delete|ssh|cp|cat|rsync|apply|get|patch|logs"
     used = {re.match(rf"(?:[a-z-]+ )+?(?:{verbs})(?= )", " ".join(words))[0] for words in printed}
     assert named(GCP / "iam/person.yaml") == used
 

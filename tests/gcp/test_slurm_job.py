@@ -69,6 +69,25 @@ def test_sigterm_reaches_the_tasks_and_the_job_waits_for_their_save(cloud):
     assert "job 4097 goes back to the queue" in out
 
 
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        ("CANCELLED", False),
+        ("COMPLETING Reason=None", False),  # of scancel, while the processes end
+        ("PENDING", False),
+        ("RUNNING", True),
+        ("COMPLETING Reason=TimeLimit", True),
+    ],
+)
+def test_a_job_that_was_cancelled_or_requeued_is_not_requeued(cloud, state, again):
+    """`scancel` sends the same SIGTERM as the time limit."""
+    cloud.answer("scontrol show job 4097", out=f"JobId=4097 JobName=maxlm\n   JobState={state} Dependency=(null)\n")
+    out = terminated(cloud, 3)
+    assert (["scontrol", "requeue", "4097"] in cloud.calls) == again
+    assert ("job 4097 goes back to the queue" in out) == again
+    assert ("job 4097 is not requeued from here" in out) != again
+
+
 @pytest.mark.parametrize(("elastic", "kept"), [("", False), ("1", True)])
 def test_a_step_outlives_a_node_only_if_the_run_does(cloud, elastic, kept):
     cloud.execute(["bash", SCRIPT, "mine.yml"], ELASTIC=elastic, **JOB)
