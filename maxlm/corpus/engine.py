@@ -33,6 +33,7 @@ FORMAT = 6  # of the output: raise it when the same settings would give other do
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
+COMBINED = "combined.json"  # mark of a search that is done
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
 
@@ -87,7 +88,7 @@ class Plan:
 
     def is_combined(self, number: int) -> bool:
         """True if the search before pass `number` is done."""
-        return shards.finished(self.folder(number) / "combined.json", self.fingerprints[number][0]) is not None
+        return shards.finished(self.folder(number) / COMBINED, self.fingerprints[number][0]) is not None
 
     def mark_path(self, number: int, task: Task) -> Path:
         return self.output / "marks" / self.names[number] / f"{task.name}.json"
@@ -177,6 +178,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
+        _remove_marks(plan, number, task)
         with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
             documents = survivors(stream, kept, dropped)
             if number + 1 < len(plan.names):
@@ -195,6 +197,15 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
     except OSError as error:
         raise as_user_error(error) from error
     return mark
+
+
+def _remove_marks(plan: Plan, number: int, task: Task) -> None:
+    """Remove marks that vouch for the files that are about to be replaced, those of a run with other settings or stages included."""
+    plan.mark_path(number, task).unlink(missing_ok=True)
+    if number == len(plan.names) - 1:
+        for folder in (plan.output / "marks").glob("*/"):
+            if folder.name not in plan.names:  # the last pass of another run may have written the same shard
+                (folder / f"{task.name}.json").unlink(missing_ok=True)
 
 
 def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
@@ -277,11 +288,12 @@ def combine(plan: Plan, number: int, threads: int) -> None:
     folder = plan.folder(number)
     work = folder / "work"
     try:
+        (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         files = [plan.collected(number - 1, task) for task in plan.tasks]
         plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-        shards.finish(folder / "combined.json", {"fingerprint": plan.fingerprints[number][0]})
+        shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
         shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise as_user_error(error) from error

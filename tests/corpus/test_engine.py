@@ -1,5 +1,6 @@
 """A corpus run is a pure function of its input: the same bytes for any number of workers and after any interruption; nothing is lost."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -149,6 +150,46 @@ def test_other_settings_and_inputs_leave_nothing_of_the_run_before(tmp_path):
     (tmp_path / "raw" / "0.jsonl").write_text(json.dumps({"text": "new words " * 20}) + "\n")
     run(settings(tmp_path, tmp_path / "a"))
     run(settings(tmp_path, tmp_path / "b"))
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+class KilledError(Exception):
+    """A kill just before a mark is written, when all that it vouches for is there."""
+
+
+def run_until(config, monkeypatch, limit):
+    """Run until the mark number `limit` is about to be written; to the end if there are fewer."""
+    count, finish = itertools.count(), engine.shards.finish
+
+    def killed(path, mark):
+        if next(count) == limit:
+            raise KilledError
+        finish(path, mark)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+        patch.setattr(engine.shards, "finish", killed)
+        run(config)
+
+
+OTHERS = {
+    "another filter": {"filters": {"length": {"min_words": 95}}},
+    "another search": {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 100}}},
+    "another last stage": {"deduplicate": {"lines": {"max_documents": 6}, "substrings": {"min_words": 15}}, "decontaminate": None},
+    "no stage": {"deduplicate": None, "decontaminate": None},
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (7, 7), (8, 8)])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_run_with_other_settings_in_between_changes_nothing(tmp_path, monkeypatch, other, first, second):
+    """Settings A, then B, then A again, with kills between: the bytes of A. Marks 0 to 2 are of the first pass, 3 of a search."""
+    write_corpus(tmp_path / "raw")
+    own = {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 6}}}
+    config, clean = (CorpusSettings.model_validate(settings(tmp_path, tmp_path / name).model_dump() | own) for name in "ab")
+    run(clean)
+    run_until(config, monkeypatch, first)
+    run_until(CorpusSettings.model_validate(config.model_dump() | OTHERS[other]), monkeypatch, second)
+    run(config)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
