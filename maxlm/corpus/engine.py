@@ -82,9 +82,17 @@ class Plan:
         files = [self.documents(number, task), self.removed(number, task)]
         if number + 1 < len(self.names):
             files.append(self.collected(number, task))
-        if not all(file.is_file() for file in files):
-            return None
+        return self.counts(number, task) if all(file.is_file() for file in files) else None
+
+    def counts(self, number: int, task: Task) -> dict[str, Any] | None:
+        """Counts of a finished task, whether or not what only the next passes need is still there."""
         return shards.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every pass has its marks, and the last one its shards."""
+        last = len(self.names) - 1
+        return all(self.mark(last, task) and all(self.counts(number, task) for number in range(last)) for task in self.tasks)
 
     def is_combined(self, number: int) -> bool:
         """True if the search before pass `number` is done."""
@@ -314,7 +322,7 @@ class Executor(Protocol):
 def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     """Run all passes and write `report.json`, which is returned, and `report.html`. Raises UserError."""
     last = len(plan.names) - 1
-    if any(plan.mark(last, task) is None for task in plan.tasks):
+    if not plan.is_finished:
         _remove_report(plan)
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]
@@ -368,12 +376,10 @@ def summarize(plan: Plan) -> dict[str, Any]:
         marks = []
         examples: dict[str, list[dict[str, Any]]] = {}
         for task in plan.tasks:
-            path = plan.mark_path(number, task)
-            mark = shards.finished(path, plan.fingerprints[number][task.number])
+            mark = plan.counts(number, task)
             if mark is None:
-                raise UserError(
-                    f"{shorten(str(path))}: the mark of a finished task is missing or of other settings; remove it and run again."
-                )
+                path = shorten(str(plan.mark_path(number, task)))
+                raise UserError(f"{path}: the mark of a finished task is missing or of other settings; remove it and run again.")
             for reason, some in mark.pop("examples").items():
                 examples.setdefault(reason, []).extend(some)
             marks.append(mark)
