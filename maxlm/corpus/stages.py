@@ -98,7 +98,8 @@ class RemoveRepeated:
 
     @property
     def key(self) -> Any:
-        return self.settings.model_dump(mode="json")
+        named = {"unit": self.unit} if self.unit != "lines" else {}  # absent for lines: one of two is enough, and old outputs stay valid
+        return self.settings.model_dump(mode="json") | named
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
         write_occurrences(documents, path, self.settings, self.unit)

@@ -175,12 +175,24 @@ OTHERS = {
     "another filter": {"filters": {"length": {"min_words": 95}}},
     "another search": {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 100}}},
     "another last stage": {"deduplicate": {"lines": {"max_documents": 6}, "substrings": {"min_words": 15}}, "decontaminate": None},
+    "paragraphs for lines": {"deduplicate": {"exact": False, "minhash": None, "paragraphs": {"max_documents": 6}}},
     "no stage": {"deduplicate": None, "decontaminate": None},
 }
 
 
-@pytest.mark.parametrize(("first", "second"), [(3, 3), (7, 7), (8, 8)])
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    ("other", "first", "second"),
+    [
+        ("another filter", 3, 0),
+        ("another filter", 99, 2),
+        ("another search", 4, 3),
+        ("another search", 8, 8),
+        ("another last stage", 99, 13),
+        ("paragraphs for lines", 3, 3),
+        ("paragraphs for lines", 99, 8),
+        ("no stage", 99, 1),
+    ],
+)
 def test_a_run_with_other_settings_in_between_changes_nothing(tmp_path, monkeypatch, other, first, second):
     """Settings A, then B, then A again, with kills between: the bytes of A. Marks 0 to 2 are of the first pass, 3 of a search."""
     write_corpus(tmp_path / "raw")
