@@ -29,7 +29,7 @@ from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 6  # of the output: raise it when the same settings would give other documents
+FORMAT = 7  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
