@@ -38,13 +38,14 @@ def page(report: Mapping[str, Any]) -> str:
         _copies(passes),
     ]
     sections += [_examples(passes), _settings(report["settings"])]
-    return (
+    html = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>Corpus report</title><style>{CSS}{MORE_CSS}</style></head>\n<body><main>\n"
         + "\n".join(section for section in sections if section)
         + "\n</main></body></html>\n"
     )
+    return _printable(html)
 
 
 def _head(report: Mapping[str, Any]) -> str:

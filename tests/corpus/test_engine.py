@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -213,6 +215,17 @@ def test_a_changed_list_is_read_again(tmp_path):
     assert "bad_words" not in str(run(config)["passes"][0]["removed"])
     (tmp_path / "bad.txt").write_text("word1\nword2\nword3\n")
     assert "bad_words" in str(run(config)["passes"][0]["removed"])
+
+
+def test_a_file_name_that_is_not_utf8_is_shown_in_the_report(tmp_path):
+    """Its examples have lone surrogates in their ids, which no file of UTF-8 holds."""
+    (tmp_path / "raw").mkdir()
+    name = os.fsencode(tmp_path / "raw") + b"/caf\xe9.jsonl"
+    Path(os.fsdecode(name)).write_text("no JSON\n" + json.dumps({"text": "good words " * 9}) + "\n")
+    sources = {"made": {"paths": [str(tmp_path / "raw")]}}
+    report = run(CorpusSettings.model_validate({"output": str(tmp_path / "out"), "sources": sources}))
+    assert report["passes"][0]["removed"] == {"read/not_json": 1} and len(records(tmp_path / "out" / "documents")) == 1
+    assert "caf\\udce9.jsonl#1" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 def test_a_file_of_two_sources_is_refused(tmp_path):
