@@ -22,7 +22,7 @@ from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, run_together, takes_many
 from maxlm.corpus.page import page
-from maxlm.corpus.read import Input, find, read
+from maxlm.corpus.read import Input, find, folders, read
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
 from maxlm.corpus.tally import Tally, add, total
@@ -145,6 +145,20 @@ def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
             raise UserError(
                 f"output = {shorten(str(output))}: the input {shorten(one.path)} lies in it and would be overwritten; give another."
             )
+    _check_not_below(settings, output)
+
+
+def _check_not_below(settings: CorpusSettings, output: Path) -> None:
+    """Refuse a folder below one of the input: what is written would be input when the same command is given again."""
+    real = Path(os.path.realpath(output))
+    for name, source in settings.sources.items():
+        for folder in folders(source.paths):
+            below = Path(os.path.relpath(real, os.path.realpath(folder))).parts
+            if not any(part.startswith(".") for part in below):  # ".." is outside, and hidden folders are left out
+                raise UserError(
+                    f"output = {shorten(str(output))}: it lies in the folder {shorten(folder)} of sources.{name}.paths, all files of which "
+                    "are read, so that what is written would be input; give a folder outside."
+                )
 
 
 def _state(path: str) -> list[int]:

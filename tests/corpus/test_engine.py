@@ -247,6 +247,21 @@ def test_no_folder_with_other_files_is_written_to(tmp_path, name, words):
     assert digest(tmp_path) == before
 
 
+@pytest.mark.parametrize("listed", ["raw", "r*", "raw/deep"])
+def test_output_below_the_input_is_refused_before_it_is_written(tmp_path, listed):
+    """The same command would be refused when it is given again: documents of the first run are input of the second."""
+    write_corpus(tmp_path / "raw")
+    (tmp_path / "raw" / "deep").mkdir()
+    (tmp_path / "raw" / "deep" / "a.txt").write_text("A text of a few words.")
+    before = digest(tmp_path)
+    config = {"output": str(tmp_path / "raw" / "deep" / "out"), "sources": {"made": {"paths": [str(tmp_path / listed)]}}}
+    with pytest.raises(UserError, match=r"output = .*out: it lies in the folder .* of sources\.made\.paths.*give a folder outside"):
+        run(CorpusSettings.model_validate(config))
+    assert digest(tmp_path) == before
+    for fine in (tmp_path / "raw" / ".hidden", tmp_path / "rawer"):
+        engine.make_plan(CorpusSettings.model_validate(config | {"output": str(fine)}))
+
+
 def test_input_inside_the_output_is_refused(tmp_path):
     write_corpus(tmp_path / "raw")
     run(settings(tmp_path, tmp_path / "out"))

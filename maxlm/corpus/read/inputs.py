@@ -40,6 +40,14 @@ def find(sources: Sequence[str]) -> list[Input]:
     return sorted(found.values(), key=lambda file: file.path)
 
 
+def folders(sources: Sequence[str]) -> list[str]:
+    """The local folders of which find() lists everything below."""
+    paths = [os.path.expanduser(source) for source in sources if "://" not in source]  # noqa: PTH111
+    given = [path for path in paths if os.path.lexists(path)]
+    matches = [match for path in paths if path not in given for match in glob.iglob(path, recursive=True)]  # noqa: PTH207
+    return [path for path in (*given, *matches) if Path(path).is_dir()]
+
+
 def open_input(path: str) -> BinaryIO:
     """The bytes of a file or URL. Raises OSError or UserError."""
     if "://" in path:
