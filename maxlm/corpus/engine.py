@@ -22,7 +22,7 @@ from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, run_together, takes_many
 from maxlm.corpus.page import page
-from maxlm.corpus.read import Input, find, folders, read
+from maxlm.corpus.read import Input, find, folders, read, version_of
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
 from maxlm.corpus.tally import Tally, add, total
@@ -45,7 +45,7 @@ class Plan:
     settings: CorpusSettings
     tasks: tuple[Task, ...]
     origins: dict[str, str]
-    states: dict[str, list[int]]  # of each input file, when the plan was made
+    states: dict[str, list[Any]]  # size and time or version of each input file, when the plan was made
     fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
     scorer: ScorerSource | None = None  # of the perplexity filter's checkpoint
 
@@ -118,7 +118,7 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     keys = [stage.key for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
     filters = _filters_key(settings, scorer)
-    states = {one.path: _state(one.path) or [one.size] for one in inputs}
+    states: dict[str, list[Any]] = {one.path: _state(one.path) or _listed(one) for one in inputs}
     origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
     first = [
         fingerprint(FORMAT, reading, filters, [[path, states[path], origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
@@ -168,6 +168,11 @@ def _state(path: str) -> list[int]:
     except OSError:
         return []
     return [status.st_size, status.st_mtime_ns]
+
+
+def _listed(one: Input) -> list[Any]:
+    """Size of a remote file, and what else storage tells its content by."""
+    return [one.size, one.version] if one.version else [one.size]
 
 
 Tell = Callable[[int, int], None]  # bytes of a task's input, as stored, that are read, and documents that came out of them
@@ -270,7 +275,9 @@ def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
         tell(before + place, documents)
 
     for path in task.paths:
-        _check_unchanged(plan, path)
+        version = version_of(path) if "://" in path else None
+        if version is None:
+            _check_unchanged(plan, path, version)
         name = plan.origins[path]
         source = plan.settings.sources[name]
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
@@ -278,12 +285,15 @@ def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
             documents += 1
             yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
         before += plan.states[path][0]
-        _check_unchanged(plan, path)
+        _check_unchanged(plan, path, version)
 
 
-def _check_unchanged(plan: Plan, path: str) -> None:
-    """Refuse a file that grows while it is read: what was read of it would be of no state that it ever had."""
-    if "://" not in path and _state(path) != plan.states[path] and plan.states[path] != [0]:
+def _check_unchanged(plan: Plan, path: str, version: str | None) -> None:
+    """Refuse a file that changes while it is read: what was read of it would be of no state that it ever had.
+
+    `version`: of a remote file, before it was read.
+    """
+    if _state(path) != plan.states[path] != [0] if version is None else version_of(path) != version:
         raise UnavailableError(f"{shorten(path)}: it changed since this command began; give the same command again when it is whole.")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
 from maxlm.corpus.settings import CorpusSettings
@@ -205,6 +205,41 @@ def test_a_run_with_other_settings_in_between_changes_nothing(tmp_path, monkeypa
     run_until(CorpusSettings.model_validate(config.model_dump() | OTHERS[other]), monkeypatch, second)
     run(config)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+@pytest.fixture
+def bucket():
+    """A folder in fsspec's memory, which tells the time at which each file was made."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    yield memory
+    memory.rm("/corpus-engine", recursive=True)
+
+
+def test_a_remote_file_of_other_content_and_equal_size_is_another_input(tmp_path, monkeypatch, bucket):
+    def store(word):
+        bucket.pipe("/corpus-engine/a.jsonl", json.dumps({"text": f"some {word} words " * 9}).encode() + b"\n")
+
+    sources = {"made": {"paths": ["memory://corpus-engine/"]}}
+    config = CorpusSettings.model_validate({"output": str(tmp_path / "out"), "sources": sources})
+    for word in ("good", "fine"):
+        store(word)
+        run(config)
+        assert word in records(tmp_path / "out" / "documents")[0]["text"]
+    before = digest(tmp_path / "out")
+    run(config)
+    assert digest(tmp_path / "out") == before
+    (tmp_path / "out" / "documents" / "000000.jsonl.zst").unlink()
+
+    def read_and_replace(*arguments):
+        yield from read(*arguments)
+        store("last")
+
+    plan, read = engine.make_plan(config), engine.read
+    monkeypatch.setattr(engine, "read", read_and_replace)
+    with pytest.raises(UnavailableError, match=r"a\.jsonl: it changed since this command began"):
+        engine.run(plan, LocalExecutor(1, lambda line: None))
 
 
 def test_a_changed_list_is_read_again(tmp_path):
