@@ -219,6 +219,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
             **tally.as_json(),
             "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
             "sha256": kept.digest,
+            "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
         }
         shards.finish(plan.mark_path(number, task), mark)
     except OSError as error:
@@ -399,6 +400,7 @@ def summarize(plan: Plan) -> dict[str, Any]:
     for number, name in enumerate(plan.names):
         marks = []
         examples: dict[str, list[dict[str, Any]]] = {}
+        facts: dict[str, Any] = {}
         for task in plan.tasks:
             mark = plan.counts(number, task)
             if mark is None:
@@ -406,11 +408,12 @@ def summarize(plan: Plan) -> dict[str, Any]:
                 raise UserError(f"{path}: the mark of a finished task is missing or of other settings; remove it and run again.")
             for reason, some in mark.pop("examples").items():
                 examples.setdefault(reason, []).extend(some)
+            facts = mark["facts"]  # the same for each task
             marks.append(mark)
         chosen = {reason: sorted(some, key=_rank)[:EXAMPLES] for reason, some in sorted(examples.items())}
         tally = add(marks)
         documents, size = total(tally["left"])
-        passes.append({"name": name, "documents": documents, "bytes": size, **tally, "examples": chosen})
+        passes.append({"name": name, "documents": documents, "bytes": size, **tally, **facts, "examples": chosen})
     counts = {"tasks": len(plan.tasks), "input_files": len(plan.origins)}
     return {"format": FORMAT, "settings": plan.settings.decisive, "passes": passes, **counts}
 
