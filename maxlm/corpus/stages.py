@@ -104,8 +104,7 @@ class RemoveRepeated(Stage):
 
     @property
     def key(self) -> Any:
-        named = {"unit": self.unit} if self.unit != "lines" else {}  # absent for lines: one of two is enough, and old outputs stay valid
-        return self.settings.model_dump(mode="json") | named
+        return {"unit": self.unit, **self.settings.model_dump(mode="json")}
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
         write_occurrences(documents, path, self.settings, self.unit)
