@@ -12,7 +12,7 @@ from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
 from maxlm.corpus.filters.classifier import train_from_files
-from maxlm.corpus.page import megabytes, page, unread
+from maxlm.corpus.page import megabytes, page, searched, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
 from maxlm.telemetry.atomic import write_text
@@ -87,5 +87,7 @@ def render(report: dict[str, Any], output: Path) -> None:
         table.add_row(one["name"], *counts, "\n".join(most))
     console = Console()
     console.print(table)
+    for line in searched(report):
+        console.print(line, soft_wrap=True, markup=False)
     line = f"{output}: documents/, removed/ (each with its reason), report.html (with ten examples of each reason) and report.json"
     console.print(line, soft_wrap=True)

@@ -22,17 +22,18 @@ from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, run_together, takes_many
 from maxlm.corpus.page import page
-from maxlm.corpus.read import Input, find, read
+from maxlm.corpus.read import Input, find, folders, read, version_of
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
 from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 6  # of the output: raise it when the same settings would give other documents
+FORMAT = 7  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
+COMBINED = "combined.json"  # mark of a search that is done
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
 
@@ -44,7 +45,7 @@ class Plan:
     settings: CorpusSettings
     tasks: tuple[Task, ...]
     origins: dict[str, str]
-    states: dict[str, list[int]]  # of each input file, when the plan was made
+    states: dict[str, list[Any]]  # size and time or version of each input file, when the plan was made
     fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
     scorer: ScorerSource | None = None  # of the perplexity filter's checkpoint
 
@@ -81,13 +82,21 @@ class Plan:
         files = [self.documents(number, task), self.removed(number, task)]
         if number + 1 < len(self.names):
             files.append(self.collected(number, task))
-        if not all(file.is_file() for file in files):
-            return None
+        return self.counts(number, task) if all(file.is_file() for file in files) else None
+
+    def counts(self, number: int, task: Task) -> dict[str, Any] | None:
+        """Counts of a finished task, whether or not what only the next passes need is still there."""
         return shards.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
+
+    @property
+    def is_finished(self) -> bool:
+        """True if every pass has its marks, and the last one its shards."""
+        last = len(self.names) - 1
+        return all(self.mark(last, task) and all(self.counts(number, task) for number in range(last)) for task in self.tasks)
 
     def is_combined(self, number: int) -> bool:
         """True if the search before pass `number` is done."""
-        return shards.finished(self.folder(number) / "combined.json", self.fingerprints[number][0]) is not None
+        return shards.finished(self.folder(number) / COMBINED, self.fingerprints[number][0]) is not None
 
     def mark_path(self, number: int, task: Task) -> Path:
         return self.output / "marks" / self.names[number] / f"{task.name}.json"
@@ -109,7 +118,7 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     keys = [stage.key for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
     filters = _filters_key(settings, scorer)
-    states = {one.path: _state(one.path) or [one.size] for one in inputs}
+    states: dict[str, list[Any]] = {one.path: _state(one.path) or _listed(one) for one in inputs}
     origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
     first = [
         fingerprint(FORMAT, reading, filters, [[path, states[path], origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
@@ -136,6 +145,20 @@ def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
             raise UserError(
                 f"output = {shorten(str(output))}: the input {shorten(one.path)} lies in it and would be overwritten; give another."
             )
+    _check_not_below(settings, output)
+
+
+def _check_not_below(settings: CorpusSettings, output: Path) -> None:
+    """Refuse a folder below one of the input: what is written would be input when the same command is given again."""
+    real = Path(os.path.realpath(output))
+    for name, source in settings.sources.items():
+        for folder in folders(source.paths):
+            below = Path(os.path.relpath(real, os.path.realpath(folder))).parts
+            if not any(part.startswith(".") for part in below):  # ".." is outside, and hidden folders are left out
+                raise UserError(
+                    f"output = {shorten(str(output))}: it lies in the folder {shorten(folder)} of sources.{name}.paths, all files of which "
+                    "are read, so that what is written would be input; give a folder outside."
+                )
 
 
 def _state(path: str) -> list[int]:
@@ -145,6 +168,11 @@ def _state(path: str) -> list[int]:
     except OSError:
         return []
     return [status.st_size, status.st_mtime_ns]
+
+
+def _listed(one: Input) -> list[Any]:
+    """Size of a remote file, and what else storage tells its content by."""
+    return [one.size, one.version] if one.version else [one.size]
 
 
 Tell = Callable[[int, int], None]  # bytes of a task's input, as stored, that are read, and documents that came out of them
@@ -177,6 +205,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
+        _remove_marks(plan, number, task)
         with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
             documents = survivors(stream, kept, dropped)
             if number + 1 < len(plan.names):
@@ -190,11 +219,21 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
             **tally.as_json(),
             "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
             "sha256": kept.digest,
+            "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
         }
         shards.finish(plan.mark_path(number, task), mark)
     except OSError as error:
         raise as_user_error(error) from error
     return mark
+
+
+def _remove_marks(plan: Plan, number: int, task: Task) -> None:
+    """Remove marks that vouch for the files that are about to be replaced, those of a run with other settings or stages included."""
+    plan.mark_path(number, task).unlink(missing_ok=True)
+    if number == len(plan.names) - 1:
+        for folder in (plan.output / "marks").glob("*/"):
+            if folder.name not in plan.names:  # the last pass of another run may have written the same shard
+                (folder / f"{task.name}.json").unlink(missing_ok=True)
 
 
 def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
@@ -237,7 +276,9 @@ def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
         tell(before + place, documents)
 
     for path in task.paths:
-        _check_unchanged(plan, path)
+        version = version_of(path) if "://" in path else None
+        if version is None:
+            _check_unchanged(plan, path, version)
         name = plan.origins[path]
         source = plan.settings.sources[name]
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
@@ -245,12 +286,15 @@ def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
             documents += 1
             yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
         before += plan.states[path][0]
-        _check_unchanged(plan, path)
+        _check_unchanged(plan, path, version)
 
 
-def _check_unchanged(plan: Plan, path: str) -> None:
-    """Refuse a file that grows while it is read: what was read of it would be of no state that it ever had."""
-    if "://" not in path and _state(path) != plan.states[path] and plan.states[path] != [0]:
+def _check_unchanged(plan: Plan, path: str, version: str | None) -> None:
+    """Refuse a file that changes while it is read: what was read of it would be of no state that it ever had.
+
+    `version`: of a remote file, before it was read.
+    """
+    if _state(path) != plan.states[path] != [0] if version is None else version_of(path) != version:
         raise UnavailableError(f"{shorten(path)}: it changed since this command began; give the same command again when it is whole.")
 
 
@@ -277,11 +321,12 @@ def combine(plan: Plan, number: int, threads: int) -> None:
     folder = plan.folder(number)
     work = folder / "work"
     try:
+        (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         files = [plan.collected(number - 1, task) for task in plan.tasks]
         plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-        shards.finish(folder / "combined.json", {"fingerprint": plan.fingerprints[number][0]})
+        shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
         shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise as_user_error(error) from error
@@ -302,7 +347,7 @@ class Executor(Protocol):
 def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     """Run all passes and write `report.json`, which is returned, and `report.html`. Raises UserError."""
     last = len(plan.names) - 1
-    if any(plan.mark(last, task) is None for task in plan.tasks):
+    if not plan.is_finished:
         _remove_report(plan)
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]
@@ -355,20 +400,20 @@ def summarize(plan: Plan) -> dict[str, Any]:
     for number, name in enumerate(plan.names):
         marks = []
         examples: dict[str, list[dict[str, Any]]] = {}
+        facts: dict[str, Any] = {}
         for task in plan.tasks:
-            path = plan.mark_path(number, task)
-            mark = shards.finished(path, plan.fingerprints[number][task.number])
+            mark = plan.counts(number, task)
             if mark is None:
-                raise UserError(
-                    f"{shorten(str(path))}: the mark of a finished task is missing or of other settings; remove it and run again."
-                )
+                path = shorten(str(plan.mark_path(number, task)))
+                raise UserError(f"{path}: the mark of a finished task is missing or of other settings; remove it and run again.")
             for reason, some in mark.pop("examples").items():
                 examples.setdefault(reason, []).extend(some)
+            facts = mark["facts"]  # the same for each task
             marks.append(mark)
         chosen = {reason: sorted(some, key=_rank)[:EXAMPLES] for reason, some in sorted(examples.items())}
         tally = add(marks)
         documents, size = total(tally["left"])
-        passes.append({"name": name, "documents": documents, "bytes": size, **tally, "examples": chosen})
+        passes.append({"name": name, "documents": documents, "bytes": size, **tally, **facts, "examples": chosen})
     counts = {"tasks": len(plan.tasks), "input_files": len(plan.origins)}
     return {"format": FORMAT, "settings": plan.settings.decisive, "passes": passes, **counts}
 

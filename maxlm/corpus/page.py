@@ -36,15 +36,17 @@ def page(report: Mapping[str, Any]) -> str:
         _languages(passes[-1]),
         _lengths(passes),
         _copies(passes),
+        _sets(report),
     ]
     sections += [_examples(passes), _settings(report["settings"])]
-    return (
+    html = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>Corpus report</title><style>{CSS}{MORE_CSS}</style></head>\n<body><main>\n"
         + "\n".join(section for section in sections if section)
         + "\n</main></body></html>\n"
     )
+    return _printable(html)
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -168,6 +170,21 @@ def _copies(passes: Sequence[Pass]) -> str:
         rows.append([f"{low:,}" if low == high else f"{low:,} to {high:,}", f"{clusters:,}", f"{documents:,}"])
     heads = ("documents in the cluster", "clusters", "removed")
     return f"<section><h2>Copies, by size of their cluster</h2>{table(heads, rows, numbers=True)}</section>"
+
+
+def searched(report: Mapping[str, Any]) -> list[str]:
+    """A line for each evaluation set: how many of its items were searched, and why others were not."""
+    lines = []
+    for name, counts in sorted(item for one in report["passes"] for item in one.get("sets", {}).items()):
+        left_out = [f"{count:,} {reason}" for reason, count in sorted(counts.items()) if reason != "searched"]
+        lines.append(", ".join([f"{name}: {counts['searched']:,} of {sum(counts.values()):,} items searched", *left_out]))
+    return lines
+
+
+def _sets(report: Mapping[str, Any]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in searched(report))
+    hint = "Not searched: empty items, duplicates of others, short ones (too few words in a row) and common ones (nothing in them is rare)."
+    return f"<section><h2>Evaluation sets</h2><ul>{items}</ul><p>{hint}</p></section>" if items else ""
 
 
 def _examples(passes: Sequence[Pass]) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings
@@ -72,6 +72,13 @@ class CorpusSettings(Section):
     run: RunSettings = RunSettings()
     slurm: SlurmSettings | None = None
     ray: RaySettings | None = None
+
+    @field_validator("decontaminate")
+    @classmethod
+    def _some_sets(cls, value: DecontaminateSettings | None) -> DecontaminateSettings | None:
+        if value is not None and not value.sets:
+            raise ValueError("no evaluation set is listed, so that nothing would be searched; list one in `sets`, or remove the section")
+        return value
 
     @property
     def decisive(self) -> dict[str, Any]:

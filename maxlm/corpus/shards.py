@@ -93,7 +93,7 @@ def read_documents(path: Path) -> Iterator[Document]:
 def finish(path: Path, mark: Mapping[str, Any]) -> None:
     """Mark a task as done, after all of its shards. `mark`: what it counted, with `fingerprint`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(mark, sort_keys=True, ensure_ascii=False))
+    write_text(path, json.dumps(mark, sort_keys=True, ensure_ascii=True))  # names of files may hold lone surrogates
 
 
 def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:

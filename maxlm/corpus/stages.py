@@ -4,6 +4,7 @@ A pass takes the documents of a task one by one (`apply`). What it must know of 
 writes its documents (`collect`, a file for each task), and combined by one process in between (`combine`).
 """
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from maxlm.corpus.dedup.substrings import cut, find_runs, write_windows
 from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tasks import Task
+from maxlm.telemetry.atomic import write_text
 
 Stream = Iterator[Document | Removed]
 
@@ -53,8 +55,12 @@ class Stage(Protocol):
         """One result for each document of a task, in order."""
         ...
 
+    def facts(self, folder: Path) -> dict[str, Any]:
+        """Facts about the search that the report shows, as JSON has them, by their name there."""
+        return {}
 
-class Deduplicate:
+
+class Deduplicate(Stage):
     """Leave one document of each cluster of copies."""
 
     name = "deduplicate"
@@ -90,7 +96,7 @@ class Deduplicate:
                 yield Removed(document.id, self.name, f"{row['kind']}_copy", document.text[:300], detail)
 
 
-class RemoveRepeated:
+class RemoveRepeated(Stage):
     """Remove lines or paragraphs that many documents share from all but one of them."""
 
     def __init__(self, settings: RepeatSettings, unit: Unit) -> None:
@@ -98,7 +104,7 @@ class RemoveRepeated:
 
     @property
     def key(self) -> Any:
-        return self.settings.model_dump(mode="json")
+        return {"unit": self.unit, **self.settings.model_dump(mode="json")}
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
         write_occurrences(documents, path, self.settings, self.unit)
@@ -123,7 +129,7 @@ class RemoveRepeated:
                 yield Removed(document.id, self.name, "nothing_left", document.text[:300], {self.unit: len(positions[row])})
 
 
-class RemoveSubstrings:
+class RemoveSubstrings(Stage):
     """Remove runs of words that stand elsewhere in the corpus, too, from all places but the first."""
 
     name = "repeated_substrings"
@@ -157,7 +163,7 @@ class RemoveSubstrings:
                 yield Removed(document.id, self.name, "nothing_left", document.text[:300], {"runs": len(runs[row][0])})
 
 
-class Decontaminate:
+class Decontaminate(Stage):
     """Remove documents that hold items of evaluation sets."""
 
     name = "decontaminate"
@@ -174,11 +180,16 @@ class Decontaminate:
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
         del tasks, resources
-        EvalIndex.build(self.settings, Frequencies.merge(map(Frequencies.load, files))).save(folder / "index.npz")
+        index = EvalIndex.build(self.settings, Frequencies.merge(map(Frequencies.load, files)))
+        index.save(folder / "index.npz")
+        write_text(folder / "sets.json", json.dumps(index.report()))
 
     def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
         del task
         return Decontaminator(EvalIndex.load(folder / "index.npz")).run(documents)
+
+    def facts(self, folder: Path) -> dict[str, Any]:
+        return {"sets": json.loads((folder / "sets.json").read_text("utf-8"))}
 
 
 def build_stages(settings: CorpusSettings) -> list[Stage]:

@@ -298,6 +298,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
     "output below a file": (of("x"), {"output": "list.txt/out"}, r"list\.txt.*Not a directory"),
     "list that is missing": (nothing, {"filters": {"bad_words": {"files": ["none.txt"]}}}, r"none\.txt: cannot be read.*No such file"),
     "list that is no text": (of(NOISE), {"filters": {"bad_words": {"files": ["list.txt"]}}}, r"list\.txt: is not UTF-8"),
+    "no evaluation set": (nothing, {"decontaminate": {"sets": {}}}, r"decontaminate = .*no evaluation set is listed.*list one in `sets`"),
     "evaluation set that is missing": (nothing, exam(), r"evaluation set exam: list\.txt: cannot be read: No such file"),
     "evaluation set without its field": (of('{"q": "x"}\n'), exam(fields=["question"]), r"exam: list\.txt, line 1: no field question"),
     "evaluation set that is no JSON": (of("what?\n"), exam(fields=["question"]), r"list\.txt, line 1: not JSON"),

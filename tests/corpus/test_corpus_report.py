@@ -80,6 +80,28 @@ def test_a_report_is_written_again_and_a_missing_one_is_one_line(finished, tmp_p
         command.report(tmp_path, said.append)
 
 
+def test_items_that_are_not_searched_are_reported(tmp_path, capsys):
+    """A set of which nothing is searched must not look like one of which nothing was found."""
+    rare = "which of the seven old bridges over the quiet river was built by a blind mason in winter"
+    for name, items in {"q": ["Paris", "Two words"], "[long]": [rare, rare, "No"]}.items():
+        (tmp_path / name).write_text("\n".join(items) + "\n")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"Text {number} of a corpus."}) + "\n" for number in range(9)))
+    config = CorpusSettings.model_validate(
+        {
+            "output": str(tmp_path / "out"),
+            "sources": {"a": {"paths": [str(tmp_path / "a.jsonl")]}},
+            "decontaminate": {"sets": {name: {"path": str(tmp_path / name)} for name in ("q", "[long]")}},
+        }
+    )
+    reports = [engine.run(engine.make_plan(config), LocalExecutor(1, lambda line: None)) for _ in range(2)]
+    assert reports[0] == reports[1] == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert reports[0]["passes"][1]["sets"] == {"q": {"searched": 0, "short": 2}, "[long]": {"searched": 1, "duplicate": 1, "short": 1}}
+    command.report(tmp_path / "out", lambda line: None)
+    for shown in (capsys.readouterr().out, (tmp_path / "out" / "report.html").read_text("utf-8")):
+        assert "q: 0 of 2 items searched, 2 short" in shown
+        assert "[long]: 1 of 3 items searched, 1 duplicate, 1 short" in shown
+
+
 def test_tallies_of_tasks_add_up_in_any_division():
     rng = random.Random(2)
     whole = Tally({"f": "s", "g": "t"})

@@ -1,13 +1,16 @@
 """A corpus run is a pure function of its input: the same bytes for any number of workers and after any interruption; nothing is lost."""
 
+import contextlib
 import hashlib
 import itertools
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
 from maxlm.corpus.settings import CorpusSettings
@@ -152,6 +155,93 @@ def test_other_settings_and_inputs_leave_nothing_of_the_run_before(tmp_path):
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
+class KilledError(Exception):
+    """A kill just before a mark is written, when all that it vouches for is there."""
+
+
+def run_until(config, monkeypatch, limit):
+    """Run until the mark number `limit` is about to be written; to the end if there are fewer."""
+    count, finish = itertools.count(), engine.shards.finish
+
+    def killed(path, mark):
+        if next(count) == limit:
+            raise KilledError
+        finish(path, mark)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+        patch.setattr(engine.shards, "finish", killed)
+        run(config)
+
+
+OTHERS = {
+    "another filter": {"filters": {"length": {"min_words": 95}}},
+    "another search": {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 100}}},
+    "another last stage": {"deduplicate": {"lines": {"max_documents": 6}, "substrings": {"min_words": 15}}, "decontaminate": None},
+    "paragraphs for lines": {"deduplicate": {"exact": False, "minhash": None, "paragraphs": {"max_documents": 6}}},
+    "no stage": {"deduplicate": None, "decontaminate": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "first", "second"),
+    [
+        ("another filter", 3, 0),
+        ("another filter", 99, 2),
+        ("another search", 4, 3),
+        ("another search", 8, 8),
+        ("another last stage", 99, 13),
+        ("paragraphs for lines", 3, 3),
+        ("paragraphs for lines", 99, 8),
+        ("no stage", 99, 1),
+    ],
+)
+def test_a_run_with_other_settings_in_between_changes_nothing(tmp_path, monkeypatch, other, first, second):
+    """Settings A, then B, then A again, with kills between: the bytes of A. Marks 0 to 2 are of the first pass, 3 of a search."""
+    write_corpus(tmp_path / "raw")
+    own = {"deduplicate": {"exact": False, "minhash": None, "lines": {"max_documents": 6}}}
+    config, clean = (CorpusSettings.model_validate(settings(tmp_path, tmp_path / name).model_dump() | own) for name in "ab")
+    run(clean)
+    run_until(config, monkeypatch, first)
+    run_until(CorpusSettings.model_validate(config.model_dump() | OTHERS[other]), monkeypatch, second)
+    run(config)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+@pytest.fixture
+def bucket():
+    """A folder in fsspec's memory, which tells the time at which each file was made."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    yield memory
+    memory.rm("/corpus-engine", recursive=True)
+
+
+def test_a_remote_file_of_other_content_and_equal_size_is_another_input(tmp_path, monkeypatch, bucket):
+    def store(word):
+        bucket.pipe("/corpus-engine/a.jsonl", json.dumps({"text": f"some {word} words " * 9}).encode() + b"\n")
+
+    sources = {"made": {"paths": ["memory://corpus-engine/"]}}
+    config = CorpusSettings.model_validate({"output": str(tmp_path / "out"), "sources": sources})
+    for word in ("good", "fine"):
+        store(word)
+        run(config)
+        assert word in records(tmp_path / "out" / "documents")[0]["text"]
+    before = digest(tmp_path / "out")
+    run(config)
+    assert digest(tmp_path / "out") == before
+    (tmp_path / "out" / "documents" / "000000.jsonl.zst").unlink()
+
+    def read_and_replace(*arguments):
+        yield from read(*arguments)
+        store("last")
+
+    plan, read = engine.make_plan(config), engine.read
+    monkeypatch.setattr(engine, "read", read_and_replace)
+    with pytest.raises(UnavailableError, match=r"a\.jsonl: it changed since this command began"):
+        engine.run(plan, LocalExecutor(1, lambda line: None))
+
+
 def test_a_changed_list_is_read_again(tmp_path):
     write_corpus(tmp_path / "raw")
     (tmp_path / "bad.txt").write_text("nothing\n")
@@ -160,6 +250,17 @@ def test_a_changed_list_is_read_again(tmp_path):
     assert "bad_words" not in str(run(config)["passes"][0]["removed"])
     (tmp_path / "bad.txt").write_text("word1\nword2\nword3\n")
     assert "bad_words" in str(run(config)["passes"][0]["removed"])
+
+
+def test_a_file_name_that_is_not_utf8_is_shown_in_the_report(tmp_path):
+    """Its examples have lone surrogates in their ids, which no file of UTF-8 holds."""
+    (tmp_path / "raw").mkdir()
+    name = os.fsencode(tmp_path / "raw") + b"/caf\xe9.jsonl"
+    Path(os.fsdecode(name)).write_text("no JSON\n" + json.dumps({"text": "good words " * 9}) + "\n")
+    sources = {"made": {"paths": [str(tmp_path / "raw")]}}
+    report = run(CorpusSettings.model_validate({"output": str(tmp_path / "out"), "sources": sources}))
+    assert report["passes"][0]["removed"] == {"read/not_json": 1} and len(records(tmp_path / "out" / "documents")) == 1
+    assert "caf\\udce9.jsonl#1" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 def test_a_file_of_two_sources_is_refused(tmp_path):
@@ -179,6 +280,21 @@ def test_no_folder_with_other_files_is_written_to(tmp_path, name, words):
     with pytest.raises(UserError, match=words):
         engine.make_plan(settings(tmp_path, tmp_path / name))
     assert digest(tmp_path) == before
+
+
+@pytest.mark.parametrize("listed", ["raw", "r*", "raw/deep"])
+def test_output_below_the_input_is_refused_before_it_is_written(tmp_path, listed):
+    """The same command would be refused when it is given again: documents of the first run are input of the second."""
+    write_corpus(tmp_path / "raw")
+    (tmp_path / "raw" / "deep").mkdir()
+    (tmp_path / "raw" / "deep" / "a.txt").write_text("A text of a few words.")
+    before = digest(tmp_path)
+    config = {"output": str(tmp_path / "raw" / "deep" / "out"), "sources": {"made": {"paths": [str(tmp_path / listed)]}}}
+    with pytest.raises(UserError, match=r"output = .*out: it lies in the folder .* of sources\.made\.paths.*give a folder outside"):
+        run(CorpusSettings.model_validate(config))
+    assert digest(tmp_path) == before
+    for fine in (tmp_path / "raw" / ".hidden", tmp_path / "rawer"):
+        engine.make_plan(CorpusSettings.model_validate(config | {"output": str(fine)}))
 
 
 def test_input_inside_the_output_is_refused(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors import make_executor, slurm
 from maxlm.corpus.settings import CorpusSettings
@@ -101,6 +101,17 @@ def test_what_slurm_or_a_task_refuses_is_one_line(tmp_path, cluster, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch is not here"):
         run(settings(tmp_path, "c", slurm={"partition": "cpu"}))
+
+
+def test_what_may_pass_in_a_task_of_slurm_keeps_its_exit_code(tmp_path, cluster):
+    """A supervisor starts the command again after a bucket failed, as it does without Slurm."""
+    config = settings(tmp_path, "b", slurm={"partition": "cpu"})
+    plan = engine.make_plan(config)
+    with (tmp_path / "raw.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UnavailableError, match=r"raw\.jsonl: it changed since") as caught:
+        engine.run(plan, make_executor(config, print))
+    assert caught.value.exit_code == ExitCode.UNAVAILABLE
 
 
 def test_two_clusters_are_refused(tmp_path):

@@ -10,6 +10,7 @@ from filter_texts import ADJECTIVES, NOUNS, paragraph, prose, sentence
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, run_filters, scan, statistics
+from maxlm.corpus.filters.language_tags import primary_language
 from maxlm.corpus.filters.statistics import TextStatistics
 
 ALL = FilterSettings.model_validate(
@@ -290,6 +291,24 @@ def test_stop_words_are_those_of_the_language():
     both = FilterSettings.model_validate({"gopher_quality": {"stop_words": {"en": ["the", "of"], "de": ["der", "die", "das"]}}})
     assert judge(german, both, language="de").text == german
     assert judge(german, both, language="en").reason == "gopher_stop_words"
+
+
+@pytest.mark.parametrize("tag", ["eng", "en-us", "en-GB", "EN", "en_US", "en-Latn-US"])
+def test_stop_words_are_found_by_any_tag_of_the_language(tag):
+    """WET files have ISO 639-3, pages have BCP 47; a list is by ISO 639-1 or by a tag of its own."""
+    without = "Quick brown foxes jump over lazy dogs near green river banks while seven small birds watch them closely. " * 5
+    section = FilterSettings.model_validate({"gopher_quality": {}})
+    assert judge(without, section, language=tag).reason == "gopher_stop_words"
+    assert judge(without, section, language="sco").text == without
+    for key, other in ((tag, "en"), ("eng", tag)):
+        own = FilterSettings.model_validate({"gopher_quality": {"stop_words": {key: ["while", "near"]}}})
+        assert judge(without, own, language=tag).text == without
+        assert judge("nothing " + without.replace("while", "as"), own, language=other).reason == "gopher_stop_words"
+
+
+@pytest.mark.parametrize(("tag", "language"), [("ger", "de"), ("deu", "de"), ("cmn", "zh"), ("zh-Hant-TW", "zh"), ("haw", "haw"), ("", "")])
+def test_primary_language(tag, language):
+    assert primary_language(tag) == language
 
 
 @pytest.mark.parametrize(

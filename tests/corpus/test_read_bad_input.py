@@ -1,6 +1,7 @@
 """Bad input: every fault is counted with its reason, whole records beside it are read, and nothing raises but a path that is not there."""
 
 import gzip
+import io
 import json
 import lzma
 import os
@@ -262,6 +263,46 @@ def test_storage_that_may_come_back_stops_the_reader(monkeypatch, path, error):
     monkeypatch.setattr("maxlm.corpus.read.reader.open_input", lambda path: Faulty(lines(100), error))
     with pytest.raises(UnavailableError):
         list(read(path, SMALL))
+
+
+def raised_by(module: str, error: Exception) -> Exception:
+    """`error` as code of `module` raises it."""
+    names = {"__name__": module, "error": error}
+    exec("def fail():\n    raise error", names)
+    with pytest.raises(type(error)) as caught:
+        names["fail"]()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (TimeoutError(), True),
+        (raised_by("gcsfs.retry", OSError("Forbidden: token expired")), True),
+        (raised_by("gcsfs.retry", ValueError("Bad Request: token expired")), True),
+        (OSError("Gone: token expired"), False),
+    ],
+)
+def test_storage_that_fails_within_a_parquet_file_is_not_damage(tmp_path, monkeypatch, error, passes):
+    """What storage says while pyarrow reads a table is judged as for any other format: the rest of the file is not lost as damaged."""
+    table = pyarrow.table({"text": [f"Line {number} of a text {RANDOM.hex()}" for number in range(400)]})
+    parquet.write_table(table, tmp_path / "a", row_group_size=100, use_dictionary=False, compression="none")
+    data = (tmp_path / "a").read_bytes()
+
+    class Failing(io.BytesIO):
+        def read(self, count=-1):
+            if len(data) // 2 < self.tell() < len(data) - 100_000:  # not in the footer
+                raise error
+            return super().read(count)
+
+    monkeypatch.setattr("maxlm.corpus.read.reader.open_input", lambda path: Failing(data))
+    results = read("gs://b/a.parquet", ReadSettings())
+    if passes:
+        with pytest.raises(UnavailableError, match="try again when the cause is gone"):
+            list(results)
+    else:
+        *documents, last = results
+        assert len(documents) >= 100 and last.reason == "unreadable" and "token expired" in last.example
 
 
 def test_permission_denied(tmp_path, monkeypatch):

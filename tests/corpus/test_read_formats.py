@@ -78,6 +78,20 @@ def test_warc_pages_and_texts(tmp_path):
         assert [item.reason for item in removed] == ["http_status", "content_type", "no_content"]
 
 
+@pytest.mark.parametrize("end", [b"\r\n", b"\n"])
+@pytest.mark.parametrize("kind", ["text/html", "text/plain"])
+def test_warc_answers_end_their_headers_with_any_line_end(tmp_path, end, kind):
+    """The content begins after the first blank line, and keeps the blank lines of its own."""
+    body = HTML.encode() if kind == "text/html" else b"Three lines.\n\nAnd.\r\n\r\nThe end."
+    texts = []
+    for one in (end, b"\r\n"):
+        (tmp_path / "a").write_bytes(warc("response", "http://a", answer(b"", kind).replace(b"\r\n", one) + body))
+        documents, removed = found(tmp_path / "a")
+        assert not removed
+        texts += [document.text for document in documents]
+    assert len(texts) == 2 and texts[0] == texts[1]
+
+
 def test_wikipedia_dump(tmp_path):
     text = (
         "'''Gras''' [[lien|texte]] {{boîte|a={{b}}}} [[Fichier:x.jpg|thumb|une [[image]]]]&lt;ref&gt;source&lt;/ref&gt;.\n[[Catégorie:Y]]"

@@ -11,7 +11,7 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.logging import logger
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.config.errors import ExitCode, UnavailableError, UserError, shorten
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.settings import SlurmSettings
@@ -21,7 +21,7 @@ from maxlm.telemetry.atomic import write_text
 POLL_S = 5.0
 LATE_S = 60.0  # for which a file written on another node may be invisible here
 ATTEMPTS = 3  # at tasks that end without a result
-REFUSED = ".refused.txt"  # ends the name of a file with the line of a task's UserError
+REFUSED = ".refused.txt"  # ends the name of a file with the exit code and the line of a task's UserError
 
 Calls = Mapping[int, Callable[[], Any]]
 
@@ -69,7 +69,8 @@ class SlurmExecutor:
             if not left:
                 return
             for refusal in sorted(Path(job.slurm_logs_folder).parent.glob(f"*{REFUSED}")):
-                raise UserError(refusal.read_text("utf-8"))
+                code, _, line = refusal.read_text("utf-8").partition(" ")
+                raise (UnavailableError if code == str(ExitCode.UNAVAILABLE.value) else UserError)(line)
             self.say(f"{len(left):,} tasks of job {job.job_id} ended without a result (killed?); logs in {job.slurm_logs_folder}")
         raise UserError(
             f"slurm: {len(left):,} tasks ended without a result {ATTEMPTS} times; see {job.slurm_logs_folder}; the same command goes on."
@@ -129,7 +130,7 @@ class _Step(PipelineStep):
         try:
             self.calls[rank]()
         except UserError as error:
-            write_text(Path(self.folder) / f"{rank}{REFUSED}", str(error))
+            write_text(Path(self.folder) / f"{rank}{REFUSED}", f"{error.exit_code.value} {error}")
             raise
         return iter(())
 

@@ -4,9 +4,10 @@ import numpy as np
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
+from maxlm.corpus.filters.language_tags import primary_language
 from maxlm.corpus.filters.protocol import removed
 from maxlm.corpus.filters.settings import FineWebSettings, GopherQualitySettings, GopherRepetitionSettings, LengthSettings
-from maxlm.corpus.filters.statistics import TextStatistics, statistics_of, word_hashes
+from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of, word_hashes
 
 Broken = tuple[str, float, float]  # reason, value, limit
 
@@ -47,6 +48,7 @@ class GopherQualityFilter:
     def __init__(self, settings: GopherQualitySettings) -> None:
         self.settings = settings
         self.stop_words = {language: word_hashes(words) for language, words in settings.stop_words.items()}
+        self.primary_stop_words = {primary_language(language): hashes for language, hashes in self.stop_words.items()}
         self.all_stop_words = np.unique(np.concatenate([np.empty(0, np.uint64), *self.stop_words.values()]))
 
     def __call__(self, document: Document) -> Document | Removed:
@@ -85,11 +87,16 @@ class GopherQualityFilter:
         return None
 
     def _stop_words(self, statistics: TextStatistics, language: object) -> Broken | None:
-        wanted = self.all_stop_words if language is None else self.stop_words.get(str(language))
+        wanted = self.all_stop_words if language is None else self._of_language(str(language))
         if wanted is None or not self.settings.min_stop_words:
             return None
         found = scan.count_present(statistics.hashes_W, wanted, self.settings.min_stop_words)
         return ("gopher_stop_words", found, self.settings.min_stop_words) if found < self.settings.min_stop_words else None
+
+    def _of_language(self, tag: str) -> Hashes | None:
+        """Stop words of a document's language: of the very tag, or else of its language without region and script."""
+        exact = self.stop_words.get(tag)
+        return exact if exact is not None else self.primary_stop_words.get(primary_language(tag))
 
 
 class GopherRepetitionFilter:

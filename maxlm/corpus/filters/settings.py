@@ -66,8 +66,8 @@ class GopherQualitySettings(Section):
     min_stop_words: int = Field(published.GOPHER_MIN_STOP_WORDS, ge=0, description="Different stop words that a document has at least.")
     stop_words: dict[str, tuple[str, ...]] = Field(
         {"en": published.GOPHER_STOP_WORDS},
-        description="Stop words by language. A document whose metadata name a language without a list here is not judged by this rule; "
-        "one without a language is judged by all lists together.",
+        description="Stop words by language, as ISO 639-1 (en-us and eng in metadata are en). A document whose metadata name a language "
+        "without a list here is not judged by this rule; one without a language is judged by all lists together.",
     )
 
 

@@ -4,21 +4,27 @@ import glob
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.config.transient import first_line, is_transient, retried
 
+# Names of what fsspec's file systems tell of the content or time of a file; the first that is there counts: hashes before times.
+VERSIONS = ("md5Hash", "ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "modified", "updated", "created")
+
 
 @dataclass(frozen=True)
 class Input:
-    """One file. `path` is what `read` takes; `size` in bytes, 0 where it is not known; `source`: the entry of `sources` that lists it."""
+    """One file. `path` is what `read` takes; `size` in bytes, 0 where it is not known; `source`: the entry of `sources` that lists it;
+    `version`: what tells the content of a remote file from another one of its size, "" where storage does not say.
+    """
 
     path: str
     size: int
     source: str
+    version: str = field(default="", compare=False)
 
 
 def find(sources: Sequence[str]) -> list[Input]:
@@ -38,6 +44,34 @@ def find(sources: Sequence[str]) -> list[Input]:
         for file in files:
             found.setdefault(file.path, file)
     return sorted(found.values(), key=lambda file: file.path)
+
+
+def folders(sources: Sequence[str]) -> list[str]:
+    """The local folders of which find() lists everything below."""
+    paths = [os.path.expanduser(source) for source in sources if "://" not in source]  # noqa: PTH111
+    given = [path for path in paths if os.path.lexists(path)]
+    matches = [match for path in paths if path not in given for match in glob.iglob(path, recursive=True)]  # noqa: PTH207
+    return [path for path in (*given, *matches) if Path(path).is_dir()]
+
+
+def version_of(path: str) -> str:
+    """The version that storage tells of a remote file now; "" where it says nothing, or has no such file. Raises UserError.
+
+    Compare it with another answer of this function alone: a listing may say the same in other words.
+    """
+    filesystem, name = _filesystem(path)
+    try:
+        filesystem.invalidate_cache()
+        return _version(retried(lambda: filesystem.info(name), f"looking at {path}"))
+    except FileNotFoundError:
+        return ""
+    except Exception as error:
+        kind = UnavailableError if is_transient(error) else UserError
+        raise kind(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.") from error
+
+
+def _version(info: dict[str, Any]) -> str:
+    return next((f"{name}={info[name]}" for name in VERSIONS if info.get(name)), "")
 
 
 def open_input(path: str) -> BinaryIO:
@@ -102,7 +136,7 @@ def _remote(url: str) -> list[Input]:
     if infos is None:
         raise UserError(f"{url} does not exist; give a file, a folder, a glob or a URL.")
     inside = [(name, info) for name, info in infos.items() if info["type"] == "file"]
-    return [Input(filesystem.unstrip_protocol(name), info.get("size") or 0, url) for name, info in inside]
+    return [Input(filesystem.unstrip_protocol(name), info.get("size") or 0, url, _version(info)) for name, info in inside]
 
 
 def _listed(filesystem: Any, path: str) -> dict[str, Any] | None:

@@ -3,10 +3,11 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+from maxlm.config.transient import is_transient
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.read.fields import of_fields
 from maxlm.corpus.read.jsonl import of_json_or_text
@@ -15,9 +16,44 @@ from maxlm.corpus.read.stream import Meter
 
 BATCH_BYTES = 4 * MIB
 MOST_ROWS = 64  # read at once: 64 records of the largest size fit in memory
+T = TypeVar("T")
 PARQUET = b"PAR1"
 # Block header and chunk header at the start of every file (Riegeli's specification, "Records file format").
 ARRAY_RECORD = b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f"
+
+
+class _Watched:
+    """A file for pyarrow that remembers the error of its own last failed call: the storage's, not the library's about the bytes."""
+
+    closed = False
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self.error: Exception | None = None
+
+    def read(self, count: int = -1) -> bytes:
+        return self._remembering(self._raw.read, count)
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        return self._remembering(self._raw.seek, at, whence)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def close(self) -> None:
+        """Leave the file open: whoever opened it closes it."""
+
+    def _remembering(self, call: Callable[..., T], *arguments: int) -> T:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def raise_storage_error(self) -> None:
+        """Raise what storage failed with, unchanged. A ValueError that cannot pass is of the bytes, such as a place before the start."""
+        if self.error is not None and (isinstance(self.error, OSError) or is_transient(self.error)):
+            raise self.error
 
 
 @contextlib.contextmanager
@@ -39,8 +75,9 @@ def read_parquet(path: str, raw: BinaryIO, size: int, settings: ReadSettings) ->
     if raw.read(4) != PARQUET:
         raise DamagedError("truncated", "no footer")
     raw.seek(0)
+    watched = _Watched(raw)
     try:
-        with parquet.ParquetFile(raw, page_checksum_verification=True, buffer_size=MIB, pre_buffer=False) as table:
+        with parquet.ParquetFile(watched, page_checksum_verification=True, buffer_size=MIB, pre_buffer=False) as table:
             schema, rows = table.schema_arrow, table.metadata.num_rows
             if settings.text_field not in schema.names:
                 yield removed(path, "missing_field", ", ".join(schema.names), field=settings.text_field, rows=rows)
@@ -54,9 +91,11 @@ def read_parquet(path: str, raw: BinaryIO, size: int, settings: ReadSettings) ->
             ]
             yield from _rows(path, table, columns, size, settings)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # ValueError: also names that are not UTF-8
+        watched.raise_storage_error()
         raise DamagedError("damaged", error) from error
     except OSError as error:
-        if error.errno is not None:
+        watched.raise_storage_error()
+        if error.errno is not None or is_transient(error):
             raise
         raise DamagedError("damaged", error) from error  # of pyarrow: pages that break their format
 

@@ -4,6 +4,7 @@ The framing is read here. FastWARC 2.0 needs streams that can seek and panics on
 neither can be given the limits of `stream`; neither reports what it skips between two records.
 """
 
+import re
 import zlib
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ MOST_HEADERS = MIB  # bytes of all headers of a record
 TYPES = ("response", "resource", "conversion", "revisit")  # records of documents; warcinfo, request and metadata are about them
 HTML = ("text/html", "application/xhtml+xml")
 TEXT = ("text/plain",)
+END_OF_HEADERS = re.compile(rb"\r?\n\r?\n")  # bare line feeds, too (RFC 9112, 2.2)
 LANGUAGE = "warc-identified-content-language"
 Headers = dict[str, str]
 
@@ -123,7 +125,7 @@ def _document(id: str, headers: Headers, body: bytes, settings: ReadSettings) ->
         return removed(id, "no_content", url)
     kind = headers.get("content-type", "")
     if headers["warc-type"].lower() == "response" and (kind.startswith("application/http") or body.startswith(b"HTTP/")):
-        head, _, body = body.partition(b"\r\n\r\n")
+        head, body = (*END_OF_HEADERS.split(body, 1), b"")[:2]
         status, *lines = head.split(b"\n")
         if status.split()[1:2] != [b"200"]:
             return removed(id, "http_status", url, status=status.decode("latin-1").strip()[:EXAMPLE])
