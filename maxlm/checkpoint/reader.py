@@ -120,12 +120,17 @@ def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
     raise kind(f"{folder} could not be read: {reason}; try again when the cause is gone. Nothing was changed.") from problem
 
 
+RECORDED_LATER = ("optimizer.beta2",)  # fields of identities that older checkpoints lack
+
+
 def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -> None:
-    """Raise CheckpointError naming the first fields that differ, with both values. `where` names the checkpoint."""
+    """Raise CheckpointError naming the first fields that differ, with both values. `where` names the checkpoint. What an earlier maxlm did
+    not record is not compared.
+    """
     differing = [
         f"{field} is {saved.get(field, 'not set')} there and {current.get(field, 'not set')} here"
         for field in [*current, *(field for field in saved if field not in current)]
-        if saved.get(field) != current.get(field)
+        if saved.get(field) != current.get(field) and not (field in RECORDED_LATER and field not in saved)
     ]
     if differing:
         raise CheckpointError(

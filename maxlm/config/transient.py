@@ -46,14 +46,15 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsEr
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if `error` is that a device or the host has no room. XLA gives it the status that servers give to those who ask too often."""
-    of_jax = any(kind.__name__ == "JaxRuntimeError" for kind in type(error).__mro__)  # TensorStore's are of other kinds
-    return isinstance(error, MemoryError) or (of_jax and _OUT_OF_MEMORY.search(str(error)) is not None)
+    """True if `error`, or its cause, is that a device or the host has no room. XLA gives it the status that servers give to those who ask
+    too often.
+    """
+    return any(_is_out_of_memory(cause) for cause in _chain(error))
 
 
 def is_transient(error: BaseException) -> bool:
     """True if `error`, or its cause, is a failure of the medium, the network, a credential or a permission."""
-    return any(_is_transient(cause) for cause in _chain(error))
+    return not is_out_of_memory(error) and any(_is_transient(cause) for cause in _chain(error))
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -101,11 +102,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         left += current.exceptions if isinstance(current, BaseExceptionGroup) else ()
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    of_jax = any(kind.__name__ == "JaxRuntimeError" for kind in type(error).__mro__)  # TensorStore's are of other kinds
+    return isinstance(error, MemoryError) or (of_jax and _OUT_OF_MEMORY.search(str(error)) is not None)
+
+
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, UserError):
         return error.exit_code == ExitCode.UNAVAILABLE
-    if is_out_of_memory(error):
-        return False
     code = _OS_ERROR_CODE.search(str(error))
     if code is not None:
         return int(code[1]) not in _OF_CONTENT

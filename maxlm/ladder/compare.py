@@ -75,7 +75,7 @@ def _check(settings: LadderSettings, names: Sequence[str]) -> CompareConfig:
             raise ConfigError(field, key, "is set by --compare itself", "leave it out")
     for name, one in settings.compare.optimizers.items():
         if wrong := next((key for key, _ in flatten(one.settings) if f"{key}.".startswith(ALIKE)), None):
-            rule = "would give this optimizer another model, other data or another budget than the others"
+            rule = "would give this optimizer another model or other data than the others"
             raise ConfigError(f"compare.optimizers.{name}.settings", wrong, rule, "set it for all in `settings`")
     return settings.compare
 

@@ -20,7 +20,8 @@ from maxlm.telemetry.report.load import load_run
 RESTARTS = 10
 # Settings that change losses, but for those that say where and how fast a run is trained, which whoever trains it may choose
 LOSSES = ("model.", "data.", "train.", "optimizer.", "precision.", "objective.", "diloco.", "compression.", "health.")
-SPEED = ("data.read_threads", "data.prefetch", "train.microbatches", "train.loss_chunks")
+SPEED = ("data.read_threads", "data.prefetch", "data.prepare.workers", "train.microbatches", "train.loss_chunks")
+PLACES = (".store", ".path")  # ends of settings that say where files are
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,11 @@ def config_file(folder: Path, rung: Rung) -> Path:
 
 
 def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
-    """Write the config of each run. Raises UserError if a run has begun with another one, or a file cannot be written."""
+    """Write the config of each run. Raises UserError if a run has begun with another one, or under the name that an earlier maxlm gave it,
+    or a file cannot be written.
+    """
+    if old := next(((path, rung) for rung in rungs if (path := _under_old_name(folder, rung)) is not None), None):
+        raise UserError(f"{old[0]} is called {old[1].name} now, so that seeds can be added: rename this folder.")
     for rung in rungs:
         begun = folder / "runs" / rung.name / "config.yml"
         file, text = config_file(folder, rung), dump(rung.config)
@@ -54,6 +59,15 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
             raise UserError(f"{file} cannot be written ({error.strerror or error}): choose another `folder`.") from error
 
 
+def _under_old_name(folder: Path, rung: Rung) -> Path | None:
+    """The folder of this run as it was called before: with the number of any seed if there were several, else with none."""
+    before = f"{rung.name}-seed0" if rung.seed == 0 else rung.name.removesuffix(f"-seed{rung.seed}")
+    old = folder / "runs" / before
+    if before == rung.name or (folder / "runs" / rung.name).exists() or not (old / "config.yml").is_file():
+        return None
+    return old if load(str(old / "config.yml"), any_mesh=True).config.train.seed == rung.seed else None
+
+
 def _difference(file: Path, text: str, rung: Rung) -> str:
     """The first setting that changes losses and differs: its value in the file, and now; "" if none does, as where `text`, the config as it
     is written now, has settings that the version of maxlm before did not have.
@@ -62,7 +76,7 @@ def _difference(file: Path, text: str, rung: Rung) -> str:
         return ""
     before, now = (dict(flatten(config.model_dump(mode="json"))) for config in (load(str(file), any_mesh=True).config, rung.config))
     changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
-    key = next((key for key in changed if f"{key}.".startswith(LOSSES) and key not in SPEED), None)
+    key = next((key for key in changed if f"{key}.".startswith(LOSSES) and key not in SPEED and not key.endswith(PLACES)), None)
     return "" if key is None else f"{key} = {show(before.get(key))}, and the ladder says {show(now.get(key))} now"
 
 
@@ -111,7 +125,8 @@ def train(folder: Path, rungs: Sequence[Rung], say: Callable[[str], None]) -> di
         supervisor = Supervisor(command, restarts=RESTARTS, backoff=1.0, say=say)
         code = supervisor.run()
         if code == ExitCode.STOPPED or supervisor.signalled:  # also one that came when all was done
-            say(f"{rung.name} was saved; the same command goes on{'' if find(folder, rung).loss is None else ' after it'}.")
+            ended = "was saved" if code == ExitCode.STOPPED else "is done" if code == ExitCode.DONE else f"failed with exit code {code}"
+            say(f"{rung.name} {ended}; stopped by a signal, and the same command goes on.")
             raise SystemExit(ExitCode.STOPPED)
         found = find(folder, rung)
         if found.loss is None:

@@ -54,7 +54,7 @@ class Request:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Arguments of `maxlm plan` for the same questions about one topology, without it."""
-        region, tokens = self.wanted.region, None if self.tokens is None else f"{self.tokens:g}"
+        region, tokens = self.wanted.region, None if self.tokens is None else f"{self.tokens:.0f}"
         buy = None if self.wanted.term == "on-demand" else self.wanted.term
         given = {"--tokens": tokens, "--buy": buy, "--region": region, "--prices": self.prices}
         return (self.name, *self.overrides, *(part for option, value in given.items() if value is not None for part in (option, value)))

@@ -36,11 +36,9 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
     at = next((step for step in replaced if step >= start.step), None)  # its config trained the steps up to it
     source = directory.config if at is None else directory.config_until(at)
     changed = _differences(source, config, start) if source.is_file() else {}
-    if changed or at is not None:
+    if changed and at is None:
         write_text(directory.config_until(start.step), source.read_text())
-    for step in replaced:
-        if step > start.step:  # these steps are trained again
-            directory.config_until(step).unlink()
+    directory.trained_again(start.step)
     return {**changed, **data}
 
 

@@ -143,12 +143,13 @@ def _run(
     log.write_to(directory.log if phases.primary else None)
     if checkpoints.memory is not None and run.trains:
         prepare_memory(checkpoints.memory, run.program, here.local_processes)
-    if config.objective is not None and config.objective.kind == "dpo" and run.trains:
+    concluded = _concluded(run)
+    if config.objective is not None and config.objective.kind == "dpo" and (run.trains or not concluded):
         attach_reference(config, run.program, run.start, run.data.pipelines, checkpoints.directory, phases, watchdog.progress.touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         bill = _bill(run, phases) if phases.primary else None
-        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict)
+        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict, concluded=concluded)
         checkpoints.close(remove_copies=outcome.status == "corrupted")
         progress_file.record(regroup=_regroups(outcome, here))
         if phases.primary:
@@ -178,6 +179,8 @@ def _train(
     bill: Bill | None,
     compilations: Compilations,
     predict: Callable[[Program], float] | None,
+    *,
+    concluded: bool,
 ) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
     config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
@@ -190,7 +193,7 @@ def _train(
     with observing_run as observers, Heartbeat(beat, attempt, goodput.summary):
         watchdog.observers, watchdog.folder = observers, directory.path
         here.when_larger(stop.request)
-        start, concluded = _record_start(run), _concluded(run)
+        start = _record_start(run)
         facts = _facts(run, here, bill) | _predicted(run, predict) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=facts))
         if run.flips is not None:
@@ -289,7 +292,8 @@ def _concluded(run: OpenRun) -> bool:
     """True if the last step was evaluated, in all processes alike: a signal or a crash may have come between it and its figures."""
     kinds = {*(["eval"] if run.data.held_out is not None else []), *(["tasks"] if run.tasks is not None else [])}
     found: set[str] = set()
-    for event in read_objects(run.directory.events) if run.directory.primary and not run.trains else ():
+    events = run.directory.events
+    for event in read_objects(events) if run.directory.primary and not run.trains and events.is_file() else ():
         kind, step = event.get("kind"), event.get("step")
         if kind == "start" and is_step(step) and step < run.config.total_steps:
             found.clear()  # it trained the last steps again

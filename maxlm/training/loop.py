@@ -172,7 +172,8 @@ def _go_back(session: Session, meter: Meter, saving: Saving, start: Start, end: 
     data |= {"seconds": round(time.monotonic() - began, 3), "passed_over": (again.restored or {}).get("passed_over", [])}
     session.observers.on_event(Event("rollback", again.step, data=data))
     if session.folder is not None:
-        RunDirectory(session.folder, primary=True).trained_again(again.step)
+        with contextlib.suppress(OSError):  # the next start mends what is left
+            RunDirectory(session.folder, primary=True).trained_again(again.step)
     return again
 
 

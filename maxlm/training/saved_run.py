@@ -1,5 +1,6 @@
 """A run or an imported model on disk: its config, its tokenizer, its weights. The one way to open one."""
 
+import json
 import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import UnreachableError
 from maxlm.config import Config, UserError, load
 from maxlm.config.schema import WeightsKind
@@ -149,8 +150,11 @@ class SavedRun:
         return found
 
     def _passed_over(self, step: int | None) -> dict[int, str]:
-        """Checkpoints that are not read: a person who names a step has chosen."""
-        return self.unfit if step is None else {}
+        """Checkpoints that are not read, by what process 0 sees: the run may go on meanwhile. A person who names a step has chosen."""
+        if step is not None:
+            return {}
+        seen = multihost.only_process_0(lambda: self.unfit, f"reading {self.directory}") or {}
+        return {int(one): reason for one, reason in json.loads(multihost.text_from_process_0(json.dumps(seen))).items()}
 
     def check_kind(self, kind: WeightsKind) -> None:
         """Raise UserError if this run keeps no such weights."""

@@ -1,5 +1,6 @@
 """Parts of a run's assembly: predictions fail alone, and processes with different configs make the same calls."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,3 +70,35 @@ def test_the_tokenizer_is_recorded_with_the_frame_of_where_the_run_began(train, 
     )
     run._record_start(opened)
     assert told == [(tmp_path / "tokenizer", None if source is None else Path(source) / "tokenizer", goes_on)]
+
+
+EVALUATED, TASKS = ("eval", 9, {"eval_loss": 3.0}), ("tasks", 9, {"tasks": {}})
+TRAINED, AGAIN, EARLIER = ("start", 4, {}), ("start", 9, {}), ("eval", 6, {"eval_loss": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("events", "held_out", "tasks", "concluded"),
+    [
+        ([TRAINED, EVALUATED], True, False, True),
+        ([TRAINED, EARLIER], True, False, False),
+        ([TRAINED, EVALUATED], True, True, False),
+        ([TRAINED, EVALUATED, AGAIN, TASKS], True, True, True),
+        ([TRAINED, EVALUATED, AGAIN], True, False, True),
+        ([TRAINED, EVALUATED, TRAINED], True, False, False),
+        ([TRAINED], False, False, True),
+        ([], False, False, True),
+        (None, True, False, False),
+    ],
+)
+def test_the_last_step_is_evaluated_by_the_next_start_if_no_event_says_that_it_was(events, held_out, tasks, concluded, tmp_path):
+    if events is not None:
+        lines = (json.dumps({"kind": kind, "step": step, "time": 1.0, **data}) + "\n" for kind, step, data in events)
+        (tmp_path / "events.jsonl").write_text("".join(lines))
+    opened = SimpleNamespace(
+        data=SimpleNamespace(held_out=object() if held_out else None),
+        tasks=object() if tasks else None,
+        directory=RunDirectory(tmp_path, primary=True),
+        trains=False,
+        config=SimpleNamespace(total_steps=9),
+    )
+    assert run._concluded(opened) == concluded
