@@ -254,7 +254,7 @@ def _silence() -> Iterator[None]:
             os.close(stderr)
 
 
-def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool], resident: int = 0) -> str:
+def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool], resident: int) -> str:
     """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
     machine = "" if topology.is_tpu else gpu_compiler.target_of(topology.chip)

@@ -105,7 +105,7 @@ def _predict_largest(runs: Runs, done: Sequence[Found], settings: FitConfig, nam
 
 
 def best_for(found: Fit, flops: float, cost: Callable[[Floats], Floats]) -> Optimum:
-    """Best size and length for a budget; `cost`: sizes to model FLOPs of a token per parameter (6 or more). Not for the form `compute`."""
+    """Best size and length for a budget; `cost`: sizes to model FLOPs of a token per parameter (about 6). Not for the form `compute`."""
     if found.form.name == "compute":
         raise UserError(
             "the ladder was fitted at one ratio of tokens to parameters, which says nothing of another: give it several lengths."

@@ -262,7 +262,7 @@ def test_a_program_of_other_flags_is_another(monkeypatch):
     def key(name, value):
         for other in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
             monkeypatch.setenv(other, value if other == name else "")
-        return aot._key("program", [0], parse("v5e:2x2"), {})
+        return aot._key("program", [0], parse("v5e:2x2"), {}, 0)
 
     plain = key("XLA_FLAGS", "")
     assert key("XLA_FLAGS", "--xla_force_host_platform_device_count=8") == plain, "it compiles nothing for this process's devices"
