@@ -102,3 +102,36 @@ def test_the_last_step_is_evaluated_by_the_next_start_if_no_event_says_that_it_w
         config=SimpleNamespace(total_steps=9),
     )
     assert run._concluded(opened) == concluded
+
+
+@pytest.mark.parametrize(("trains", "concluded", "attached"), [(True, False, True), (False, False, True), (False, True, False)])
+def test_preferences_are_evaluated_with_their_reference_by_a_start_with_no_steps_left_too(
+    trains, concluded, attached, monkeypatch, tmp_path
+):
+    """Without it zeros would stand for its log-probabilities, and the loss be recorded as if it were right."""
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(dir=None),
+        run=SimpleNamespace(dir=str(tmp_path), name="r"),
+        objective=SimpleNamespace(kind="dpo"),
+    )
+    checkpoints = SimpleNamespace(memory=None, directory=tmp_path)
+    data = SimpleNamespace(pipelines={})
+    opened = SimpleNamespace(config=config, directory=None, checkpoints=checkpoints, trains=trains, program=None, start=None, data=data)
+    calls = []
+
+    def last(*_):
+        calls.append("trains")
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "_on_all_hosts", lambda *_: None)
+    monkeypatch.setattr(run, "open_run", lambda *_: opened)
+    monkeypatch.setattr(run, "_concluded", lambda _: concluded)
+    monkeypatch.setattr(run, "attach_reference", lambda *_: calls.append("reference"))
+    monkeypatch.setattr(run.deadline, "stacks_to", last)
+    phases, watchdog = SimpleNamespace(primary=False), SimpleNamespace(progress=SimpleNamespace(touch=None))
+    opened.directory = SimpleNamespace(path=tmp_path)
+    with pytest.raises(InterruptedError):
+        run._run(
+            config, phases, None, None, None, None, SimpleNamespace(hosts=()), SimpleNamespace(write_to=lambda _: None), watchdog, None
+        )
+    assert calls == (["reference"] if attached else []) + ["trains"]
