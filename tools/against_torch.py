@@ -120,7 +120,9 @@ def take_turns(config: Config, turns: Mapping[str, Callable[[Path], dict[str, An
     first, second = taken.values()
     medians = [statistics.median(turn["step_s"] for turn in done) for done in taken.values()]
     return {
-        **{name: _summary(done, first[0]) for name, done in taken.items()},
+        **{
+            name: _summary(done, first[0] | done[0]) for name, done in taken.items()
+        },  # each with the peak of its own format, torch with ours
         "ratio": medians[0] / medians[1],
         "device": first[0]["device"],
         "model_flops": first[0]["model_flops"],
@@ -215,14 +217,14 @@ def _agree(ours: dict[str, Any], theirs: dict[str, Any], compute: str) -> None:
         np.testing.assert_allclose(theirs[what], ours[what], rtol=all_, err_msg=f"{what}: not the same training")
 
 
-def _summary(turns: list[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
+def _summary(turns: list[dict[str, Any]], counts: dict[str, Any]) -> dict[str, Any]:
     seconds = statistics.median(turn["step_s"] for turn in turns)
     return {
         "step_s": seconds,
         "step_s_of_turns": [turn["step_s"] for turn in turns],
-        "tokens_per_s": ours["tokens"] / seconds,
-        "tflops": ours["model_flops"] / seconds / 1e12,
-        "mfu": ours["model_flops"] / seconds / ours["peak_flops"] if ours["peak_flops"] else None,
+        "tokens_per_s": counts["tokens"] / seconds,
+        "tflops": counts["model_flops"] / seconds / 1e12,
+        "mfu": counts["model_flops"] / seconds / counts["peak_flops"] if counts["peak_flops"] else None,
         "peak_bytes": turns[0]["peak_bytes"],
         "warmup_s": turns[0]["warmup_s"],
         "version": turns[0]["version"],

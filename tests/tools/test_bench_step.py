@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import maxlm
+from maxlm.config import load
 
 PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "bench_step.py"
 TINY = ["model.n_layers=2", "model.d_model=32", "model.n_heads=4", "model.d_ff=48", "model.vocab_size=128"]
@@ -75,3 +76,18 @@ def test_a_config_without_8_bits_is_no_race():
     done = bench("--against", "high-precision", "runs/quickstart")
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "") and "precision.matmul is not set" in line
+
+
+def test_each_side_of_a_race_has_the_peak_of_its_own_format(monkeypatch):
+    """fp8 by fp8's peak, bfloat16 by its own; torch, which knows no peak, by ours."""
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    import against_torch
+
+    ours = {"step_s": 0.5, "tokens": 100, "model_flops": 1e12, "peak_flops": 8e12, "peak_bytes": None, "warmup_s": 1.0, "version": "0"}
+    ours |= {"device": "chip", "losses": [1.0]}
+    plain = ours | {"step_s": 1.0, "peak_flops": 4e12}
+    torch = {key: ours[key] for key in ("step_s", "peak_bytes", "warmup_s", "version", "losses")}
+    config = load("runs/quickstart", TINY).config
+    for second in (plain, torch):
+        found = against_torch.take_turns(config, {"first": lambda _: ours, "second": lambda _, turn=second: turn}, 1)
+        assert (found["first"]["mfu"], found["second"]["mfu"]) == (0.25, 0.25)
