@@ -265,6 +265,8 @@ def _device(trace: Trace, plane: Plane, profile: Profile, programs: Mapping[int,
     for line, beside in _lines(plane):
         for start_N, end_N, row_N in _settled(trace, line, rows, named=not _TPU.match(plane.name)):
             own_N, leaf_N = self_times(start_N, end_N)
+            if _GPU.match(plane.name):
+                leaf_N[:] = True  # a kernel may begin before the one ahead of it in its stream ends, and holds none
             moves = np.array([profile.ops[row].scope == COLLECTIVES for row in range(len(profile.ops))], bool)
             comm_N = moves[row_N]
             if not beside:
