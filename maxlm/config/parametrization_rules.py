@@ -26,6 +26,9 @@ def problems(config: Config) -> Iterator[Problem]:
     if config.optimizer.name not in OPTIMIZERS:
         rule = f"has no known rule of {FIELD}: how its rate should depend on the width is not derived here"
         yield "optimizer.name", config.optimizer.name, rule, f"use {' or '.join(OPTIMIZERS)}, or remove {FIELD}"
+    if config.compression is not None and config.compression.kind in ("sign", "top_k") and config.diloco is None:
+        rule = f"sends Adam's momentum, which {FIELD} keeps in the units of its factors of epsilon"
+        yield "compression.kind", config.compression.kind, rule, f"use compression.kind=int8, or remove {FIELD}"
     if model.lora is not None:
         rule = "trains adapters, whose rates depend on the width in another way (LoRA+, arXiv 2402.12354)"
         fix = f"train all parameters, or `maxlm export` the model, which folds {FIELD} into its weights, and start from its import"

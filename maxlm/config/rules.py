@@ -463,6 +463,13 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     for field, value in averages.items():
         if value >= BELOW_ONE:
             yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
+    rate = max(optimizer.peak_lr, (optimizer.muon and optimizer.muon.adam_lr) or 0.0)
+    if not optimizer.decays_independently and rate * optimizer.decay_per_rate >= 1:
+        rule = f"times the largest learning rate, {rate:g}, is not below 1: an update would remove more than each matrix"
+        yield "optimizer.weight_decay", optimizer.weight_decay, rule, f"use less than {1 / rate:g}; 0.1 is usual"
+    if optimizer.ademamix is not None and optimizer.ademamix.beta3 <= optimizer.beta1:
+        rule = f"is not above optimizer.beta1 = {optimizer.beta1:g}, so the slow average would be the faster one"
+        yield "optimizer.ademamix.beta3", optimizer.ademamix.beta3, rule, "use 0.999 to 0.9999"
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
     decay = config.decay_steps

@@ -7,6 +7,7 @@ from maxlm.config.optimizer_state import FLOAT32
 from maxlm.config.schema import Config
 
 NAMED = "optimizer.name = schedule_free"
+LEAST_BETA1 = 0.1  # the average is divided by it: errors of float32 grow tenfold
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -17,8 +18,8 @@ def problems(config: Config) -> Iterator[Problem]:
     if optimizer.schedule != "constant":
         rule = f"decays the learning rate, and {NAMED} averages in place of a decay"
         yield "optimizer.schedule", optimizer.schedule, rule, "use optimizer.schedule=constant, which warms up first"
-    if optimizer.beta1 == 0:
-        rule = f"takes gradients at z alone, from which {NAMED} cannot compute its average"
+    if optimizer.beta1 < LEAST_BETA1:
+        rule = f"takes gradients so near to z that the average of {NAMED}, which is computed from them, would be their rounding"
         yield "optimizer.beta1", optimizer.beta1, rule, "use 0.9 to 0.98"
     state = optimizer.state
     if state is not None and state.moments != FLOAT32:

@@ -55,7 +55,7 @@ def factors(config: ModelConfig, name: Name, axes: Axes) -> Factors:
         return Factors(1 / m, eps, width_reads=True)
     if "embed" not in axes or "vocab" in axes:
         return Factors(eps=eps)
-    return Factors((depth / m if _part(name) in WRITERS else 1 / m) ** 0.5, eps, width_reads=True)
+    return Factors((depth / m if part_of(name) in WRITERS else 1 / m) ** 0.5, eps, width_reads=True)
 
 
 # The same network as a standard model.
@@ -71,12 +71,12 @@ def folded(config: ModelConfig, name: Name) -> float:
     by = config.multipliers
     if name == ("embedding_VD",):
         return by.embedding if config.scale_embeddings else 1.0
-    if _part(name) == "scale" or _part(name) == "bias":
+    if part_of(name) == "scale" or part_of(name) == "bias":
         return _of_norm(config, name, by)
     residual = by.residual if name[0] in ("head", "layers", "tail") else 1.0
-    if _part(name).removesuffix("_bias") in WRITERS and config.norm_position != "sandwich":
+    if part_of(name).removesuffix("_bias") in WRITERS and config.norm_position != "sandwich":
         return residual
-    asks = _part(name) in ("query", "query_bias") and not config.qk_norm
+    asks = part_of(name) in ("query", "query_bias") and not config.qk_norm
     return by.attention if asks else 1.0
 
 
@@ -89,5 +89,6 @@ def _of_norm(config: ModelConfig, name: Name, by: Multipliers) -> float:
     return by.attention if norm == "query_norm" and config.qk_norm else 1.0
 
 
-def _part(name: Name) -> str:
+def part_of(name: Name) -> str:
+    """Name of a parameter in its layer, without the letters of its dims."""
     return name[-1].rpartition("_")[0]

@@ -11,7 +11,9 @@ import jax
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import ConfigError
 from maxlm.config.schedules import BranchFromConfig
+from maxlm.config.schema import Config
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.optimizer import learning_rate
 from maxlm.training.program import Program
 from maxlm.training.rollback import Journal
 from maxlm.training.session import BRANCH, Start
@@ -32,8 +34,19 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
         fix = f"use {' or '.join(map(str, fit[-3:]))}" if fit else "wait for a later checkpoint"
         raise ConfigError("train.branch_from.step", source.step, f"is no checkpoint to continue: {unfit[source.step]}", fix)
     restored = checkpoints.restore(program.abstract_state, source.step)
+    _check_rate(program.config, saved.trained, source.step - int(jax.device_get(restored.state.skipped)))
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
     return Start(program.adopt(restored.state), restored.step, data, restored.data_position)
+
+
+def _check_rate(config: Config, before: Config, updates: int) -> None:
+    """Raise ConfigError if a cosine would have fallen since the beginning of a run that had another schedule."""
+    if config.optimizer.schedule != "cosine" or before.optimizer.schedule == "cosine":
+        return
+    old, new = (float(learning_rate(one)(updates)) for one in (before, config))
+    if new < old and config.optimizer.peak_lr == before.optimizer.peak_lr:
+        rule = f"decays from the beginning of the run that is branched off, whose rate of {old:.3g} would fall to {new:.3g} at once"
+        raise ConfigError("optimizer.schedule", "cosine", rule, "use wsd, which decays over optimizer.decay_steps, or constant")
 
 
 def check_same_branch(source: BranchFromConfig | None, start: Start) -> None:

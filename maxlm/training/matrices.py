@@ -24,7 +24,6 @@ class MatrixDims(NamedTuple):
     stacked: tuple[int, ...]
     embed: int
     others: tuple[int, ...]
-    reads_embed: bool  # its inputs are the model's width
 
     def as_matrices(self, x: Array) -> Float[Array, "B E O"]:
         """The matrices, one after another; rows are the model's width."""
@@ -53,7 +52,7 @@ def hidden_matrix(names: Names) -> MatrixDims | None:
     embed = names.index("embed")
     stacked = tuple(i for i, name in enumerate(names) if name in ("expert", *STACKED))
     others = tuple(i for i in range(len(names)) if i != embed and i not in stacked)
-    return MatrixDims(stacked, embed, others, embed < others[0]) if others else None
+    return MatrixDims(stacked, embed, others) if others else None
 
 
 def hidden_matrices(axes: Parameters) -> Mapping[Names, MatrixDims]:

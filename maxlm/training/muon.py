@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int32
 
 from maxlm.config.optimizer import MuonConfig
 from maxlm.models.parameters import Parameters
-from maxlm.training.matrices import MatrixDims, devices, gather, hidden_matrices, spread
+from maxlm.models.parametrization import WRITERS, part_of
+from maxlm.training.matrices import Names, devices, gather, hidden_matrices, spread
 from maxlm.training.small_states import path_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial of degree 5, the steepest at 0 (Jordan 2024)
@@ -44,17 +45,17 @@ def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.G
         dims = [named[path_of(path)] for path, _ in leaves]
         stacks = [own.as_matrices(leaf) for own, (_, leaf) in zip(dims, leaves, strict=True)]
         whole = zip(dims, leaves, orthogonalized(stacks, settings.iterations, jnp.dtype(dtype)), strict=True)
-        updates = [own.as_parameter(_scale(settings, own, x) * x, leaf.shape) for own, (_, leaf), x in whole]
+        updates = [own.as_parameter(_scale(settings, path_of(path), x) * x, leaf.shape) for own, (path, leaf), x in whole]
         return tree.unflatten(updates), MuonState(count, mu)
 
     return optax.GradientTransformation(init, update)
 
 
-def _scale(settings: MuonConfig, dims: MatrixDims, x: Float[Array, "B E O"]) -> float:
+def _scale(settings: MuonConfig, name: Names, x: Float[Array, "B E O"]) -> float:
     embed, others = x.shape[1:]
     if settings.update_rms is not None:
         return settings.update_rms * math.sqrt(max(embed, others))
-    inputs, outputs = (embed, others) if dims.reads_embed else (others, embed)
+    inputs, outputs = (others, embed) if part_of(name) in WRITERS else (embed, others)
     return math.sqrt(max(1, outputs / inputs))
 
 

@@ -163,9 +163,10 @@ def _map_axes(function: Callable[[tuple[str, ...]], Any], axes: Parameters) -> P
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Linear warm-up to `peak_lr`, then the schedule's shape down to `end_lr_fraction` of it at the last step.
+    """Linear warm-up to `peak_lr`, then the schedule's shape down to `end_lr_fraction` of it.
 
-    Step s (from 0) of the warm-up uses (s + 1) / warm-up of the peak, so no update is spent on a rate of 0.
+    Step s (from 0) of the warm-up uses (s + 1) / warm-up of the peak, and a decay begins at the peak and would end with the step after the
+    last one: no update is spent on a rate of 0.
     wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395). With `train.batch_ramp` lengths are counted in tokens.
     """
     optimizer, passed = config.optimizer, _passed(config)

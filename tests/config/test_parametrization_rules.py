@@ -13,6 +13,16 @@ REFUSED = {
         "model": {"attention_scale": 0.1, "parametrization": MUP | {"base_head_dim": 4}}
     },
     "optimizer.name = adafactor: has no known rule": {"model": {"parametrization": MUP}, "optimizer": {"name": "adafactor"}},
+    "compression.kind = sign: sends Adam's momentum": {
+        "model": {"parametrization": MUP},
+        "mesh": {"data": 2, "slices": 2},
+        "compression": {"kind": "sign", "warmup_steps": 4},
+    },
+    "compression.kind = top_k: sends Adam's momentum": {
+        "model": {"parametrization": MUP},
+        "mesh": {"data": 2, "slices": 2},
+        "compression": {"kind": "top_k", "warmup_steps": 4},
+    },
     "model.lora = set: trains adapters": {"model": {"parametrization": MUP, "lora": {"rank": 2}}, "train": {"start_from": {"path": "x"}}},
 }
 

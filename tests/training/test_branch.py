@@ -135,6 +135,14 @@ def test_what_cannot_be_continued_is_refused(stable, source, sections, said):
         branch_off(program, source, identity(program.config, "t"))
 
 
+def test_a_cosine_that_would_have_begun_before_the_branch_is_refused(stable):
+    """The other run had a constant rate, and a cosine counts from the beginning: the default of a config that names no schedule."""
+    program = tiny_program(1, train={"steps": 8}, optimizer={"schedule": "cosine"})
+    source = BranchFromConfig(path=str(stable), step=OFF)
+    with pytest.raises(UserError, match=r"optimizer.schedule = cosine: decays from the beginning .* would fall to .* use wsd"):
+        branch_off(program, source, identity(program.config, "t"))
+
+
 def test_a_step_that_the_other_run_took_back_is_refused(stable, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(stable, source)

@@ -13,11 +13,13 @@ from tiny import tiny_config
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.reader import check_identity
 from maxlm.config import ConfigError
+from maxlm.config.optimizer import MuonConfig
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
 from maxlm.runtime.open_run import identity
 from maxlm.training.matrices import hidden_matrix
+from maxlm.training.muon import scale_by_muon
 from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
 from maxlm.training.program import init_state, state_shardings
 from maxlm.training.schedule_free import averaged
@@ -143,7 +145,7 @@ def reference(config):
         if dims is None:
             return None
         sides = ((dims.embed,), dims.others)
-        return optax.contrib.MuonDimensionNumbers(*(sides if dims.reads_embed else sides[::-1]))
+        return optax.contrib.MuonDimensionNumbers(*(sides if dims.embed < dims.others[0] else sides[::-1]))
 
     dims = mapped(numbers, axes)
     return optax.contrib.muon(
@@ -312,6 +314,22 @@ def test_only_matrices_decay(name):
         assert bool(jnp.any(update != 0)) == ("embed" in axes), axes
 
 
+EXPERTS = {"down_DEF": ("embed", "expert", "mlp"), "up_DEF": ("embed", "expert", "mlp")}
+
+
+def test_experts_are_scaled_as_dense_matrices_of_their_sides():
+    """By sqrt(max(1, outputs / inputs)): the matrix back to the model's width is stored with the width first, as those from it are."""
+    rule = MuonConfig(update_rms=None)
+    x = jax.random.normal(jax.random.key(0), (8, 2, 32))  # width, experts, hidden units
+    sizes = []
+    for name, axes in EXPERTS.items():
+        own = scale_by_muon(rule, "float32", {name: axes})
+        updates, _ = own.update({name: x}, own.init({name: x}))
+        sizes.append(float(jnp.sqrt(jnp.sum(updates[name] ** 2) / 2 / 8)))  # the singular values of a matrix, which has 8
+    assert sizes[1] / sizes[0] == pytest.approx(2.0), "32 outputs of 8 inputs, and 8 of 32"
+    assert sizes[0] == pytest.approx(1.0, abs=0.3)
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -319,6 +337,12 @@ def test_only_matrices_decay(name):
         ({"optimizer": {"name": "soap", "state": {"second_moment": "factored"}}}, "second_moment = factored.*soap"),
         ({"optimizer": {"name": "soap"}, "model": {"lora": {"rank": 2}}}, "soap.*lora"),
         ({"optimizer": {"name": "ademamix", "ademamix": {"beta3": 1.0}}}, "ademamix.beta3"),
+        ({"optimizer": {"name": "ademamix", "ademamix": {"beta3": 0.9}, "beta1": 0.9}}, "ademamix.beta3 = 0.9: is not above .*beta1 = 0.9"),
+        (
+            {"optimizer": {"weight_decay": 100, "peak_lr": 1e-2}},
+            "weight_decay = 100.*: times the largest learning rate, 0.01, is not below 1",
+        ),
+        ({"optimizer": {"name": "muon", "weight_decay": 0.1, "muon": {"adam_lr": 10.0}}}, "weight_decay = 0.1: times .*rate, 10, is not"),
     ],
 )
 def test_contradictions_of_a_rule_are_one_line(sections, said):

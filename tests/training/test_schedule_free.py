@@ -258,6 +258,7 @@ def test_a_reference_is_recognized_by_both_points(saved, tmp_path):
         ({"optimizer": {"schedule": "cosine"}}, "optimizer.schedule = cosine.* use optimizer.schedule=constant"),
         ({"optimizer": {"schedule": "wsd"}}, "optimizer.schedule = wsd"),
         ({"optimizer": {"beta1": 0.0}}, "optimizer.beta1 = 0"),
+        ({"optimizer": {"beta1": 1e-3}}, "optimizer.beta1 = 0.001: .*would be their rounding"),
         ({"optimizer": {"state": {"moments": "int8"}}}, "optimizer.state.moments = int8.*second_moment"),
         ({"optimizer": {"state": {"second_moment": "factored"}}}, "second_moment = factored"),
         ({"optimizer": {"state": {"masters": "split"}}, "precision": {"compute": "bfloat16"}}, "optimizer.state.masters = split"),
