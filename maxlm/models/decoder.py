@@ -110,12 +110,12 @@ class Decoder(nnx.Module):
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
         """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and the value `beside` it."""
-        routers: list[RouterOutput] = []
+        routers, scan = list[RouterOutput](), partial(jax.lax.scan, unroll=context.memory.unrolled)
         for entry in entries:
-            period = partial(_run_groups, layer_groups(self.config, (entry,)), partial(layer or run_layer, context))
+            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, context))
             blocks = getattr(self, entry)
             layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
-            x_BSD, reports = over_layers(self.config, entry, period, x_BSD, layers)
+            x_BSD, reports = over_layers(self.config, scan, entry, period, x_BSD, layers)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
         return DecoderOutput(x_BSD, aux_loss, routing)
@@ -172,7 +172,7 @@ class Decoder(nnx.Module):
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
             read_BSD = norm(x_BSD) if normed else x_BSD
             x_BSD = module.join(read_BSD, token_BSD)
-            x_BSD, router = over_layers(self.config, "ahead", partial(run_layer, context), x_BSD, (module.block, None))
+            x_BSD, router = over_layers(self.config, jax.lax.scan, "ahead", partial(run_layer, context), x_BSD, (module.block, None))
             norm = module.final_norm
             hidden.append(norm(x_BSD))
             routers.append(router)
@@ -203,11 +203,11 @@ def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 
-def _run_groups(groups: Sequence[LayerGroup], layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[RouterOutput]]:
+def _run_groups(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[Any]]:
     """One period of groups: (hidden states, what routers report)."""
     routers = []
     for group, inputs in zip(groups, layers, strict=True):
-        x_BSD, router = jax.lax.scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
+        x_BSD, router = scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
         routers.append(router)
     return x_BSD, routers
 
@@ -232,8 +232,8 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    # Inside a scan the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+    # Inside a loop the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
+    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unrolled)
 
 
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:

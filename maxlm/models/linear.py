@@ -32,7 +32,7 @@ HIDDEN: Axes = ("batch", "seq", "mlp")
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
 _SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=PrecisionConfig())  # noqa: B039 - it is frozen
 _EINSUM: ContextVar[Callable[..., Array]] = ContextVar("einsum", default=jnp.einsum)  # of `linear`
-_SCAN: ContextVar[Callable[..., tuple[Array, Any]]] = ContextVar("scan", default=jax.lax.scan)  # of `over_layers`
+_SCAN: ContextVar[Callable[..., tuple[Array, Any]] | None] = ContextVar("scan", default=None)  # of `over_layers`
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def weights_first() -> Iterator[None]:
 
 @contextmanager
 def layers_scanned(scan: Callable[..., tuple[Array, Any]]) -> Iterator[None]:
-    """Trace `over_layers` with another scan over the stacked layers than `jax.lax.scan`."""
+    """Trace `over_layers` with another scan over the stacked layers than it is given."""
     token = _SCAN.set(scan)
     try:
         yield
@@ -115,11 +115,11 @@ def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], act
     return None if y_BSD is None else without_gradient(_fence, constrain(y_BSD, *BETWEEN), BETWEEN)
 
 
-def over_layers(config: ModelConfig, entry: str, period: Callable, x_BSD: Float[Array, "B S D"], layers: Any) -> tuple[Array, Any]:
+def over_layers(config: ModelConfig, scan: Callable, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
     """Run `period` over the blocks of an entry of the model, in a scan if they are those of the layer pattern."""
     if (quantized := _SETTINGS.get().matmul) is not None:
-        return run_quantized(quantized, config, entry, period, x_BSD, layers)
-    return _SCAN.get()(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
+        return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)
+    return (_SCAN.get() or scan)(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
 @jax.named_scope("unembed")

@@ -36,7 +36,7 @@ Layer = Callable[[Array, Any], tuple[Array, Any]]  # (hidden states, blocks with
 
 
 def run_quantized(
-    quantized: QuantizedConfig, config: ModelConfig, entry: str, period: Layer, x_BSD: Float[Array, "B S D"], layers: Any
+    quantized: QuantizedConfig, config: ModelConfig, scan: Callable, entry: str, period: Layer, x_BSD: Float[Array, "B S D"], layers: Any
 ) -> tuple[Float[Array, "B S D"], Any]:
     """`period` of the blocks of an entry of the model, scanned if they are those of the pattern, with quantized matrices.
 
@@ -50,7 +50,7 @@ def run_quantized(
     for start, stop, high in ((0, first, True), (first, end, False), (end, end + last, True)):
         if start < stop:
             part = layers if not first + last else jax.tree.map(lambda leaf, a=start, b=stop: leaf[a:b], layers)
-            x_BSD, report = jax.lax.scan(period, x_BSD, part if high else quantized_blocks(quantized, part))
+            x_BSD, report = scan(period, x_BSD, part if high else quantized_blocks(quantized, part))
             reports.append(report)
     return x_BSD, reports[0] if len(reports) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 

@@ -1,0 +1,60 @@
+"""`memory.loop.unroll`: layers one after another in the program, with the losses and the recomputation of the loop over layers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import first_state, run_steps, tiny_program
+
+from maxlm.config.schema import LoopConfig, MemoryConfig
+from maxlm.models.decoder import rematerialise
+
+PATTERN = {"n_layers": 6, "layer_pattern": ["local", "local", "global"], "window": 8}
+EXPERTS = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 64, "n_dense": 1}}
+INT8 = {"precision": {"matmul": {"format": "int8", "first_layers": 1}, "compute": "bfloat16"}}
+
+
+def unrolled(**sections):
+    return {**sections, "memory": {**sections.get("memory", {}), "loop": {"unroll": True}}}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sections"),
+    [
+        pytest.param({"fsdp": 2}, {"model": PATTERN, "memory": {"remat": ["attention"]}}, id="a pattern with runs of layers"),
+        pytest.param({"fsdp": 1}, {"model": EXPERTS, **INT8}, id="experts, quantized", marks=pytest.mark.soak),
+        pytest.param({"fsdp": 1, "stage": 2}, {"train": {"microbatches": 2}}, id="stages", marks=pytest.mark.soak),
+    ],
+)
+def test_losses_are_those_of_the_loop(mesh, sections):
+    devices = int(np.prod([*mesh.values()]))
+    programs = [tiny_program(devices, mesh=mesh, **given) for given in (sections, unrolled(**sections))]
+    first = jax.device_get(first_state(programs[0]))
+    losses, norms = [], []
+    for program in programs:
+        _, seen = run_steps(program, 3, first=lambda p: jax.device_put(first, p.state_shardings))
+        losses.append([m.loss for m in seen])
+        norms.append([m.grad_norm for m in seen])
+    rtol = 1e-5 if programs[0].config.precision.compute == "float32" else 2e-3
+    np.testing.assert_allclose(losses[1], losses[0], rtol=rtol)
+    np.testing.assert_allclose(norms[1], norms[0], rtol=10 * rtol)
+
+
+def test_there_is_no_loop_over_layers():
+    found = {}
+    for given in ({}, unrolled()):
+        program = tiny_program(1, **given)
+        names = [name for name in re.findall(r" dot\(.*op_name=\"([^\"]*)", program.step.as_text()) if "/attn/" in name]
+        unroll, layers = program.config.memory.unrolled, program.config.model.n_layers
+        assert all(("while" in name) != unroll for name in names)
+        found[unroll] = len(names) if unroll else layers * len(names)
+    assert found[True] == found[False] > 0, "what is recomputed with the loop is recomputed without"
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_recomputation_cannot_be_merged_with_the_forward_pass(unroll):
+    """A loop keeps the compiler from it, else a barrier; merged, what is not to be kept would be."""
+    layer = rematerialise(lambda x: jnp.sin(jnp.sin(x)), MemoryConfig(remat="full", loop=LoopConfig(unroll=unroll)))
+    assert ("optimization_barrier" in jax.jit(jax.grad(layer)).lower(1.0).as_text()) == unroll
