@@ -1,5 +1,6 @@
 """The report as one HTML page. All text from a run is escaped here, in curves.py or in charts.py."""
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ MAX_STRETCH = 12  # consecutive frequent events shown one by one
 # No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
+TITLE_END = "· training report</title>"  # by which a page is known as ours
+
 SCRIPTS = ("axes.js", "charts.js", "page.js")  # one after the other
 
 
@@ -49,11 +52,18 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     return encodable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n"
+        f'<meta name="runs" content="{identity([run.path for run in runs])}">'
+        f"<title>{escape(title)} {TITLE_END}<style>{css}</style></head>\n"
         f'<body><main data-version="{escape(version)}">\n'
         + "\n".join(section for section in sections if section)
         + f'\n</main><div id="tip" hidden></div><script>{scripts}</script></body></html>\n'
     )
+
+
+def identity(run_dirs: Sequence[Path]) -> str:
+    """Digest of the folders of the runs, which differs for runs of the same names elsewhere."""
+    folders = "\n".join(str(path.resolve()) for path in run_dirs)
+    return hashlib.sha256(folders.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _packaged(name: str) -> str:
