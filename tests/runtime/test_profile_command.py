@@ -12,6 +12,7 @@ import pytest
 from small_run import command, environment, events, finish, make_workspace, start
 
 from maxlm.runtime import profile_command
+from maxlm.telemetry.profile import TRACE
 
 
 def profile(folder, *arguments, code=0):
@@ -66,6 +67,18 @@ def test_a_step_is_waited_for_while_the_next_one_runs(tmp_path, monkeypatch):
     profile_command._record(program, SimpleNamespace(state="state"), SimpleNamespace(get=lambda: None), 3, tmp_path)
     traced = calls[calls.index("start") + 1 :]
     assert traced == [("step", 2), ("wait", None), ("step", 3), ("wait", 2), ("step", 4), ("wait", 3), ("wait", "state"), "stop"]
+
+
+def test_no_trace_is_overwritten(tmp_path):
+    """Neither that of a running job, of whichever of its processes, nor one of an earlier command."""
+    names = []
+    for folder in ("20", "20-2/process-1", "20-3"):
+        names.append(profile_command._unused_name(tmp_path, 20))
+        (tmp_path / folder).mkdir(parents=True)
+        assert profile_command._unused_name(tmp_path, 20) == names[-1], "a folder without a trace is free"
+        (tmp_path / folder / TRACE).touch()
+    assert names == ["20", "20-2", "20-3"]
+    assert profile_command._unused_name(tmp_path, 21) == "21"
 
 
 @pytest.mark.parametrize(
