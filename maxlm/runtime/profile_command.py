@@ -62,7 +62,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     start = restore_or_init(program, Checkpoints(place, config.checkpoint, identity(config, data.tokenizer_hash)))
     first = max(0, min(start.step, config.total_steps - WARM_UP - steps))  # of a finished run the last batches
     profiles = RunDirectory(run_dir, primary=False).profiles
-    folder = profile_folder(profiles, _unused_name(profiles, start.step))  # before a step: no process has written a trace yet
+    folder = _unused_folder(profiles, start.step)  # before a step: no process has written a trace yet
     program.compile_from(first)
     batches = data.batches(first, program.batch_sharding, first + WARM_UP + steps)
     try:
@@ -84,10 +84,10 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     return Profiled(folder / PAGE, start.step, profile)
 
 
-def _unused_name(profiles: Path, step: int) -> str:
-    """A name of a folder without a trace, such as that of the running job."""
+def _unused_folder(profiles: Path, step: int) -> Path:
+    """Folder for a trace of that step, beside those of the running job and of earlier commands."""
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if not any((profiles / name).rglob(TRACE)))
+    return profile_folder(profiles, next(name for name in names if not any((profiles / name).rglob(TRACE))))
 
 
 def _record(program: Program, start: Start, batches: Any, steps: int, folder: Path) -> None:

@@ -71,14 +71,12 @@ def test_a_step_is_waited_for_while_the_next_one_runs(tmp_path, monkeypatch):
 
 def test_no_trace_is_overwritten(tmp_path):
     """Neither that of a running job, of whichever of its processes, nor one of an earlier command."""
-    names = []
-    for folder in ("20", "20-2/process-1", "20-3"):
-        names.append(profile_command._unused_name(tmp_path, 20))
-        (tmp_path / folder).mkdir(parents=True)
-        assert profile_command._unused_name(tmp_path, 20) == names[-1], "a folder without a trace is free"
-        (tmp_path / folder / TRACE).touch()
-    assert names == ["20", "20-2", "20-3"]
-    assert profile_command._unused_name(tmp_path, 21) == "21"
+    for folder, trace in (("20", "20"), ("20-2", "20-2/process-1"), ("20-3", "20-3")):
+        assert profile_command._unused_folder(tmp_path, 20) == tmp_path / folder
+        (tmp_path / trace).mkdir(parents=True)
+        assert profile_command._unused_folder(tmp_path, 20) == tmp_path / folder, "a folder without a trace is free"
+        (tmp_path / trace / TRACE).touch()
+    assert profile_command._unused_folder(tmp_path, 21) == tmp_path / "21"
 
 
 @pytest.mark.parametrize(

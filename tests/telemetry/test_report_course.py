@@ -122,7 +122,8 @@ def test_a_loss_that_is_not_finite_at_the_end_is_told(make, value):
 
 
 def test_a_value_that_was_not_finite_once_is_no_note(make):
-    run = make("r", [("start", 0, START)], [{"step": 1}, {"step": 2, "loss": None}, {"step": 3}])
+    end = ("stop", 3, {"reason": "done", "eval_loss": None})  # of a run without evaluations
+    run = make("r", [("start", 0, START), end], [{"step": 1}, {"step": 2, "loss": None}, {"step": 3}])
     assert "not finite" not in text_of(run)
 
 

@@ -138,9 +138,9 @@ class Run:
         """(name, step, value) of evaluations whose updates still count."""
         found: list[tuple[str, int, Any]] = []
         for event in surviving(self.events):
-            # What other ends have is the loss of an earlier step.
-            done = event.kind == "stop" and event.data.get("reason") == "done"
-            figures = {"eval_loss": event.data["eval_loss"]} if done and "eval_loss" in event.data else evaluated(event)
+            # What other ends have is the loss of an earlier step, and null is that of a run without evaluations.
+            done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
+            figures = {"eval_loss": event.data["eval_loss"]} if done else evaluated(event)
             found += [(name, event.step, value) for name, value in figures.items()]
         return found
 
