@@ -103,7 +103,7 @@ def test_memory_has_one_unit(make):
     assert '"about":"Device memory. peak: from 5 to 5."' in page and "GB, of the fullest device" in page and "GiB" not in page
 
 
-@pytest.mark.parametrize("value", [None, 1e305, 10**400])
+@pytest.mark.parametrize("value", [None, 1e305, 10**400], ids=["null", "too large", "no float"])
 def test_a_loss_that_is_not_finite_at_the_end_is_told(make, value):
     """The last finite value is not shown as the end."""
     bad = {"loss": value, "grad_norm": value}

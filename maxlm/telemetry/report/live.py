@@ -43,7 +43,6 @@ class LiveReport:
                 return 0.0
             self._make_page(seen)
         except Exception as error:
-            self._seen = []
             self.problem = f"the report cannot be made: {_line(error)}"
         return time.monotonic() - began
 

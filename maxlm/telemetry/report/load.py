@@ -247,7 +247,7 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], dict
     for record in _objects(path, notes):
         for name, value in record.items():
             number = is_number(value)
-            if name in lost or not (number and abs(value) < LARGEST):
+            if (number and abs(value) < LARGEST) == (name in lost):
                 _note_value(lost, name, record["step"], value)
             if number and name != "step":
                 steps, values = columns.setdefault(name, (array("d"), array("d")))
