@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from maxlm.config.schema import WeightsKind
     from maxlm.hardware.prices import Term
 
-NAMED = 3  # runs in the default name of a report, at most
 CTRL_C = 130  # exit code of typer after it
 
 app = typer.Typer(
@@ -507,11 +506,9 @@ def report(
 
         serve(run_dirs, port or 0, say=typer.echo, warn=lambda line: typer.echo(line, err=True))
         return
-    from maxlm.telemetry.report import write_report
+    from maxlm.telemetry.report import check_place, default_place, write_report
 
-    names = [run_dir.resolve().name for run_dir in run_dirs]
-    several = Path(f"report-{'-'.join(names) if len(names) <= NAMED else f'{names[0]}-and-{len(names) - 1}-more'}.html")
-    typer.echo(write_report(run_dirs, out or (several if len(names) > 1 else run_dirs[0] / "report.html")))
+    typer.echo(write_report(run_dirs, check_place(out) if out is not None else default_place(run_dirs)))
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The command `maxlm profile`: run a few steps of a run under the profiler, and write where their time goes."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class Profiled:
 
 def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     """Trace `steps` steps of the run in `run_dir` from its newest checkpoint, or from its first state, and write the page and the viewer's
-    file to `profile/STEP/` there. Nothing else in the run directory changes: the updated state is thrown away.
+    file to `profile/STEP/` there, or to `profile/STEP-2/` and so on if that step has a trace. Nothing else in the run directory changes:
+    the updated state is thrown away.
 
     Raises UserError: it is no run, these are not its devices, or its data cannot be read.
     """
@@ -59,8 +61,9 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     place = config.checkpoint.dir or RunDirectory(run_dir, primary=False).checkpoints
     start = restore_or_init(program, Checkpoints(place, config.checkpoint, identity(config, data.tokenizer_hash)))
     first = max(0, min(start.step, config.total_steps - WARM_UP - steps))  # of a finished run the last batches
+    profiles = RunDirectory(run_dir, primary=False).profiles
+    folder = _unused_folder(profiles, start.step)  # before a step: no process has written a trace yet
     program.compile_from(first)
-    folder = profile_folder(RunDirectory(run_dir, primary=False).profiles, start.step)
     batches = data.batches(first, program.batch_sharding, first + WARM_UP + steps)
     try:
         _record(program, start, batches, steps, folder)
@@ -79,6 +82,12 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     )
     profile = reduce_trace(folder / TRACE, folder, facts)
     return Profiled(folder / PAGE, start.step, profile)
+
+
+def _unused_folder(profiles: Path, step: int) -> Path:
+    """Folder for a trace of that step, beside those of the running job and of earlier commands."""
+    names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
+    return profile_folder(profiles, next(name for name in names if not any((profiles / name).rglob(TRACE))))
 
 
 def _record(program: Program, start: Start, batches: Any, steps: int, folder: Path) -> None:

@@ -36,6 +36,7 @@ Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 # Several microbatches.
 
 
+@jax.named_scope("accumulate")
 def accumulated(
     microbatches: int, grad_fn: GradFn, params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]
 ) -> tuple[Sums, Parameters]:

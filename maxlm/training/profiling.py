@@ -14,6 +14,7 @@ import jax
 
 from maxlm.config.reliability import ProfileConfig
 from maxlm.telemetry.observer import Event
+from maxlm.telemetry.profile import TRACE
 from maxlm.telemetry.profile.record import abandon_trace, start_trace, stop_trace
 from maxlm.training.step import TrainState
 
@@ -22,7 +23,7 @@ LAST_WAIT_S = 60.0  # for pages, at the end of the run; none after a signal or a
 _POLL_S = 0.1
 
 
-def profile_folder(profiles: Path, step: int) -> Path:
+def profile_folder(profiles: Path, step: int | str) -> Path:
     """Folder of the trace of the steps from `step` on; each process has its own."""
     folder = profiles / str(step)
     return folder if jax.process_count() == 1 else folder / f"process-{jax.process_index()}"
@@ -57,6 +58,8 @@ class RunProfiler:
     def before(self, step: int, state: TrainState, meter: Any) -> None:
         """Begin or end a trace before update `step`, if it is time. Its steps are whole: devices are idle at both ends."""
         self._collect()
+        if self._next is None:
+            self._report_missed(step)
         if self._recording is not None and step != self._next:
             self._fail(self._recording, f"training went back to step {step:,} before its steps were done")
         self._next = step + 1
@@ -66,6 +69,12 @@ class RunProfiler:
             self._guarded(self._end, self._recording, step, state, meter)
         elif step in self._settings.at and self._recording is None:
             self._guarded(self._begin, step, step, state, meter)
+
+    def _report_missed(self, start: int) -> None:
+        """Report the trace inside whose steps the run begins, unless an earlier attempt has recorded it."""
+        for first in self._settings.at:
+            if first < start < first + self._settings.steps and not (profile_folder(self._profiles, first) / TRACE).exists():
+                self._report(Event("profile", first, data={"reason": f"the run went on from step {start:,}, inside of its steps"}))
 
     def close(self, *, wait: bool = True) -> None:
         """Give up a trace that has not ended, and, unless something failed, wait for pages that are being made."""

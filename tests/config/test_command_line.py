@@ -163,3 +163,13 @@ def test_several_runs_have_a_report_of_their_own(monkeypatch, capsys, tmp_path):
     for runs in (["a"], ["a", "b/c/"], ["a", "b", "c", "d"]):
         end(monkeypatch, capsys, "report", *runs)
     assert written == ["a/report.html", "report-a-c.html", "report-a-and-3-more.html"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("notes.html", "<title>mine</title>"), ("metrics.jsonl", "{}")])
+def test_a_report_overwrites_nothing_but_reports(monkeypatch, capsys, tmp_path, name, content):
+    monkeypatch.setattr("maxlm.telemetry.report.load_run", pytest.fail)
+    out = tmp_path / name
+    out.write_text(content)
+    code, _, err = end(monkeypatch, capsys, "report", "somewhere", "--out", str(out))
+    assert (code, out.read_text()) == (2, content)
+    assert err == f"maxlm: --out {out} exists and is no report of maxlm: it stays as it is; choose another file.\n"

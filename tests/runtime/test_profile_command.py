@@ -12,6 +12,7 @@ import pytest
 from small_run import command, environment, events, finish, make_workspace, start
 
 from maxlm.runtime import profile_command
+from maxlm.telemetry.profile import TRACE
 
 
 def profile(folder, *arguments, code=0):
@@ -41,7 +42,10 @@ def test_a_run_is_profiled_while_it_runs_and_afterwards(tmp_path):
     before = digests(run)
     said = profile(folder, "runs/small", "--steps", "2")
     assert "runs/small/profile/20/profile.html: 2 steps from step 20" in said
-    assert {path: digest for path, digest in digests(run).items() if "profile/20" not in str(path)} == before
+    once = digests(run)
+    assert {path: digest for path, digest in once.items() if "profile/20" not in str(path)} == before
+    assert "runs/small/profile/20-2/profile.html" in profile(folder, "runs/small", "--steps", "1")
+    assert digests(run).items() >= once.items()
     for step in (12, 20):
         made = run / "profile" / str(step)
         assert sorted(path.name for path in made.iterdir()) == ["profile.html", "trace.json.gz", "trace.xplane.pb"]
@@ -66,6 +70,16 @@ def test_a_step_is_waited_for_while_the_next_one_runs(tmp_path, monkeypatch):
     profile_command._record(program, SimpleNamespace(state="state"), SimpleNamespace(get=lambda: None), 3, tmp_path)
     traced = calls[calls.index("start") + 1 :]
     assert traced == [("step", 2), ("wait", None), ("step", 3), ("wait", 2), ("step", 4), ("wait", 3), ("wait", "state"), "stop"]
+
+
+def test_no_trace_is_overwritten(tmp_path):
+    """Neither that of a running job, of whichever of its processes, nor one of an earlier command."""
+    for folder, trace in (("20", "20"), ("20-2", "20-2/process-1"), ("20-3", "20-3")):
+        assert profile_command._unused_folder(tmp_path, 20) == tmp_path / folder
+        (tmp_path / trace).mkdir(parents=True)
+        assert profile_command._unused_folder(tmp_path, 20) == tmp_path / folder, "a folder without a trace is free"
+        (tmp_path / trace / TRACE).touch()
+    assert profile_command._unused_folder(tmp_path, 21) == tmp_path / "21"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import maxlm.telemetry.report
 from maxlm.config.errors import UserError
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import write_report
+from maxlm.telemetry.report import check_place, default_place, write_report
 from maxlm.telemetry.report.charts import points_per_line
 from maxlm.telemetry.report.load import Run, Series, load_run
 from maxlm.telemetry.report.render import render
@@ -224,6 +225,19 @@ def test_what_is_no_run_directory_is_an_error_of_one_line(tmp_path, kind):
 def test_a_place_that_takes_no_report_is_an_error_and_the_old_one_stays(tmp_path, make):
     with pytest.raises(UserError, match="cannot be written"):
         write_report([make("r")], tmp_path / "no" / "such" / "report.html")
+
+
+def test_a_comparison_of_other_runs_of_the_same_names_is_not_overwritten(tmp_path, make, monkeypatch):
+    """By the default name; that of the same runs is made anew, and --out chooses freely among reports."""
+    monkeypatch.chdir(tmp_path)
+    first, second = ([shutil.copytree(make(name), tmp_path / where / name) for name in "ab"] for where in ("x", "y"))
+    for _ in range(2):
+        assert write_report(first, default_place(first)) == Path("report-a-b.html")
+    with pytest.raises(UserError, match=r"report-a-b\.html compares other runs of these names") as caught:
+        default_place(second)
+    assert "\n" not in str(caught.value)
+    assert check_place(Path("report-a-b.html")) == Path("report-a-b.html")
+    assert default_place(first[:1]) == first[0] / "report.html"
 
 
 def test_a_stale_attempt_does_not_double_a_step(tmp_path):

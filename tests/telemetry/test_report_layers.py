@@ -43,6 +43,14 @@ def test_a_layer_that_is_not_finite_stands_out(tmp_path):
     assert re.findall(r'<path class="h8" d="(.*?)"/>', page) == ["M900 1h100"]
 
 
+def test_a_layer_that_is_never_finite_costs_no_map(tmp_path, monkeypatch):
+    """The others are shown, and it has the colour of the largest values in all columns."""
+    monkeypatch.setattr("test_report_layers.ENTRIES", ["layer 0", "layer 1", "layer 2"])
+    run = run_of(tmp_path, "dead", [[0.1, None, 1.0]] * 10)
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert re.findall(r'<path class="h8" d="(.*?)"/>', page) == ["M0 1h1000"]
+
+
 def test_of_several_runs_there_are_lines_alone(grows, tmp_path):
     other = run_of(tmp_path, "other", [[1.0, 1.0, 1.0]] * 3)
     assert "Layers over steps" not in write_report([grows, other], tmp_path / "page.html").read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -146,6 +147,58 @@ def test_pages_are_made_while_somebody_looks_and_a_lost_run_is_told_once(run, se
     shown = [int(page.partition(" steps")[0].rpartition(" ")[2]) for page in pages]
     assert shown == [3, 3, 4, 4, 4, 6, 6]
     assert len(told) == 1 and "is not a run directory" in told[0] and "\n" not in told[0]
+
+
+def test_of_several_runs_one_that_is_lost_stays_as_it_was_and_the_others_go_on(run, tmp_path):
+    """The page and what is served beside it say since when, and why; nothing is drawn anew meanwhile."""
+    other = RunDirectory.create(tmp_path, "other")
+    write(other, 3)
+    report = live.LiveReport([run.path, other.path])
+    files = [file for file in other.path.iterdir() if file.is_file()]
+    for file in files:
+        file.rename(tmp_path / file.name)
+    write(run, 9)
+    report.update()
+    assert re.fullmatch(r"other cannot be read since \d\d:\d\d UTC: .* is not a run directory.*", report.problem)
+    assert "for 9 steps" in report.page and "for 3 steps" in report.page and "other cannot be read since" in report.page
+    version = report.version
+    report.update()
+    assert report.version == version
+    for file in files:
+        (tmp_path / file.name).rename(file)
+    report.update()
+    assert report.problem == "" and "cannot be read" not in report.page and report.version != version
+
+
+@pytest.mark.parametrize("failure", [OverflowError("too\nlarge"), KeyError("x"), OSError("stale")])
+def test_no_failure_ends_the_server(run, monkeypatch, failure):
+    """Whatever a page cannot be made of: the one of before stays, and the next attempt is made although no file has changed."""
+    report = live.LiveReport([run.path])
+    page = report.page
+    write(run, 9)
+    with monkeypatch.context() as broken:
+        broken.setattr(live, "render", lambda runs, version: (_ for _ in ()).throw(failure))
+        report.update()
+        assert report.problem.startswith("the report cannot be made: ") and "\n" not in report.problem
+        assert report.page == page
+    report.update()
+    assert report.problem == "" and "for 9 steps" in report.page
+
+
+def test_a_page_asks_why_it_is_old(run, monkeypatch):
+    """The version is served with the problem in a second line, which the page shows in place of the time."""
+    served = {}
+    monkeypatch.setattr(live.TextServer, "bind", lambda self: None)
+    monkeypatch.setattr(live.TextServer, "start", lambda self, texts: served.update(texts))
+
+    def follow(report, server, warn):
+        assert "problem || `live" in report.page
+        assert served["/version"].make() == report.version
+        report.problem = "r cannot be read since 10:00 UTC: gone"
+        assert served["/version"].make() == f"{report.version}\n{report.problem}"
+
+    monkeypatch.setattr(live, "follow", follow)
+    live.serve([run.path], 0, print, print)
 
 
 def test_pages_take_a_tenth_of_the_time(run, server, monkeypatch):

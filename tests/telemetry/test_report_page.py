@@ -235,6 +235,27 @@ def test_a_run_is_hidden_from_all_charts_and_tables_are_sorted(look, make):
     assert found["amounts"] == pytest.approx([5.77e6, 3900, 0.42, 12345, 0.001, None, 1e-3, 100, 0.012, 1.5e6])
 
 
+def test_tables_are_sorted_by_numbers_whatever_their_units(look, make):
+    runs = []
+    for name, size, cost in (("a", 71.2e9, 2.5e6), ("b", 980e6, 900e3), ("c", 1.1e12, 4.0), ("d", 512, 0.5)):
+        runs.append(make(name, steps=4))
+        record = {"step": 5, "loss": 3.0, "memory_peak_bytes": size}
+        (runs[-1] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        bill = {"bill": {"currency": "EUR", "cost": cost, "energy_kwh": 1000 * cost}}
+        (runs[-1] / "events.jsonl").write_text(Event("start", 0, 1000.0).to_json() + "\n" + Event("stop", 5, 1.0, bill).to_json() + "\n")
+    found = look(
+        runs,
+        """
+        const table = document.querySelector('table'), heads = [...table.tHead.rows[0].cells];
+        return ['Peak memory', 'Cost', 'Energy'].map(name => {
+          heads.find(one => one.textContent === name).click();
+          return order(table, 0).join('');
+        });
+        """,
+    )
+    assert found == ["dbac", "dcba", "dcba"]
+
+
 def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
     runs = [make(name, level=level) for name, level in (("a", 3.0), ("b", 2.5), ("c", 10.0), ("d", 4.0))]
     newer = json.dumps(render([load_run(make(f"{run.name}2", steps=500)) for run in runs], "8")).replace("<", "\\u003c")

@@ -14,6 +14,7 @@ from maxlm.config.reliability import ProfileConfig
 from maxlm.hardware.chips import chip_named
 from maxlm.hardware.xla_flags import TRACED
 from maxlm.runtime.run import _profiling
+from maxlm.telemetry.profile import TRACE
 from maxlm.training import profiling
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.progress import LoopProgress
@@ -115,6 +116,17 @@ def test_a_trace_that_a_roll_back_interrupts_is_given_up(run, back_to):
         f"training went back to step {back_to} before its steps were done",
         *[""] * (len(traced) // 2),
     ]
+
+
+@pytest.mark.parametrize(("start", "missed"), [(4, False), (5, True), (6, True), (7, False)])
+def test_a_trace_inside_whose_steps_the_run_goes_on_is_reported(run, tmp_path, start, missed):
+    """Not one that an earlier attempt has recorded."""
+    _, events, _ = run(at=(4,), steps=3, of=range(start, 12))
+    reasons = [data.get("reason") for _, step, data in events if step == 4]
+    assert reasons == ([f"the run went on from step {start}, inside of its steps"] if missed else [None] * (start == 4))
+    (tmp_path / "4").mkdir()
+    (tmp_path / "4" / TRACE).touch()
+    assert "reason" not in str(run(at=(4,), steps=3, of=range(start, 12))[1])
 
 
 def test_what_is_read_early_is_read_in_all_processes(run):

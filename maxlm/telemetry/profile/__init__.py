@@ -1,5 +1,6 @@
 """A trace of `jax.profiler`, reduced to one page: where the time of a training step goes, by part of the model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from maxlm.config.errors import UserError
@@ -20,10 +21,11 @@ def reduce_trace(trace: Path, folder: Path, facts: Facts) -> Profile:
     """
     with Trace(trace) as opened:
         profile = profile_of(opened)
+        warned = [f"The profiler warns: {warning}" for warning in opened.warnings]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_viewer_file(folder / VIEWER_FILE, profile)
-        write_text(folder / PAGE, render(profile, facts))
+        write_text(folder / PAGE, render(profile, replace(facts, notes=(*facts.notes, *warned))))
     except OSError as error:
         raise UserError(f"{folder}: the profile cannot be written ({error.strerror or error}); choose another folder.") from error
     return profile

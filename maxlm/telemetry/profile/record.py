@@ -8,7 +8,7 @@ import jax
 
 from maxlm.config.errors import UserError
 from maxlm.config.transient import message_line
-from maxlm.telemetry.profile import TRACE
+from maxlm.telemetry.profile import PAGE, TRACE, VIEWER_FILE
 
 _RAW = "raw"  # folder in which jax writes; removed
 
@@ -34,6 +34,8 @@ def stop_trace(folder: Path) -> Path:
     written = next((folder / _RAW).glob("plugins/profile/*/*.xplane.pb"), None)
     if written is None:
         raise UserError(f"{folder}: jax.profiler has written no trace there.")
+    for old in (PAGE, VIEWER_FILE):  # of an earlier trace, beside which a page that fails would leave them
+        (folder / old).unlink(missing_ok=True)
     trace = folder / TRACE
     shutil.move(written, trace)
     shutil.rmtree(folder / _RAW, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Parts of the model and phases of the step, from the op_name that XLA keeps of every operation.
 
 An op_name is a path, such as `jit(train_step)/transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/mlp/BSD,DF->BSF`.
-The scopes in it are set by `jax.named_scope` in maxlm.models; they change a program's metadata only.
+The scopes in it are set by `jax.named_scope` in maxlm.models, and around microbatches in maxlm.training; they change a program's metadata
+only.
 """
 
 import re
@@ -20,12 +21,13 @@ SCOPES = {
     "moe": "experts (moe)",
     "unembed": "unembedding and loss",
 }
-LAYERS, MODEL, OPTIMIZER, COLLECTIVES, COPIES = "layers", "model", "optimizer", "collectives", "copies"
+LAYERS, MODEL, ACCUMULATION, OPTIMIZER, COLLECTIVES, COPIES = "layers", "model", "accumulate", "optimizer", "collectives", "copies"
 OTHER_PROGRAMS, UNKNOWN = "other programs", "unknown"
 TITLES = {
     **SCOPES,
     LAYERS: "loop over layers, residual sums",
     MODEL: "rest of the model",
+    ACCUMULATION: "loop over microbatches, sum of gradients",
     OPTIMIZER: "optimizer: clipping, update, guard",
     COLLECTIVES: "collectives",
     COPIES: "copies of no known origin",
@@ -57,8 +59,9 @@ def scope_of(where: str) -> str:
     if not where or len(path) < 2:
         return UNKNOWN
     if not _differentiated(where):
-        return OPTIMIZER
-    return LAYERS if "while" in path else MODEL
+        return ACCUMULATION if ACCUMULATION in path else OPTIMIZER
+    gradient = next((i for i, part in enumerate(path) if part.startswith(("jvp(", "transpose("))), 0)
+    return LAYERS if "while" in path[gradient:] else MODEL  # a loop around the gradient is that over microbatches
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,7 +1,7 @@
 """Planes and lines of a trace file (.xplane.pb), read with bounded memory: names first, events in blocks.
 
-Messages and field numbers: xplane.proto of github.com/openxla/xla (xla/tsl/profiler/protobuf). XSpace: planes 1. XPlane: name 2, lines 3,
-event_metadata 4, stat_metadata 5, stats 6. XLine: name 2, timestamp_ns 3, events 4, display_name 11.
+Messages and field numbers: xplane.proto of github.com/openxla/xla (xla/tsl/profiler/protobuf). XSpace: planes 1, errors 2,
+warnings 3. XPlane: name 2, lines 3, event_metadata 4, stat_metadata 5, stats 6. XLine: name 2, timestamp_ns 3, events 4, display_name 11.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from maxlm.telemetry.profile import wire
 from maxlm.telemetry.profile.wire import BYTES, DamagedTraceError, Events, signed, text
 
 BLOCK = 8 << 20  # bytes of events that are decoded at a time
+MOST_WARNINGS, LONGEST_WARNING = 20, 500  # bytes
 _LATEST = 1 << 62  # picoseconds, of a line's begin: sums fit in 64 bits
 
 
@@ -62,10 +63,13 @@ class Trace:
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: no trace can be read there ({getattr(error, 'strerror', None) or error}).") from None
         self.planes: list[Plane] = []
+        self.warnings: list[str] = []  # of who recorded it, errors included: events that were dropped, devices that were not traced
         try:
             for number, kind, start, end in wire.fields(self._view):
                 if (number, kind) == (1, BYTES):
                     self.planes.append(self._plane(start, end))
+                elif number in (2, 3) and kind == BYTES and len(self.warnings) < MOST_WARNINGS:
+                    self.warnings.append(text(self._view, start, min(end, start + LONGEST_WARNING)))
         except (IndexError, DamagedTraceError):
             raise UserError(f"{path}: this trace is damaged or cut short: record it again.") from None
         self.forget()

@@ -1,14 +1,49 @@
 """`report.html`: a report on runs as one self-contained page."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from maxlm.config.errors import UserError
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.report.load import load_run
-from maxlm.telemetry.report.render import render
+from maxlm.telemetry.report.render import TITLE_END, identity, render
 
-__all__ = ["write_report"]
+__all__ = ["check_place", "default_place", "write_report"]
+
+_HEAD = 1 << 16  # bytes of a page that hold its title and the identity of its runs
+NAMED = 3  # runs of which the default name of a comparison has all names
+
+
+def default_place(run_dirs: Sequence[Path]) -> Path:
+    """The file of a report whose name nobody has chosen. Raises UserError if it is a comparison of other runs of the same names."""
+    if len(run_dirs) == 1:
+        return run_dirs[0] / "report.html"
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    place = Path(f"report-{'-'.join(names) if len(names) <= NAMED else f'{names[0]}-and-{len(names) - 1}-more'}.html")
+    found = re.search(rb'<meta name="runs" content="(\w+)">', _head(place))
+    if found and found[1].decode() != identity(run_dirs):
+        raise UserError(f"{place} compares other runs of these names: give another file with --out, or delete that one.")
+    return place
+
+
+def check_place(out: Path) -> Path:
+    """`out`. Raises UserError if it exists and is no report of maxlm."""
+    head = _head(out)
+    if head and TITLE_END.encode() not in head:
+        raise UserError(f"--out {out} exists and is no report of maxlm: it stays as it is; choose another file.")
+    return out
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; none if there is no such file, or it cannot be read."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(_HEAD)
+    except (OSError, ValueError):
+        return b""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:

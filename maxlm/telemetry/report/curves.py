@@ -8,7 +8,6 @@ from html import escape
 
 import numpy as np
 
-from maxlm.hardware.chips import GIB
 from maxlm.telemetry.device_memory import MEMORY, PEAK
 from maxlm.telemetry.formatting import WAIT_CAUSES, sentence
 from maxlm.telemetry.report import experts
@@ -116,7 +115,7 @@ def _controls(runs: Sequence[Run]) -> str:
 
 def _losses(runs: Sequence[Run], points: int) -> str:
     """Chart of training and held-out loss; of many runs a chart each."""
-    unit = f"{' or '.join(dict.fromkeys(run.loss_unit for run in runs))}, lower is better"
+    unit = f"{_loss_unit(runs)}, lower is better"
     training = [Line(f"training {run.label}", run.get("loss"), run.number) for run in runs]
     held_out = [Line(f"held-out {run.label}", run.eval_loss, run.number, dots=True) for run in runs]
     if len(runs) > FEW_RUNS:
@@ -129,6 +128,10 @@ def _losses(runs: Sequence[Run], points: int) -> str:
     first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
     keys = f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out'
     return f'<div class="wide">{drawn}<p class="legend lines">{keys}</p></div>'
+
+
+def _loss_unit(runs: Sequence[Run]) -> str:
+    return " or ".join(dict.fromkeys(run.loss_unit for run in runs))
 
 
 def _figures(runs: Sequence[Run], points: int) -> Iterator[str]:
@@ -154,14 +157,14 @@ def _wait_causes(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
 
 def _memory(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
     """(title, unit, lines) of the memory of the fullest local device of process 0: its peak, and of one run also what is held."""
-    lines = [Line(run.label, _in_gib(run.get(PEAK)), run.number) for run in runs]
+    lines = [Line(run.label, _in_gb(run.get(PEAK)), run.number) for run in runs]
     if len(runs) == 1:
-        lines = [Line("peak", lines[0].series, 0), Line("at the moment", _in_gib(runs[0].get(MEMORY)), 0, 1)]
-    yield "Device memory", "GiB, of the fullest device", lines
+        lines = [Line("peak", lines[0].series, 0), Line("at the moment", _in_gb(runs[0].get(MEMORY)), 0, 1)]
+    yield "Device memory", "GB, of the fullest device", lines
 
 
-def _in_gib(series: Series) -> Series:
-    return Series(series.steps_N, series.values_N / GIB)
+def _in_gb(series: Series) -> Series:
+    return Series(series.steps_N, series.values_N / 1e9)  # as `in_bytes` writes it
 
 
 def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
@@ -173,11 +176,11 @@ def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
         evaluated = runs[0].evaluated
         lines = [Line(title, evaluated[name], 0, i, dots=True) for i, (name, title) in enumerate(held_out.items(), 1)]
         if held_out.keys() != {"eval_loss"}:
-            yield "Held-out losses", "nats a token", lines
+            yield "Held-out losses", _loss_unit(runs), lines
     for name in names:
         lines = [Line(run.label, run.evaluated.get(name, EMPTY), run.number, dots=True) for run in runs]
         if name in held_out and name != "eval_loss" and len(runs) > 1:
-            yield held_out[name], "nats a token", lines
+            yield held_out[name], _loss_unit([run for run in runs if name in run.evaluated]), lines
         elif name not in held_out and any(len(line.series.steps_N) > 1 for line in lines):
             yield name.partition("/")[2].replace("/", ": ").replace("_", " "), "of a task", lines
 

@@ -29,15 +29,18 @@ def _map(run: Run, name: str) -> str:
     declared = run.metrics[name]
     layers = sum(entry.startswith("layer ") for entry in declared.entries)
     series = [run.get(f"{name}_{i}") for i in range(1, layers + 1)]
-    if not 1 < layers <= MAX_LAYERS or not all(len(one.steps_N) for one in series):
+    found = [one for one in series if len(one.steps_N)]
+    if not 1 < layers <= MAX_LAYERS or len(found) < 2:
         return ""
-    steps_N = series[0].steps_N
-    for one in series:
+    steps_N = found[0].steps_N
+    for one in found:
         steps_N = steps_N if np.array_equal(one.steps_N, steps_N) else np.union1d(one.steps_N, steps_N)
     if len(steps_N) < 2:
         return ""
     times_NL = np.full((len(steps_N), layers), np.inf)  # records hold all layers of a step, but for what is not finite
     for i, one in enumerate(series):
+        if not len(one.steps_N):  # never finite
+            continue
         times_NL[np.searchsorted(steps_N, one.steps_N), i] = one.values_N / max(float(np.median(one.values_N)), 1e-30)
     cells, values_CL = _columns(steps_N, times_NL)
     return heat(declared.title, "a row a layer", f"{declared.title} of {layers} layers over steps", cells, values_CL, 0)

@@ -25,9 +25,9 @@ function replacePage(text) {
 
 async function followRuns() {
   try {
-    const version = await ask('version');
+    const [version, problem] = (await ask('version')).split('\n');
     if (version !== document.querySelector('main').dataset.version && !document.querySelector('.chosen')) replacePage(await ask('.'));
-    status.textContent = `live · ${new Date().toLocaleTimeString()}`;
+    status.textContent = problem || `live · ${new Date().toLocaleTimeString()}`;
   } catch {
     status.textContent = 'maxlm report --live has ended or cannot be reached; this is its last page';
   }

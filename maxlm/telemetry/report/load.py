@@ -1,7 +1,7 @@
 """Read a run directory, whether the run is finished, running, killed or damaged."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
+from maxlm.telemetry.course import current_step, surviving
 from maxlm.telemetry.ledger import Ledger, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
 from maxlm.telemetry.observer import Event, evaluated, is_step
@@ -29,6 +30,11 @@ class Series(NamedTuple):
 
     steps_N: NDArray[np.float64]
     values_N: NDArray[np.float64]
+
+    def after(self, step: float) -> "Series":
+        """The part after that step."""
+        newer = self.steps_N > step
+        return Series(self.steps_N[newer], self.values_N[newer])
 
 
 class Loads(NamedTuple):
@@ -67,6 +73,7 @@ class Run:
     results: Outcomes = field(default_factory=dict)  # of tasks
     beat: Beat | None = None
     processes: Sequence[Process] = ()  # that a supervisor started
+    not_finite: Mapping[str, int] = field(default_factory=dict)  # of records: metric -> step from which on it has no finite value
     origin: str = ""  # of a model that was not trained here: a sentence
     label: str = ""  # name that no other run of the page has
     number: int = 0  # on the page
@@ -111,16 +118,31 @@ class Run:
     def evaluated(self) -> dict[str, Series]:
         """Figures of evaluations over steps, by name: eval_loss, eval_loss/NAME, tasks/TASK/METRIC."""
         points: dict[str, list[tuple[int, float]]] = {}
-        for event in self.events:
-            # What other ends have is the loss of an earlier step.
-            done = event.kind == "stop" and event.data.get("reason") == "done"
-            figures = {"eval_loss": event.data.get("eval_loss")} if done else evaluated(event)
-            for name, value in figures.items():
-                if is_number(value):
-                    points.setdefault(name, []).append((event.step, value))
+        for name, step, value in self._evaluations:
+            if is_number(value):
+                points.setdefault(name, []).append((step, value))
         arrays = {name: np.array(of_name, np.float64) for name, of_name in points.items()}
         series = {name: _rising(points_N2[:, 0], points_N2[:, 1]) for name, points_N2 in arrays.items()}
         return {name: one for name, one in series.items() if len(one.steps_N)}
+
+    @cached_property
+    def lost(self) -> dict[str, int]:
+        """Step from which on a metric or an evaluation has no finite value any more, by name."""
+        lost = dict(self.not_finite)
+        for name, step, value in self._evaluations:
+            _note_value(lost, name, step, value)
+        return lost
+
+    @cached_property
+    def _evaluations(self) -> list[tuple[str, int, Any]]:
+        """(name, step, value) of evaluations whose updates still count."""
+        found: list[tuple[str, int, Any]] = []
+        for event in surviving(self.events):
+            # What other ends have is the loss of an earlier step, and null is that of a run without evaluations.
+            done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
+            figures = {"eval_loss": event.data["eval_loss"]} if done else evaluated(event)
+            found += [(name, event.step, value) for name, value in figures.items()]
+        return found
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -139,8 +161,8 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        steps = [int(series.steps_N[-1]) for series in self.series.values() if len(series.steps_N)]
-        return max([*steps, *(event.step for event in self.events)], default=0)
+        """Updates done, without those that were undone."""
+        return _last_step(self.series, self.events)
 
 
 def load_run(path: Path) -> Run:
@@ -159,15 +181,19 @@ def load_run(path: Path) -> Run:
         if run.model.is_file() and existing == [run.config]:
             return _load_model(run, path)
         text, config = _read_config(run.config, notes)
-        series = _read_metrics(run.metrics, notes)
+        series, not_finite = _read_metrics(run.metrics, notes)
         events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
-        results = read_results(run.evaluations, notes)
+        results = read_results(run.evaluations, notes, _last_step(series, events) if events else None)
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     life = read_beat(run.heartbeat), read_processes(run.supervisor)
-    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life)
+    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life, not_finite)
+
+
+def _last_step(series: Mapping[str, Series], events: Sequence[Event]) -> int:
+    return current_step(events, [int(one.steps_N[-1]) for one in series.values() if len(one.steps_N)])
 
 
 def _load_model(run: RunDirectory, path: Path) -> Run:
@@ -190,7 +216,8 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         config = YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError):
+        dict(flatten(config))  # it may hold itself
+    except (YAMLError, ValueError, LookupError, RecursionError):
         config = None
     if not isinstance(config, dict):
         notes.append("config.yml is empty or damaged; it is shown unchanged.")
@@ -213,17 +240,30 @@ def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{path.name}: {bad} {'line' if bad == 1 else 'lines'} could not be read and {'is' if bad == 1 else 'are'} left out.")
 
 
-def _read_metrics(path: Path, notes: list[str]) -> dict[str, Series]:
+def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], dict[str, int]]:
+    """The metrics by name, and the step from which on one has no finite value."""
     columns: dict[str, tuple[array, array]] = {}
+    lost: dict[str, int] = {}
     for record in _objects(path, notes):
         for name, value in record.items():
-            if name != "step" and is_number(value):
+            number = is_number(value)
+            if (number and abs(value) < LARGEST) == (name in lost):
+                _note_value(lost, name, record["step"], value)
+            if number and name != "step":
                 steps, values = columns.setdefault(name, (array("d"), array("d")))
                 steps.append(record["step"])
                 values.append(value)
     if path.is_file() and not columns:
         notes.append("metrics.jsonl holds no records yet, so there are no charts.")
-    return {name: _rising(np.array(steps), np.array(values)) for name, (steps, values) in columns.items()}
+    return {name: _rising(np.array(steps), np.array(values)) for name, (steps, values) in columns.items()}, lost
+
+
+def _note_value(lost: dict[str, int], name: str, step: int, value: Any) -> None:
+    """Keep in `lost` the step from which on the figure `name` has been null, infinite or too large."""
+    if is_number(value) and abs(value) < LARGEST:
+        lost.pop(name, None)
+    elif value is None or type(value) in (int, float):
+        lost.setdefault(name, step)
 
 
 def _rising(steps_N: NDArray[np.float64], values_N: NDArray[np.float64]) -> Series:

@@ -100,8 +100,12 @@ function amount(text) {  // 12,345 or 5.77 M or 42.0% or 1 h 5 min as a number; 
 function connectTable(table) {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
   const text = (row, column) => row.cells[column].firstChild?.tagName === 'SMALL' ? '' : row.cells[column].textContent;
-  const compare = (a, b) => {
-    const [left, right] = [amount(a), amount(b)];
+  const number = (row, column) => {
+    const {value} = row.cells[column].dataset;
+    return value === undefined ? amount(text(row, column)) : Number(value);
+  };
+  const compare = (first, second, column) => {
+    const [a, b] = [text(first, column), text(second, column)], [left, right] = [number(first, column), number(second, column)];
     if (a === '–' || b === '–') return null;
     return (left !== null && right !== null && left - right) || a.localeCompare(b, 'en', {numeric: true});
   };
@@ -111,7 +115,7 @@ function connectTable(table) {
       for (const other of heads) other.removeAttribute('aria-sort');
       head.setAttribute('aria-sort', up ? 'ascending' : 'descending');
       const missing = row => text(row, column) === '–';
-      rows.sort((a, b) => missing(a) - missing(b) || (up ? 1 : -1) * (compare(text(a, column), text(b, column)) ?? 0));
+      rows.sort((a, b) => missing(a) - missing(b) || (up ? 1 : -1) * (compare(a, b, column) ?? 0));
       body.append(...rows);
     };
     head.tabIndex = 0;

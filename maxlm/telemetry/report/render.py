@@ -1,24 +1,26 @@
 """The report as one HTML page. All text from a run is escaped here, in curves.py or in charts.py."""
 
+import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxlm.hardware.host import in_bytes
-from maxlm.telemetry.formatting import count, duration, energy, figure, percent, sentence
+from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import curves, experts, layers, results
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
-from maxlm.telemetry.report.load import EMPTY, Run, Series
+from maxlm.telemetry.report.load import EMPTY, Run
 from maxlm.telemetry.report.style import CSS, HEAT_CSS
-from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, status_of
-from maxlm.telemetry.report.tables import table
-from maxlm.telemetry.strict_json import encodable
+from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, notes_of, status_of
+from maxlm.telemetry.report.tables import Cell, table
+from maxlm.telemetry.strict_json import encodable, is_number
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
@@ -26,6 +28,8 @@ MAX_STRETCH = 12  # consecutive frequent events shown one by one
 
 # No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+TITLE_END = "· training report</title>"  # by which a page is known as ours
 
 SCRIPTS = ("axes.js", "charts.js", "page.js")  # one after the other
 
@@ -48,11 +52,18 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     return encodable(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · training report</title><style>{css}</style></head>\n"
+        f'<meta name="runs" content="{identity([run.path for run in runs])}">'
+        f"<title>{escape(title)} {TITLE_END}<style>{css}</style></head>\n"
         f'<body><main data-version="{escape(version)}">\n'
         + "\n".join(section for section in sections if section)
         + f'\n</main><div id="tip" hidden></div><script>{scripts}</script></body></html>\n'
     )
+
+
+def identity(run_dirs: Sequence[Path]) -> str:
+    """Digest of the folders of the runs, which differs for runs of the same names elsewhere."""
+    folders = "\n".join(str(path.resolve()) for path in run_dirs)
+    return hashlib.sha256(folders.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _packaged(name: str) -> str:
@@ -69,7 +80,7 @@ def _headline(runs: Sequence[Run]) -> str:
         head = f"<h3>{_head(run)}{_chip(status)}</h3>" if many else ""
         summary = " ".join([*headline(run, f), status.explanation])
         blocks.append(f"{head}<p class=lead>{escape(summary)}</p>")
-        notes += [f'<p class="note">{f"{_head(run)}: " if many else ""}{escape(note)}</p>' for note in run.notes]
+        notes += [f'<p class="note">{f"{_head(run)}: " if many else ""}{escape(note)}</p>' for note in notes_of(run)]
     described = "".join(blocks)
     if len(runs) > FEW_RUNS:
         described = f"<details><summary>What each run did</summary>{described}</details>"
@@ -82,66 +93,78 @@ def _chip(status: Status) -> str:
     return f' <span class="chip {status.tone}">{escape(status.label)}</span>'
 
 
-def _or_none(text: Callable[[float], str], value: float | None) -> str | None:
-    return None if value is None else text(value)
+class Shown(NamedTuple):
+    """A figure of the head of the page; without a value it is left out. `text` writes the value."""
+
+    name: str
+    hint: str
+    value: Callable[[Figures], float | None]
+    text: Callable[[Figures, float], str]
+
+    def cell(self, f: Figures) -> str | None:
+        """HTML with the value to sort by."""
+        value = self.value(f)
+        return None if value is None else Cell(escape(self.text(f, value)), value)
 
 
-def _size(number: float) -> str:
-    return in_bytes(int(number))
+def _as(text: Callable[[float], str]) -> Callable[[Figures, float], str]:
+    return lambda f, value: text(value)
 
 
-def _marked(f: Figures, text: Callable[[float], str], value: float | None) -> str | None:
-    """The text of a figure of energy, marked where it is estimated."""
-    return None if value is None else f"{'~' if f.energy_estimated else ''}{text(value)}"
+def _marked(text: Callable[[float], str]) -> Callable[[Figures, float], str]:
+    """Text of a figure of energy, marked where it is estimated."""
+    return lambda f, value: f"{'~' if f.energy_estimated else ''}{text(value)}"
 
 
-# name, formatted value, explanation
-_FIGURES: tuple[tuple[str, Callable[[Figures], str | None], str], ...] = (
-    ("Parameters", lambda f: _or_none(count, f.parameters), "numbers of the model"),
-    ("Trained", lambda f: _or_none(count, f.trained), "of them, in adapters"),
-    (
-        "Steps",
-        lambda f: f"{f.steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else ""),
-        "updates of the model",
-    ),
-    ("Tokens", lambda f: _or_none(count, f.tokens), "pieces of text seen"),
-    ("Training loss", lambda f: _or_none(figure, f.loss), "lower is better"),
-    ("Held-out loss", lambda f: _or_none(figure, f.held_out), "on text never trained on"),
-    ("Throughput", lambda f: _or_none(count, f.tokens_per_s), "tokens/s, median"),
-    ("MFU", lambda f: _or_none(percent, f.mfu), "of the hardware's peak"),
-    ("Data wait", lambda f: _or_none(percent, f.data_wait), "of a step's time"),
-    ("Step", lambda f: _or_none(duration, f.step_s) if f.predicted_step_s is not None else None, "median"),
-    ("Step, predicted", lambda f: _or_none(duration, f.predicted_step_s), "before the first one"),
-    ("Peak memory", lambda f: _or_none(_size, f.peak_memory), "of the fullest device"),
-    ("Memory, predicted", lambda f: _or_none(_size, f.predicted_memory), "of a device, by the compiler"),
-    ("Time", lambda f: _or_none(duration, f.seconds), "since the first start"),
-    ("Goodput", lambda f: _or_none(percent, f.goodput), "of that time, on steps that count"),
-    ("Cost", lambda f: f.cost or None, "of the chips, so far"),
-    ("Energy", lambda f: _marked(f, energy, f.kwh), "of the data centre; ~: estimated"),
-    ("Energy a token", lambda f: _marked(f, lambda joules: f"{figure(joules, 3)} J", f.joules_per_token), "mean of all of it"),
+def _steps(f: Figures, steps: float) -> str:
+    return f"{steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else "")
+
+
+def _loss(value: float) -> str:
+    return "not finite" if math.isinf(value) else figure(value)
+
+
+_FIGURES = (
+    Shown("Parameters", "numbers of the model", lambda f: f.parameters, _as(count)),
+    Shown("Trained", "of them, in adapters", lambda f: f.trained, _as(count)),
+    Shown("Steps", "updates of the model", lambda f: f.steps, _steps),
+    Shown("Tokens", "pieces of text seen", lambda f: f.tokens, _as(count)),
+    Shown("Training loss", "lower is better", lambda f: f.loss if f.loss_lost is None else math.inf, _as(_loss)),
+    Shown("Held-out loss", "on text never trained on", lambda f: f.held_out if f.held_out_lost is None else math.inf, _as(_loss)),
+    Shown("Throughput", "tokens/s, median", lambda f: f.tokens_per_s, _as(count)),
+    Shown("MFU", "of the hardware's peak", lambda f: f.mfu, _as(percent)),
+    Shown("Data wait", "of a step's time", lambda f: f.data_wait, _as(percent)),
+    Shown("Step", "median", lambda f: f.step_s if f.predicted_step_s is not None else None, _as(duration)),
+    Shown("Step, predicted", "before the first one", lambda f: f.predicted_step_s, _as(duration)),
+    Shown("Peak memory", "of the fullest device", lambda f: f.peak_memory, _as(in_bytes)),
+    Shown("Memory, predicted", "of a device, by the compiler", lambda f: f.predicted_memory, _as(in_bytes)),
+    Shown("Time", "since the first start", lambda f: f.seconds, _as(duration)),
+    Shown("Goodput", "of that time, on steps that count", lambda f: f.goodput, _as(percent)),
+    Shown("Cost", "of the chips, so far", lambda f: f.cost, lambda f, cost: money(cost, f.currency)),
+    Shown("Energy", "of the data centre; ~: estimated", lambda f: f.kwh, _marked(energy)),
+    Shown("Energy a token", "mean of all of it", lambda f: f.joules_per_token, _marked(lambda joules: f"{figure(joules, 3)} J")),
 )
 
 
 def _cards(f: Figures) -> str:
-    figures = ((name, value(f), hint) for name, value, hint in _FIGURES)
-    cards = (f"<div><dt>{name}</dt><dd>{escape(text)}</dd><small>{hint}</small></div>" for name, text, hint in figures if text is not None)
+    found = ((shown, shown.cell(f)) for shown in _FIGURES)
+    cards = (f"<div><dt>{shown.name}</dt><dd>{cell}</dd><small>{shown.hint}</small></div>" for shown, cell in found if cell is not None)
     return f'<dl class="cards">{"".join(cards)}</dl>'
 
 
 def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
-    rows = [(f'<span title="{hint}">{name}</span>', [_or_dash(value(f)) for f in figures]) for name, value, hint in _FIGURES]
+    rows = [(f'<span title="{shown.hint}">{shown.name}</span>', [shown.cell(f) or "–" for f in figures]) for shown in _FIGURES]
     for name, title in curves.held_out_sets(runs).items():
-        rows += [(escape(title), [_last(run.evaluated.get(name, EMPTY)) for run in runs])] if name != "eval_loss" else []
+        rows += [(escape(title), [_last(run, name) for run in runs])] if name != "eval_loss" else []
     shown = [(name, cells) for name, cells in rows if set(cells) != {"–"}]
     return _side_by_side(runs, "", [("State", [_chip(status_of(run)) for run in runs]), *shown])
 
 
-def _or_dash(text: str | None) -> str:
-    return "–" if text is None else escape(text)
-
-
-def _last(series: Series) -> str:
-    return figure(series.values_N[-1]) if len(series.values_N) else "–"
+def _last(run: Run, name: str) -> str:
+    """HTML of the last held-out loss of a set."""
+    losses = run.evaluated.get(name, EMPTY).values_N
+    value = math.inf if name in run.lost else float(losses[-1]) if len(losses) else None
+    return "–" if value is None else Cell(_loss(value), value)
 
 
 def _side_by_side(runs: Sequence[Run], what: str, rows: Sequence[tuple[str, Sequence[str]]], *, numbers: bool = True) -> str:
@@ -158,12 +181,12 @@ def _head(run: Run) -> str:
 
 def _held_out(run: Run) -> str:
     """Losses of a run on several held-out sets: the last and the least."""
-    sets = [(title, run.evaluated[name]) for name, title in curves.held_out_sets([run]).items()]
-    least = [(losses.values_N.min(), losses.steps_N[losses.values_N.argmin()]) for _, losses in sets]
-    rows = [
-        [escape(title), _last(losses), f"{figure(value)} <small>step {step:,.0f}</small>"]
-        for (title, losses), (value, step) in zip(sets, least, strict=True)
-    ]
+    rows = []
+    for name, title in curves.held_out_sets([run]).items():
+        steps_N, values_N = run.evaluated[name]
+        least = int(values_N.argmin())
+        cell = Cell(f"{figure(values_N[least])} <small>step {steps_N[least]:,.0f}</small>", float(values_N[least]))
+        rows.append([escape(title), _last(run, name), cell])
     return f"<section><h2>Held-out losses</h2>{table(['set', 'last', 'least'], rows, numbers=True)}</section>" if len(rows) > 1 else ""
 
 
@@ -240,7 +263,7 @@ def _rows(events: list[Event], routine: bool) -> list[list[str]]:
 def _stretch(kind: str, events: list[Event]) -> list[str]:
     first, last = events[0], events[-1]
     losses = [event.data.get("eval_loss") for event in (first, last)]
-    loss = f"; held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(isinstance(v, int | float) for v in losses) else ""
+    loss = f"; held-out loss from {figure(losses[0])} to {figure(losses[1])}" if all(map(is_number, losses)) else ""
     times = f"{len(events):,} times, steps {first.step:,} to {last.step:,}" if len(events) > 1 else f"once, at step {first.step:,}"
     begun, ended = _clock(first.time), _clock(last.time)
     span = begun if begun == ended else f"{begun} – {ended.removeprefix(begun[:11])}"  # without repeating the day

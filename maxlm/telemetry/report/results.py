@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from maxlm.telemetry.formatting import figure
 from maxlm.telemetry.observer import is_step
+from maxlm.telemetry.report.tables import Cell
 from maxlm.telemetry.strict_json import is_finite, read_objects
 
 
@@ -18,29 +19,36 @@ class Outcome(NamedTuple):
     step: int
     n: int | None  # items
 
-    def text(self) -> str:
-        """HTML of a cell."""
+    def cell(self) -> Cell:
         error = f" ± {figure(self.stderr, 2)}" if self.stderr is not None else ""
         items = f", {self.n:,} items" if self.n is not None else ""
-        return f"{figure(self.value)}{error} <small>step {self.step:,}{items}</small>"
+        return Cell(f"{figure(self.value)}{error} <small>step {self.step:,}{items}</small>", self.value)
 
 
 Outcomes = dict[tuple[str, str], Outcome]  # by task and metric
 
 
-def read_results(folder: Path, notes: list[str]) -> Outcomes:
-    """Results of the newest step of each task in the folder `evaluations` of a run; a file that is none is left out with a note."""
+def read_results(folder: Path, notes: list[str], last_step: int | None = None) -> Outcomes:
+    """Results of the newest step of each task in the folder `evaluations` of a run that is at `last_step`. Left out, with a note, are files
+    that are none, and those of later steps, which a rollback or a restart has undone.
+    """
     found: Outcomes = {}
+    undone = 0
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         item = next(iter(read_objects(path)), {})
         task, metrics, step = item.get("task"), item.get("metrics"), item.get("step")
         if not isinstance(task, str) or not isinstance(metrics, dict) or not is_step(step):
             notes.append(f"evaluations/{path.name} could not be read and is left out.")
             continue
+        if last_step is not None and step > last_step:
+            undone += 1
+            continue
         for metric, values in metrics.items():
             outcome = _outcome(values, step, item.get("n"))
             if outcome is not None and outcome.step >= found.get((task, metric), outcome).step:
                 found[task, metric] = outcome
+    if undone:
+        notes.append(f"evaluations: {undone} {'file is' if undone == 1 else 'files are'} of undone steps and left out.")
     return found
 
 
@@ -61,4 +69,4 @@ def rows(results: Sequence[Outcomes]) -> list[tuple[str, list[str]]]:
 
 
 def _cell(outcome: Outcome | None) -> str:
-    return "–" if outcome is None else outcome.text()
+    return "–" if outcome is None else outcome.cell()

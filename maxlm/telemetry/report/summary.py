@@ -10,8 +10,9 @@ import numpy as np
 
 from maxlm.telemetry import process_memory
 from maxlm.telemetry.attempts import OVER
+from maxlm.telemetry.course import first_step_since
 from maxlm.telemetry.device_memory import PEAK
-from maxlm.telemetry.formatting import count, duration, figure, money, percent
+from maxlm.telemetry.formatting import count, duration, figure, percent
 from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
 from maxlm.telemetry.strict_json import is_finite
@@ -37,8 +38,10 @@ class Figures:
     trained: float | None  # parameters that training changes, if not all
     first_loss: float | None
     loss: float | None
+    loss_lost: int | None  # step from which on it is not finite
     held_out: float | None
-    tokens_per_s: float | None  # median
+    held_out_lost: int | None
+    tokens_per_s: float | None  # median, of the newest hardware
     mfu: float | None
     mfu_peak: str  # format whose peak it is a share of, such as "fp8 "; "" for bf16
     data_wait: float | None  # share of a step
@@ -51,7 +54,8 @@ class Figures:
     step_s: float | None  # median
     predicted_step_s: float | None
     hardware: str
-    cost: str  # so far, with its currency; "" where it is unknown
+    cost: float | None  # so far
+    currency: str
     kwh: float | None  # energy so far, of the data centre
     joules_per_token: float | None  # of all of it
     energy_estimated: bool
@@ -62,6 +66,7 @@ def figures_of(run: Run) -> Figures:
     start, bills = _start_data(run), _bills(run)
     waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
     total = start.get("total_steps", run.settings.get("train.steps"))
+    hardware_since = _hardware_since(run)
     cost, kwh, tokens = _so_far(run, "cost"), _so_far(run, "energy_kwh"), _last(run.get("tokens"))
     return Figures(
         steps=run.last_step,
@@ -71,9 +76,11 @@ def figures_of(run: Run) -> Figures:
         trained=_number(start.get("trained_parameters")) if start.get("trained_parameters") != start.get("parameters") else None,
         first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
         loss=_settled(loss),
+        loss_lost=run.lost.get("loss"),
         held_out=_last(run.eval_loss),
-        tokens_per_s=_median(run.get("tokens_per_s")),
-        mfu=_median(run.get("mfu")),
+        held_out_lost=run.lost.get("eval_loss"),
+        tokens_per_s=_median(run.get("tokens_per_s").after(hardware_since)),
+        mfu=_median(run.get("mfu").after(hardware_since)),
         mfu_peak=f"{start['mfu_peak']} " if start.get("mfu_peak") in ("int8", "fp8") else "",
         data_wait=waited,
         seconds=_wall_time(run),
@@ -85,7 +92,8 @@ def figures_of(run: Run) -> Figures:
         predicted_step_s=predicted_of(start, STEP),
         predicted_memory=predicted_of(start, MEMORY),
         hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
-        cost="" if cost is None else money(cost, "".join(_currencies(bills))),
+        cost=cost,
+        currency="".join(_currencies(bills)),
         kwh=kwh,
         joules_per_token=kwh * 3.6e6 / tokens if kwh is not None and tokens else None,
         energy_estimated=any(one.get("energy_estimated") is True or one.get("energy", "counters") != "counters" for one in bills),
@@ -113,13 +121,7 @@ def status_of(run: Run) -> Status:
 def headline(run: Run, f: Figures) -> list[str]:
     """Sentences of the headline, most important first."""
     sentences = [run.origin or _progress(run, f)]
-    if f.loss is not None and f.first_loss is not None:
-        verb = "fell" if f.loss < f.first_loss else "went"
-        change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
-        held_out = f"; on held-out text it is {_held_out(run, f.held_out)}" if f.held_out is not None else ""
-        sentences.append(f"Training loss {change} {figure(f.loss)} {run.loss_unit}{held_out}.")
-    elif f.held_out is not None:
-        sentences.append(f"Held-out loss is {_held_out(run, f.held_out)}.")
+    sentences += _losses(run, f)
     if f.tokens_per_s is not None:
         mfu = f", {percent(f.mfu)} of the hardware's {f.mfu_peak}peak (MFU)" if f.mfu is not None else ""
         sentences.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
@@ -128,6 +130,30 @@ def headline(run: Run, f: Figures) -> list[str]:
     if f.attempts > 1 or f.skipped:
         sentences.append(_troubles(f))
     return sentences
+
+
+def _losses(run: Run, f: Figures) -> list[str]:
+    """A sentence on both losses, and one on each that is not finite any more."""
+    said = []
+    if f.loss is not None and f.first_loss is not None:
+        verb = "fell" if f.loss < f.first_loss else "went"
+        change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
+        held_out = f"; on held-out text it is {_held_out(run, f.held_out)}" if f.held_out is not None else ""
+        said.append(f"Training loss {change} {figure(f.loss)} {run.loss_unit}{held_out}.")
+    elif f.held_out is not None:
+        said.append(f"Held-out loss is {_held_out(run, f.held_out)}.")
+    lost = {"Training loss": f.loss_lost, "Held-out loss": f.held_out_lost}
+    return said + [f"{name} is not finite {from_step(step)}." for name, step in lost.items() if step is not None]
+
+
+def from_step(step: int) -> str:
+    return f"from step {step:,} on"
+
+
+def notes_of(run: Run) -> list[str]:
+    """Sentences about what is missing or damaged, and about losses and gradients that are not finite at the end."""
+    lost = {name: step for name, step in run.lost.items() if name in ("loss", "grad_norm") or name.startswith("eval_loss")}
+    return run.notes + [f"{name} is not finite {from_step(step)}; its line ends before." for name, step in lost.items()]
 
 
 def _progress(run: Run, f: Figures) -> str:
@@ -213,9 +239,19 @@ def _peak_memory(run: Run) -> float | None:
 
 def _of_prediction(run: Run, series: Series) -> Series:
     """Records since the newest start that predicts something: earlier attempts may have had other devices, or another config."""
-    starts = [event.step for event in run.events if event.kind == "start" and event.data.get("predicted")]
-    newer = series.steps_N > (starts[-1] if starts else -1)
-    return Series(series.steps_N[newer], series.values_N[newer])
+    starts = [i for i, event in enumerate(run.events) if event.kind == "start" and event.data.get("predicted")]
+    return series.after(first_step_since(run.events, starts[-1]) if starts else -1)
+
+
+def _hardware_since(run: Run) -> int:
+    """Step after which all records are of the hardware, and of the peak, that the newest start names; -1 if it never changed."""
+    since, before = -1, dict[str, Any]()
+    for i, event in enumerate(run.events):
+        stated = {key: event.data[key] for key in ("devices", "device_kind", "mfu_peak") if event.kind == "start" and key in event.data}
+        if any(key in before and before[key] != value for key, value in stated.items()):
+            since = first_step_since(run.events, i)
+        before |= stated
+    return since
 
 
 def _last(series: Series) -> float | None:

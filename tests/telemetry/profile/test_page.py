@@ -8,12 +8,13 @@ import re
 
 import numpy as np
 import pytest
+from synthetic_trace import field
 
 from maxlm.config.errors import UserError
 from maxlm.telemetry.profile import PAGE, VIEWER_FILE, Facts, attribution, reduce_trace
 from maxlm.telemetry.profile.attribution import Op, profile_of
 from maxlm.telemetry.profile.page import _drawn_op, render
-from maxlm.telemetry.profile.xplane import Trace
+from maxlm.telemetry.profile.xplane import MOST_WARNINGS, Trace
 
 FACTS = Facts("<b>run</b>, step 7", steps=2, step=7, predicted={"attn": {"forward": 10e-6}, "embed": {"forward": 1e-6}})
 
@@ -142,3 +143,14 @@ def test_a_damaged_trace_gives_a_page_or_one_line(kind, request, tmp_path):
             refused += 1
             assert "\n" not in str(error)
     assert 0 < refused < 40
+
+
+def test_warnings_of_the_profiler_are_notes_of_the_page(tpu_file, tmp_path):
+    """Such as events that were dropped: without them the page would be taken for the whole."""
+    said = [field(2, "no device of this host was traced"), *(field(3, f"{n} events were dropped <{'x' * 2000}") for n in range(99))]
+    tpu_file.write_bytes(tpu_file.read_bytes() + b"".join(said))
+    reduce_trace(tpu_file, tmp_path / "out", Facts("warned", notes=("a fact",)))
+    notes = re.findall(r'<p class="note">(.*?)</p>', (tmp_path / "out" / "profile.html").read_text().partition("</header>")[0])
+    assert notes[:3] == ["a fact", "The profiler warns: no device of this host was traced", notes[2]]
+    assert notes[2].startswith("The profiler warns: 0 events were dropped &lt;xxx")
+    assert len(notes) == 1 + MOST_WARNINGS and max(map(len, notes)) < 600

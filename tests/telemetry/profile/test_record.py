@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.profile import TRACE
+from maxlm.telemetry.profile import PAGE, TRACE, VIEWER_FILE
 from maxlm.telemetry.profile.record import abandon_trace, start_trace, stop_trace
 
 
@@ -25,3 +25,15 @@ def test_of_an_abandoned_trace_nothing_stays(tmp_path):
     abandon_trace(tmp_path / "1")
     assert list(tmp_path.iterdir()) == []
     abandon_trace(tmp_path / "1")  # without one nothing fails
+
+
+def test_beside_a_newer_trace_there_is_no_older_page(tmp_path):
+    """Its page may fail; until the trace is written the older files stay together."""
+    for name in (PAGE, VIEWER_FILE, TRACE):
+        (tmp_path / name).write_text("older")
+    start_trace(tmp_path)
+    jnp.ones(3).block_until_ready()
+    assert (tmp_path / PAGE).exists()
+    stop_trace(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [TRACE]
+    assert (tmp_path / TRACE).read_bytes() != b"older"

@@ -17,6 +17,10 @@ PLACES = {
     "jit(train_step)/transpose(jvp(embed))/shard_map/reduce_scatter": ("embed", "backward"),
     "jit(train_step)/jvp(unembed)/while/body/dot_general;jit(train_step)": ("unembed", "forward"),
     "jit(train_step)/jvp()/while/body/dynamic_slice": (scopes.LAYERS, "forward"),
+    "jit(train_step)/accumulate/while/body/closed_call/jvp()/while/body/add": (scopes.LAYERS, "forward"),
+    "jit(train_step)/accumulate/while/body/closed_call/jvp()/cos": (scopes.MODEL, "forward"),
+    "jit(train_step)/accumulate/while/body/closed_call/transpose(jvp(embed))/scatter-add": ("embed", "backward"),
+    "jit(train_step)/accumulate/while/body/closed_call/add": (scopes.ACCUMULATION, "update"),
     "jit(train_step)/jvp()/cos": (scopes.MODEL, "forward"),
     "jit(train_step)/jit(_where)/select_n": (scopes.OPTIMIZER, "update"),
     "": (scopes.UNKNOWN, "update"),
@@ -51,3 +55,9 @@ def test_the_model_sets_scopes_which_are_metadata_only(model, named):
     for name in named:
         assert f"/{name}/" in with_places or f"({name})" in with_places, name
         assert f"/{name}/" not in program
+
+
+def test_the_sum_over_microbatches_has_a_scope_which_is_metadata_only():
+    lowered = tiny_program(1, train={"microbatches": 2, "global_batch": 4}).lower()
+    program = lowered.as_text()
+    assert "/accumulate/while/" in lowered.as_text(debug_info=True) and "accumulate" not in program
