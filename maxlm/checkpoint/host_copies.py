@@ -36,6 +36,7 @@ FIELD = "memory_checkpoints.folder"
 _DATA, _MANIFEST, _PROVEN = "data", "manifest.json", "proven"
 _COPY = re.compile(r"([0-9]{1,10})-([0-9]{1,6})")
 _DRAFT, _LEASE, _NEW = ".draft-", ".lease-", ".new-"
+_STARTING_S = 60.0  # that a folder without any mark may belong to a process which is about to mark it
 _OWNER_UNSEEN_S = 86400.0  # after the last copy, that an owner whom this process cannot see counts as alive
 Tile = tuple[str, int]  # name of the leaf, number of the tile
 
@@ -108,7 +109,7 @@ class RunFolder:
     def __init__(self, root: str, run: str) -> None:
         self._root = root
         self._all = Path(root) / f"maxlm-{os.geteuid()}"  # of all runs of this user
-        self.path = self._all / run
+        self.run, self.path = run, self._all / run
         self._token = secrets.token_hex(8)
         self._lease: IO[str] | None = None
 
@@ -132,20 +133,22 @@ class RunFolder:
         """Make the folder, mark it as in use by this process and by `owner` (the process that starts it again, or 0), and remove those of
         runs that nobody uses any more, and unfinished copies. Raises ConfigError, OSError.
         """
-        with contextlib.suppress(FileExistsError):
-            Path(self._root).mkdir(parents=True)
-        for folder in (self._all, self.path):
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            self._check_private(folder)
-        if self._lease is None:
-            self._lease = self._mark(json.dumps({"owner": owner, "started": _started(owner), "namespace": _namespace()}))
+        try:
+            self._make(owner)
+        except FileNotFoundError:  # a run that started at the same time took the new folder for one that nobody uses
+            self._make(owner)
         for other in self._all.iterdir():
-            if other != self.path and other.is_dir() and not other.is_symlink() and not _in_use(other):
+            if other != self.path and other.is_dir() and not other.is_symlink() and not _is_new(other) and not _in_use(other):
                 _remove(other)
         for draft in self.path.glob(f"{_DRAFT}*"):
             if not _is_locked(self._lease_of(draft.name.removeprefix(_DRAFT))):
                 shutil.rmtree(draft, ignore_errors=True)
+
+    def mark(self, owner: int) -> None:
+        """Mark the folder, if there is one, as in use by this process and by `owner`."""
+        with contextlib.suppress(OSError, ConfigError):  # `copies` and `claim` say why
+            self._check_private(self.path)
+            self._lease = self._lease or self._new_lease(owner)
 
     def steps(self) -> list[tuple[int, int]]:
         """(step, process) of the complete copies, newest first."""
@@ -177,8 +180,19 @@ class RunFolder:
         if remove and not _in_use(self.path, owners=False):
             _remove(self.path)
 
-    def _mark(self, text: str) -> IO[str]:
+    def _make(self, owner: int) -> None:
+        """Make and mark the folder, unless it is. Raises ConfigError, OSError."""
+        with contextlib.suppress(FileExistsError):
+            Path(self._root).mkdir(parents=True)
+        for folder in (self._all, self.path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            self._check_private(folder)
+        self._lease = self._lease or self._new_lease(owner)
+
+    def _new_lease(self, owner: int) -> IO[str]:
         """Make the lease of this process, which is locked while the file is open."""
+        text = json.dumps({"owner": owner, "started": _started(owner), "namespace": _namespace()})
         new = self.path / f"{_NEW}{self._token}"
         lease = new.open("w")
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,6 +284,13 @@ def _open(folder: Path) -> HostCopy:
 
 def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _is_new(folder: Path) -> bool:
+    """True if a process has just made the folder and not yet marked it; False if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return not any(folder.glob(f"{_LEASE}*")) and time.time() < folder.stat().st_mtime + _STARTING_S
+    return False
 
 
 def _in_use(folder: Path, *, owners: bool = True) -> bool:

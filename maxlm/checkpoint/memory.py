@@ -7,6 +7,7 @@ where they outlive this process. All processes take part in every copy, in the s
 import contextlib
 import functools
 import logging
+import os
 import re
 import secrets
 import time
@@ -32,7 +33,7 @@ from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
-_RUN = ".memory-run"  # file beside the checkpoints: the number of the run
+_RUN = ".memory-run"  # file beside the checkpoints: the number of the run, and their directory
 _DIGITS = 7  # of each part of it that processes exchange as an integer
 _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
@@ -90,6 +91,7 @@ class MemoryCopies:
             return None
         if not self._searched and (run := self._run(make=False)):
             self._left = RunFolder(self.config.folder, run)
+            self._left.mark(self._owner)  # before it is read: runs that start now must not remove it
             self._found = recovery.find(self._left, self._identity, self._say, self._secret)
         self._searched = True
         return self._found
@@ -235,7 +237,7 @@ class MemoryCopies:
                 if not number and make:
                     number = secrets.token_hex(2 * _DIGITS)
                     self._directory.mkdir(parents=True, exist_ok=True)
-                    file.write_text(number)
+                    file.write_text(f"{number}\n{_place(self._directory)}\n")
             except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
                 _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
@@ -253,7 +255,7 @@ class MemoryCopies:
             if not run:
                 file = self._directory / _RUN
                 raise UnreachableError(f"{file} cannot be read or written by process 0; try again when the cause is gone.")
-            folder = RunFolder(self.config.folder, run)
+            folder = self._left if self._left is not None and self._left.run == run else RunFolder(self.config.folder, run)
             folder.claim(self._owner)
             self._folder = folder
         return self._folder
@@ -316,12 +318,23 @@ class MemoryCopies:
 
 
 def _number_in(file: ocp.path.Path) -> str:
-    """The number of the run in `file`; "" if there is none, or if it is damaged, which is logged. Raises what the storage raises."""
+    """The number of the run in `file`; "" if there is none, or if it is damaged or that of a directory which this one was copied from: both
+    are logged. Earlier versions wrote no directory. Raises what the storage raises.
+    """
     try:
-        number = file.read_bytes().decode(errors="replace").strip()
+        number, _, place = file.read_bytes().decode(errors="replace").strip().partition("\n")
     except FileNotFoundError:
         return ""
-    if _NUMBER.fullmatch(number):
-        return number
-    _log.warning("%s is damaged: copies in memory that were made before are not used", file)
-    return ""
+    if not _NUMBER.fullmatch(number):
+        _log.warning("%s is damaged: copies in memory that were made before are not used", file)
+        return ""
+    if place and place != _place(file.parent):
+        _log.warning("%s was copied from %s: copies in memory are those of the run there, and are not used", file, place)
+        return ""
+    return number
+
+
+def _place(directory: ocp.path.Path) -> str:
+    """The directory in one line, by which a copy of it is told from it."""
+    path = str(directory)
+    return ascii(path if "://" in path else os.path.realpath(path))

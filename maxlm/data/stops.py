@@ -16,7 +16,7 @@ class Stops:
         special = [text for text in stop if text in tokenizer.special]
         known = tokenizer.ids if special else {}
         self._ids = {*tokenizer.frame.ends, *(known[text] for text in special)}
-        self._texts = tuple(text for text in stop if text not in tokenizer.special)
+        self._texts = tuple(text for text in stop if text and text not in tokenizer.special)  # "" is in every text
 
     def __bool__(self) -> bool:
         """True if anything ends a continuation."""

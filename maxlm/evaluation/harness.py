@@ -8,14 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-
 from maxlm.config.errors import UserError, show
 from maxlm.config.schema import WeightsKind
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"maxlm: lm-evaluation-harness cannot be imported ({error}): pip install 'maxlm[eval]'.", file=sys.stderr)
+    sys.exit(2)
 
 OF_HARNESS = ("batch_size", "max_batch_size", "device")
 MAX_TOKENS = 256  # of a continuation, where a task says nothing
@@ -40,7 +46,7 @@ class MaxLM(TemplateLM):
         if unknown := [name for name in settings if "." not in name and name not in OF_HARNESS]:
             raise UserError(f"{show(unknown[0])} is no argument of maxlm: it takes path, step, context, weights, mesh.* and precision.*.")
         overrides = [f"{name}={value}" for name, value in settings.items() if "." in name]
-        self.model: LanguageModel = open_model(Path(path), overrides, step=step, context=context, kind=weights).model
+        self.model: LanguageModel = open_model(Path(str(path)), overrides, step=step, context=context, kind=weights).model
         self.model.special = True
 
     @property
@@ -75,6 +81,7 @@ class MaxLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         scores = self.model.score([Request(tuple(context), tuple(continuation)) for _, context, continuation in requests])
+        self._note_cuts()
         found = [(score.logprob, score.greedy) for score in scores]
         for request, score in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], score)
@@ -85,12 +92,13 @@ class MaxLM(TemplateLM):
         texts = [request.args[0] for request in requests]
         whole = [Request((self.model.prefix,), tuple(self.tok_encode(text))) for text in texts]
         scores = self.model.score(whole, stride=self.max_length)
+        self._note_cuts()
         for text, score in zip(texts, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), score.logprob)
         return [score.logprob for score in scores]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The most likely continuations. Raises UserError for sampling."""
+        """The most likely continuations. Raises UserError for any others."""
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(_options(request.args[1]), []).append(index)
@@ -100,7 +108,15 @@ class MaxLM(TemplateLM):
             for index, text in zip(members, made, strict=True):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
+        self._note_cuts()
         return texts
+
+    def _note_cuts(self) -> None:
+        """Print how many requests have lost the beginning of their contexts since the last note."""
+        cut, self.model.truncated = self.model.truncated, {"requests": 0, "tokens": 0}
+        if cut["requests"]:
+            line = f"{cut['requests']:,} requests are longer than the context; {cut['tokens']:,} tokens were cut off the left."
+            print(f"maxlm: {line}", file=sys.stderr)
 
 
 def _refuse_chat() -> NoReturn:
@@ -109,11 +125,24 @@ def _refuse_chat() -> NoReturn:
 
 def _options(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """(most new tokens, stop strings) of a request."""
-    if options.get("do_sample") or (options.get("temperature") or 0) > 0:
+    if options.get("do_sample") or _number(options, "temperature", 0) > 0:
         raise UserError(f"generation with {options}: this model class continues greedily only; set do_sample: false and temperature: 0.")
+    if changed := [name for name in ("num_beams", "repetition_penalty") if _number(options, name, 1) != 1]:
+        raise UserError(
+            f"generation with {changed[0]}: {show(options[changed[0]])}: this model class continues greedily only; set it to 1."
+        )
     stop = options.get("until") or ()
-    tokens = next((options[name] for name in LIMITS if options.get(name) is not None), MAX_TOKENS)
-    return int(tokens), (stop,) if isinstance(stop, str) else tuple(stop)
+    limit = next((name for name in LIMITS if options.get(name) is not None), LIMITS[0])
+    return int(_number(options, limit, MAX_TOKENS)), (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _number(options: dict[str, Any], name: str, default: float) -> float:
+    """Parse an option, which may be written as text. Raises UserError."""
+    value = default if options.get(name) is None else options[name]
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"generation with {name}: {show(value)}: must be a number.") from None
 
 
 if __name__ == "__main__":

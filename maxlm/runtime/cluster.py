@@ -124,6 +124,7 @@ def joined(
     if gave_up is not None and quorum is not None:
         raise UserError("the launcher of this process has given up; the others go on without it.")
     group = rendezvous.join(spec, seconds, secret, say, quorum)
+    progress_file.record(hosts=group.hosts, numbers=group.configured, process=group.spec.process)
     if gave_up is not None:
         group.end_all(f"the launcher of {group.own_label()} has given up: {gave_up}", ExitCode.HOST_LOST, None, final=True)
     try:
@@ -134,7 +135,7 @@ def joined(
             _initialize(now, group.name, secret, say)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
         codes = {str(number): code for number, code in group.codes_before.items()}
-        progress_file.record(absent=tuple(absent), process=now.process, codes_before=codes, numbers=group.configured)
+        progress_file.record(absent=tuple(absent), codes_before=codes)
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)

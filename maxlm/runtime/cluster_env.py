@@ -157,6 +157,13 @@ def _is_host(host: str) -> bool:
     return not (address.is_unspecified or address.is_multicast)
 
 
+def _host_of(entry: str) -> str:
+    """The host of an entry with or without a port; an IPv6 address is in brackets, or is the whole entry and is put in brackets."""
+    if entry.startswith("["):
+        return entry.partition("]")[0] + "]"
+    return f"[{entry}]" if entry.count(":") > 1 else entry.partition(":")[0]
+
+
 def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     """Parse a launcher's variable; `default` where it is not set. Raises UserError."""
     value = environ.get(name) or str(default)
@@ -168,7 +175,7 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 def _tpu_pod(environ: Mapping[str, str]) -> ProcessSpec | None:
     """Detect TPU slices on GKE, whose webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
-    hosts = [host.split(":")[0] for host in environ.get(name, "").split(",") if host]
+    hosts = [_host_of(host) for host in environ.get(name, "").split(",") if host]
     return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)") if hosts else None
 
 
@@ -177,7 +184,7 @@ def _tpu_vm(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
     endpoints = ask("worker-network-endpoints")
     if not endpoints:
         return None
-    hosts = [worker.split(":")[-1] for worker in endpoints.split(",")]  # a host, or name:id:address
+    hosts = [_host_of(worker.split(":", 2)[-1]) for worker in endpoints.split(",")]  # a host, or name:id:address
     megascale = dict(re.findall(r"^(MEGASCALE_\w+): *'?([^'\n]*)'?$", ask("tpu-env") or "", re.MULTILINE))
     worker = _number({"agent-worker-number": ask("agent-worker-number") or ""}, "agent-worker-number")
     return _of_slices(hosts, worker, {**megascale, **environ}, "the metadata server (Cloud TPU VM)")
@@ -188,7 +195,7 @@ def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], 
     slices, number = _number(megascale, "MEGASCALE_NUM_SLICES", 1), _number(megascale, "MEGASCALE_SLICE_ID")
     if len(hosts) * slices == 1:
         return None
-    first = (megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
+    first = _host_of(megascale.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0])
     many = f", slice {number} of {slices}" if slices > 1 else ""
     together = len(hosts)
     return ProcessSpec(together * slices, number * together + worker, f"{first}:{TPU_PORT}", launcher + many, together=together)
@@ -202,7 +209,7 @@ def _slurm(environ: Mapping[str, str]) -> ProcessSpec | None:
         return None
     port = _port(_number(environ, "SLURM_JOB_ID"))
     step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
-    hosts, together = _hosts_of_tasks(_all_nodes(nodes), _tasks_by_node(environ), count)
+    hosts, together = _hosts_of_tasks(_all_nodes(nodes), _tasks_by_node(environ), count, environ.get("SLURM_DISTRIBUTION", ""))
     return ProcessSpec(count, _number(environ, "SLURM_PROCID"), f"{first_node(nodes)}:{port}", step, hosts=hosts, together=together)
 
 
@@ -239,10 +246,13 @@ def _numbers(text: str) -> list[str]:
     return [f"{number:0{len(first)}}" for number in range(int(first), min(int(last), int(first) + MAX_PROCESSES) + 1)]
 
 
-def _hosts_of_tasks(nodes: Sequence[str], tasks: Sequence[int], count: int) -> tuple[tuple[str, ...], int]:
-    """(host of every task, tasks of a node), if the nodes have equally many, one node after another (Slurm's block distribution)."""
+def _hosts_of_tasks(nodes: Sequence[str], tasks: Sequence[int], count: int, distribution: str) -> tuple[tuple[str, ...], int]:
+    """(host of every task, tasks of a node), if the nodes have equally many, one node after another (Slurm's block distribution, which is
+    its default).
+    """
     each = count // len(nodes) if nodes and count % len(nodes) == 0 else 0
-    if not each or (tasks and set(tasks) != {each}):
+    in_order = not distribution or distribution.startswith("block") or (each == 1 and distribution.startswith("cyclic"))
+    if not (each and in_order) or (tasks and set(tasks) != {each}):
         return (), 1
     return tuple(node for node in nodes for _ in range(each)), each
 
@@ -254,8 +264,8 @@ def _mpi(environ: Mapping[str, str]) -> ProcessSpec | None:
         ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
     ):
         if _number(environ, size, 1) > 1 and environ.get(rank):
-            uri = re.match(r"(\d+)\.\d+;tcp6?://\[?([^,:\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-            address = f"{uri[2]}:{_port(int(uri[1]) // 4096)}" if uri else ""
+            uri = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))  # IPv6 in brackets
+            address = f"{_host_of(uri[2] or uri[3])}:{_port(int(uri[1]) // 4096)}" if uri else ""
             return ProcessSpec(_number(environ, size), _number(environ, rank), address, f"{rank} ({name})")
     return None
 

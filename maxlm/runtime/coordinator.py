@@ -106,7 +106,7 @@ class Coordinator:
         self.gave_way = False  # to another, since this process is not among those that may go on
         self._settled_since = self._signed = time.monotonic()
         self._began = self._settled_since if began is None else began
-        self._running = False  # a run goes on: others wait
+        self._running: frozenset[int] = frozenset()  # numbers of the processes of a run that goes on: others wait
         self._members: dict[int, _Member] = {}
         self._pending: dict[asyncio.Task[None], tuple[str, float]] = {}  # oldest first; address, and time of `time.monotonic`
         self._changed = asyncio.Event()  # a process was admitted or lost, or there is a problem
@@ -154,12 +154,12 @@ class Coordinator:
     async def wait_for_returning(
         self, listeners: list[socket.socket], numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
     ) -> None:
-        """Accept processes that come back while `numbers` run, until that has `ended`.
+        """Accept processes that come back while `numbers` run, until that has `ended`; a second process of one of these is turned away.
 
         `larger`: called with the numbers of a larger group that could run, until it returns True.
         """
         assert self._quorum is not None, "without one nobody goes on without the others"
-        self._running, self._ended, began, told = True, False, time.monotonic(), False
+        self._running, self._ended, began, told = frozenset(numbers), False, time.monotonic(), False
         self._members, self._pending, self._changed = {}, {}, asyncio.Event()  # those before belong to the event loop of `meet`
         tasks = [asyncio.create_task(self._accept(one)) for one in listeners]
         while not ended.is_set():
@@ -276,8 +276,11 @@ class Coordinator:
                 reason = f"{hello['host']} has other code or another config than the run that goes on: give it those of {self._own}."
                 self._refuse(connection, f"{address}: {reason}", reason)
                 return
-            if reason := await self._objection(number, hello["host"], hello["count"]):
-                self._reject(connection, address, reason)
+            if hello["count"] != self._spec.count:
+                self._reject(connection, address, self._other_count(hello["host"], hello["count"]))
+                return
+            if reason := await self._taken(number, hello["host"]):
+                self._turn_away(connection, address, reason)
                 return
             member = self._members[number] = _Member(connection, hello["host"], hello["code"], task)
             del self._pending[task]
@@ -301,10 +304,16 @@ class Coordinator:
                 self._remove(number, member)
                 connection.close()
 
-    async def _objection(self, number: int, host: str, count: int) -> str:
-        """Return why a process cannot be admitted; "" if it can. A member that does not answer loses its number to it."""
-        if count != self._spec.count:
-            return f"{host} was started for {count} processes, and {self._own} for {self._spec.count}: start all with the same number."
+    def _other_count(self, host: str, count: int) -> str:
+        return f"{host} was started for {count} processes, and {self._own} for {self._spec.count}: start all with the same number."
+
+    async def _taken(self, number: int, host: str) -> str:
+        """Return why a process cannot have its number; "" if it can. A member that does not answer loses its number to it."""
+        if number in self._running:
+            return (
+                f"process {number} of the run that goes on is not lost, and {host} was started as process {number}, too: "
+                "give each process a number of its own, from 0 on."
+            )
         if number == self._spec.process:
             return _same_number(number, self._own, host)
         while (member := self._members.get(number)) is not None:
@@ -312,6 +321,16 @@ class Coordinator:
                 return _same_number(number, member.host, host)
             self._remove(number, member)
         return ""
+
+    def _turn_away(self, connection: MessageSocket, address: str, reason: str) -> None:
+        """Refuse a process whose number is taken. At the first start that is an error in the input; later the run has had one process of
+        each number, and must not end for another one. That tries again: its host may be new, and the old one not yet known to be lost.
+        """
+        if not self._running and progress_file.last_code() is None:
+            self._reject(connection, address, reason)
+            return
+        connection.try_send("taken", reason=sendable(reason))
+        self._report(f"{address}: {reason}")
 
     def _remove(self, number: int, member: _Member) -> None:
         """Remove a process that died or does not answer; the number may be taken again."""
@@ -332,10 +351,14 @@ class Coordinator:
         self._refuse(connection, f"{address}: {reason}", reason)
 
     def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
-        """Send `reason`, which is empty for strangers, to a connection that is closed then; print `line` here."""
+        """Send `reason`, which is empty for strangers, to a connection that is closed then; report `line` here."""
         if connection.handshake_done:
             connection.try_send("refused", reason=sendable(reason), wrong=True)
-        if len(self._refused) < MAX_REPORTED:
+        self._report(line)
+
+    def _report(self, line: str) -> None:
+        """Print a refusal, one of the first few, once."""
+        if len(self._refused) < MAX_REPORTED and line not in self._refused:
             self._refused.append(line)
             if self._problem is None:
                 self._say(f"refused {line}{' (further ones are not printed)' if len(self._refused) == MAX_REPORTED else ''}")

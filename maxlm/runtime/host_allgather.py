@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_WIDTH = 1024  # bytes of text of a process
+_WIDTH = 1024  # bytes of which the width of a text is a multiple: each width is a program of its own
 
 
 def allgather(values: np.ndarray) -> np.ndarray:
@@ -19,14 +19,13 @@ def allgather(values: np.ndarray) -> np.ndarray:
 
 def allgather_lines(text: str) -> list[list[str]]:
     """Return the lines of `text` of each process."""
-    padded = text.encode()[:_WIDTH].ljust(_WIDTH, b"\0")
-    return [bytes(row).rstrip(b"\0").decode(errors="replace").split("\n") for row in allgather(np.frombuffer(padded, np.uint8))]
+    return [whole.split("\n") for whole in allgather_text(text)]
 
 
 def allgather_text(text: str) -> list[str]:
     """Return the `text` of each process, of any length."""
     data = np.frombuffer(text.encode(), np.uint8)
     lengths = allgather(np.array([len(data)], np.int32))[:, 0]
-    padded = np.zeros(max(int(lengths.max()), 1), np.uint8)
+    padded = np.zeros(max(-(-int(lengths.max()) // _WIDTH), 1) * _WIDTH, np.uint8)
     padded[: len(data)] = data
     return [bytes(row[:length]).decode() for row, length in zip(allgather(padded), lengths, strict=True)]

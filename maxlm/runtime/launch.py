@@ -58,7 +58,7 @@ class End:
     @property
     def incomplete(self) -> bool:
         """True if some hosts never joined."""
-        return self.code == ExitCode.HOST_LOST and not self.progress.hosts and not self.progress.final
+        return self.code == ExitCode.HOST_LOST and not (self.progress.hosts or self.progress.lost or self.progress.final)
 
     @property
     def waits(self) -> bool:
@@ -99,7 +99,7 @@ class Supervisor:
         self._signal_at = 0.0
         self._log = EndLog(self._say)
         self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
-        self._has_peers = False  # other processes have joined this one
+        self._has_peers = False  # other processes have joined this one, or wait for it
         self._gave_up = ""  # why this supervisor starts no more attempts, once it does
         self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
@@ -148,7 +148,7 @@ class Supervisor:
                 if line:
                     self._say(line)
                 self._record(end, line)
-                if self._signal is None and not end.progress.final and end.code not in NO_RESTART:
+                if self._signal is None and not end.progress.final and code not in NO_RESTART:
                     self._tell_others(reason)
                 return code
             if end.incomplete:
@@ -162,7 +162,8 @@ class Supervisor:
 
     def _note(self, end: End) -> None:
         """Keep what the next attempt is told of this one."""
-        self._has_peers = self._has_peers or len(end.progress.hosts) > 1
+        in_cluster = end.progress.process is not None and not end.incomplete  # it may have ended before it joined
+        self._has_peers = self._has_peers or len(end.progress.hosts) > 1 or in_cluster
         if end.not_started:
             return
         self._absent = end.progress.absent or (self._absent if end.incomplete and self._absent else ())
@@ -184,17 +185,25 @@ class Supervisor:
 
     def _code_of(self, end: End) -> int:
         """Return the exit code if this attempt is the last. A run that died of a forwarded signal had nothing to save yet: `STOPPED`."""
+        if self._is_concluded(end):
+            return ExitCode.DONE
         if end.killed_for:
             return ExitCode.HUNG
         if self._signal is not None and (end.code < 0 or end.code == ExitCode.HOST_LOST or end.not_started):  # none crashed in its save
             return ExitCode.STOPPED
         return end.code if end.code >= 0 else 1
 
+    def _is_concluded(self, end: End) -> bool:
+        """True if it ended otherwise than in order when all was done, as it was for the other processes: they do not join it again."""
+        return self._signal is None and end.code != ExitCode.DONE and end.progress.concluded and len(end.progress.hosts) > 1
+
     def _final_reason(self, ends: Sequence[End]) -> str | None:
         """Return why there is no restart ("": nothing to report); None: restart."""
         end = ends[-1]
         if self._signal is not None:
             return "" if end.code in (0, ExitCode.STOPPED) else f"{signal.Signals(self._signal).name} was received"
+        if self._is_concluded(end):
+            return "all is trained and saved, and the other hosts are done"
         if end.progress.final:
             return end.progress.error
         if end.code in NO_RESTART:

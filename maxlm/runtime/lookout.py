@@ -68,7 +68,7 @@ class Lookout:
         with ThreadPoolExecutor(len(self._others)) as pool:
             answers = list(pool.map(self._ask, self._others.values()))
         for (number, address), answer in zip(self._others.items(), answers, strict=True):
-            if answer in ("running", "refused") or (  # refused: by a run that goes on, for a reason that it will say
+            if answer in ("running", "refused", "taken") or (  # the last two: by a run that goes on, for a reason that it will say
                 answer == "meeting" and number < self._spec.process
             ):
                 self._found = {number: address}

@@ -33,7 +33,7 @@ MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32)"  # once, and the same o
 KEEPALIVE_SECONDS = 30  # without an answer from the peer's kernel, after which its host is lost
 SEND_SECONDS = 2.0  # that a message may wait for space in the send buffer
 MAX_HELLO_BYTES = 4096  # of a line, until the peer is accepted
-MAX_BYTES = 2**20  # of a line after that: the names of all hosts
+MAX_BYTES = 2**21  # of a line after that: the names and numbers of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
 MAX_CODES = 64  # exit codes that are sent to all
 MAX_NAME = 64  # characters of a host's name: Linux's limit
@@ -94,6 +94,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     "running": {},  # a run goes on without the receiver, which is told when it may join
     "finished": {},  # the run that the receiver waited for is done
     "regroup": {"reason": _Line},  # save, end in order and join anew
+    "taken": {"reason": _Line},  # another process has that number: try again, since it may be lost
     "refused": {"reason": _Line, "wrong": bool},  # wrong: because of an error in the input
     # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
     "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},

@@ -123,6 +123,10 @@ class ProcessGroup:
         """Number of this process."""
         return self._spec.process
 
+    def has_left(self, number: int) -> bool:
+        """True if a process has announced its end."""
+        return number in self._leaving
+
     def follow(self, watched: Watched | None) -> None:
         """Report on this training loop from now on; None: on none."""
         self._watched = watched

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
-from maxlm.runtime import message_socket
+from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label
 from maxlm.runtime.coordinator import (
     MAX_PENDING,
@@ -54,6 +54,14 @@ class FinishedError(UserError):
 
 class RunEndedError(ConnectionLostError):
     """The run that this process waited for has ended, or its coordinator is lost."""
+
+
+class TakenError(RendezvousError):
+    """Another process had the number of this one as long as it tried."""
+
+
+class NumberTakenError(ConnectionLostError):
+    """Another process has the number of this one now."""
 
 
 class ElsewhereError(ConnectionLostError):
@@ -96,6 +104,8 @@ def join(
             return seeker.connect(lookout.found(), FOUND_SECONDS, forever=False)
         except ElsewhereError:  # perhaps here: it has given way
             continue
+        except TakenError:
+            raise
         except RendezvousError:  # it is gone again
             began = time.monotonic()
 
@@ -178,7 +188,7 @@ class _Seeker:
         `pause`: seconds after the first attempt, which grow. Raises UserError; ElsewhereError if not `forever`.
         """
         until = time.monotonic() + seconds
-        reason = untrusted = ""
+        reason = untrusted = taken = ""
         while (left := until - time.monotonic()) > 0:
             for number, address in addresses.items():
                 try:
@@ -188,7 +198,7 @@ class _Seeker:
                 except RunEndedError:
                     if not forever:
                         raise RendezvousError(f"the run at {address} has ended.") from None
-                    until, pause = time.monotonic() + seconds, RETRY_SECONDS
+                    until, pause, taken = time.monotonic() + seconds, RETRY_SECONDS, ""
                 except ElsewhereError as error:
                     if not forever:
                         raise
@@ -197,6 +207,8 @@ class _Seeker:
                     reason = error.strerror or str(error)
                 except AuthenticationError as error:
                     untrusted = str(error)
+                except NumberTakenError as error:
+                    taken = str(error)
                 except ConnectionLostError as error:
                     reason = str(error)
                 else:
@@ -204,6 +216,8 @@ class _Seeker:
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
             pause = min(1.3 * pause, 10 * RETRY_SECONDS)
+        if taken:
+            raise TakenError(f"this is {self.spec}, which could not join for {seconds:.0f} s: {taken}")
         raise RendezvousError(
             f"this is {self.spec}, and {' and '.join(addresses.values())} did not answer for {seconds:.0f} s ({untrusted or reason}): "
             "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
@@ -233,6 +247,8 @@ class _Seeker:
                 self.say("a run goes on without this process: waiting until it takes it in")
             elif message["kind"] == "elsewhere":
                 raise ElsewhereError("another process coordinates")
+            elif message["kind"] == "taken":
+                raise NumberTakenError(message["reason"])
             else:
                 break
         expected = _is_valid(message, self.spec) if message["kind"] == "members" else message["kind"] in ("refused", "finished")
@@ -262,7 +278,8 @@ def _open_listeners(spec: ProcessSpec, until: float, *, again: bool = False) -> 
                 continue
             hint = "is another run on this host?" if error.errno == errno.EADDRINUSE else "choose another port."
             where = f"port {port}, one above that of this run" if again else f"port {port}"
-            kind = UnavailableError if again and error.errno not in WRONG_PATH else UserError
+            passes = again or (error.errno == errno.EADDRINUSE and progress_file.last_code() is not None)  # the port was right before
+            kind = UnavailableError if passes and error.errno not in WRONG_PATH else UserError
             raise kind(f"this is {spec}, and cannot wait for the others at {where}: {error.strerror}; {hint}") from error
 
 

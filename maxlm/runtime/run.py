@@ -150,8 +150,10 @@ def _run(
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         bill = _bill(run, phases) if phases.primary else None
         outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict, concluded=concluded)
-        checkpoints.close(remove_copies=outcome.status == "corrupted")
-        progress_file.record(regroup=_regroups(outcome, here))
+        with goodput.measure("save"):
+            checkpoints.close(remove_copies=outcome.status == "corrupted")
+        watchdog.stop()
+        progress_file.record(regroup=_regroups(outcome, here), concluded=EXIT_CODES[outcome.status] == ExitCode.DONE)
         if phases.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
             _conclude(run, phases.console, outcome, stopped, bill)
@@ -204,7 +206,6 @@ def _train(
         session = replace(session, compilations=compilations, concluded=concluded)
         with _profiling(run, session, stop) as session:
             outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
-        watchdog.stop()
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         summary |= {"bill": bill.totals().to_json()} if bill is not None else {}
         hung = {"reason": "hung"} if watchdog.fired else {}

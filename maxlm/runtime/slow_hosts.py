@@ -140,17 +140,28 @@ class SlowHosts:
         longest = max(window.sending_s for window in windows.values())
         far = {number for number, seconds in round_trips.items() if seconds >= max(SLOW_LINK_SECONDS, SLOW_LINK_TIMES * self._best[number])}
         common = len(round_trips) > 1 and 2 * len(far) > len(round_trips)  # all of them end at this process
+        long = {number for number, one in windows.items() if one.sending_s >= max(LEAST_SENDING * step_s, MOST_SENDING * longest)}
+        if len(windows) == 2:  # each is an end of the only link; which of them is slow, only what they send may tell
+            far = set(windows) if far and not any(sending[number].slow for number in long) else set()
         reasons: dict[int, str | None] = {}
         for number, window in windows.items():
-            long = window.sending_s >= max(LEAST_SENDING * step_s, MOST_SENDING * longest)
-            if sending[number].slow and long:
+            if sending[number].slow and number in long:
                 others = f"at others for {sending[number].usual:.2g} s"
                 reasons[number] = f"what it sends is not acknowledged for {_of(window.sending_s, step_s)}, {others}"
             elif number in far and not common:
-                reasons[number] = f"a round trip takes {1e3 * round_trips[number]:.3g} ms, and {1e3 * self._best[number]:.3g} ms at best"
+                reasons[number] = self._far(number, windows, round_trips)
             else:
-                reasons[number] = "" if (sending[number].well or not long) and number not in far else None
+                reasons[number] = "" if (sending[number].well or number not in long) and number not in far else None
         return self._events("slow_link", "behind a slow network", step, began, reasons)
+
+    def _far(self, number: int, windows: Mapping[int, Window], round_trips: Mapping[int, float]) -> str:
+        """Why a host that is far, or with two hosts either of them, is behind a slow network."""
+        measured = number if number in round_trips else next(iter(round_trips))
+        takes = f"takes {1e3 * round_trips[measured]:.3g} ms, and {1e3 * self._best[measured]:.3g} ms at best"
+        if len(windows) > 2:
+            return f"a round trip {takes}"
+        (peer,) = set(windows) - {number}
+        return f"a round trip on the link between it and {self.label(peer)} {takes}"
 
     def _events(self, cause: str, what: str, step: int, began: int, reasons: Mapping[int, str | None]) -> list[Event]:
         """`reasons`: why a host is slow, "" if it is well, None if it is neither. At most one event of each kind, however many hosts."""

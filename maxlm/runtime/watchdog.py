@@ -50,6 +50,7 @@ class Watchdog:
         self.fired = False
         self._settings, self._group = settings or WatchdogConfig(), group
         self._primary = group is None or group.process == 0
+        self._followed: set[int] = set()  # processes that have reported an operation
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,7 +76,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """The loop has ended: watch it no longer. Idempotent."""
+        """The loop has ended, and what it saved is in the store: watch it no longer. Idempotent."""
         if self._thread is None or self._stopped.is_set():
             return
         self._stopped.set()
@@ -131,6 +132,8 @@ class Watchdog:
         self._operation = self._age.update(elapsed, self._limits)
         if not self._primary or self._stopped.is_set():
             return
+        if self._group is not None:
+            self._followed |= {number for number, report in list(self._group.reports.items()) if report.fields["operation"] is not None}
         if self._overdue_anywhere() and (behind := hung(operations := self._operations())):
             self._end(operations, behind)
         elif self._group is not None and time.monotonic() - self._compared >= HEARTBEAT_SECONDS:
@@ -143,7 +146,9 @@ class Watchdog:
         return self._operation.overdue or any((report.fields["operation"] or {}).get("overdue") for report in reports)
 
     def _operations(self) -> dict[int, Operation]:
-        """Operations of all processes. One that was not heard of lately is not overdue: the process group finds out whether it is lost."""
+        """Operations of all processes, without those whose loop is over. One that was not heard of lately is not overdue: the process group
+        finds out whether it is lost.
+        """
         operations = {0: self._operation}
         if self._group is None:
             return operations
@@ -151,6 +156,8 @@ class Watchdog:
         for number in range(1, len(self._group.hosts)):
             report = self._group.reports.get(number)
             fields = report.fields["operation"] if report is not None else None
+            if self._group.has_left(number) or (fields is None and number in self._followed):
+                continue
             one = Operation.of(fields) if fields is not None else Operation()
             fresh = report is not None and now < report.time + SUSPECT_SECONDS
             operations[number] = one if fresh else Operation(one.dispatched, one.finished, one.part, one.seconds)

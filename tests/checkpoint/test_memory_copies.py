@@ -68,6 +68,8 @@ def crashed(tmp_path_factory) -> tuple[Path, dict[int, list[bytes]]]:
 def work(crashed, tmp_path) -> Path:
     """A copy of that run's folders."""
     shutil.copytree(crashed[0], tmp_path / "work", copy_function=shutil.copy2)
+    number = tmp_path / "work" / "checkpoints" / ".memory-run"
+    number.write_text(number.read_text().replace(str(crashed[0]), str(tmp_path / "work")))  # as if the run had been there
     return tmp_path / "work"
 
 
@@ -168,6 +170,55 @@ def test_copies_of_another_run_or_of_other_settings_are_not_used(crashed, work, 
     (work / "checkpoints" / ".memory-run").unlink()  # begun anew in the same place
     shutil.rmtree(work / "checkpoints" / "4")
     assert opened(work).latest() is None
+
+
+def test_a_run_directory_that_was_copied_leaves_the_first_run_its_copies(crashed, work, caplog):
+    """And begins a number of its own. A number of an earlier version, without its directory, is that of any."""
+    shutil.copytree(work / "checkpoints", work / "variant" / "checkpoints")
+    (work / "variant" / "memory").symlink_to(work / "memory")
+    first = opened(work)
+    assert first.memory.newest().step == 6
+    variant = opened(work / "variant")
+    assert variant.restore(state_of(99)).source == "checkpoint"
+    assert f"was copied from {str(work / 'checkpoints')!r}" in caplog.text
+    variant.memory.save(5, state_of(5), {"next_step": 5})
+    variant.close(remove_copies=True)
+    number = work / "checkpoints" / ".memory-run"
+    number.write_text(number.read_text().splitlines()[0])
+    restored = opened(work).restore(state_of(99))
+    assert (restored.source, bits(restored.state)) == ("memory", crashed[1][6])
+    first.memory.close(remove=False)
+
+
+def test_copies_that_a_process_has_found_are_its_own_before_it_writes_any(work):
+    """Between these, a run that starts beside it must not take them for those of a run that is over."""
+    (left,) = (work / "memory").glob("*/*")
+    os.utime(left, (time.time() - 3600,) * 2)
+    found = opened(work)
+    assert found.memory.newest().step == 6
+    host_copies.RunFolder(str(work / "memory"), "another").claim(0)
+    assert found.restore(state_of(99)).source == "memory"
+    found.memory.close(remove=False)
+
+
+def test_runs_that_start_at_the_same_time_leave_each_other_their_folders(tmp_path, monkeypatch):
+    """One starts while the other has made its folder and not marked it; and, an hour after that, takes it for one that nobody uses."""
+    one, other = (host_copies.RunFolder(str(tmp_path), name) for name in ("one", "other"))
+    new_lease, hours = one._new_lease, [0, 1, 0]
+
+    def interrupted(owner):
+        with monkeypatch.context() as later:
+            now = time.time() + 3600 * hours.pop(0)
+            later.setattr(host_copies.time, "time", lambda: now)
+            other.claim(0)
+        return new_lease(owner)
+
+    monkeypatch.setattr(one, "_new_lease", interrupted)
+    one.claim(0)
+    assert hours == [1, 0]
+    one.release(remove=False)
+    one.claim(0)
+    assert (hours, one.path.exists()) == ([], True)
 
 
 def test_an_unhealthy_or_an_older_copy_is_passed_over(work, caplog):

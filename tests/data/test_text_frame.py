@@ -118,6 +118,7 @@ def test_a_continuation_ends_at_ids_and_before_texts():
     assert [Stops(known, ["<|im_end|>"]).finished(ids[:n]) for n in (2, 3)] == [False, True]
     assert [Stops(known, []).finished(ids[:n]) for n in (4, 5)] == [False, True]
     assert not Stops(tokenizer(), []) and Stops(known, [])
+    assert not Stops(tokenizer(), [""]) and Stops(known, ["", "end"]).text(ids) == "upon a ", "every text holds the empty one"
 
 
 def test_the_space_after_a_prompt_is_kept():

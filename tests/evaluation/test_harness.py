@@ -4,12 +4,18 @@ These tests need the packages lm_eval, torch and transformers, which the suite d
 asks of the scorer is tested beside them.
 """
 
+import importlib
 import math
 import random
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from eval_cases import with_bos
 
+from maxlm.config import UserError
 from maxlm.evaluation.requests import rolling_windows
 
 
@@ -18,6 +24,57 @@ def test_rolling_windows_are_those_that_the_harness_describes():
     windows = rolling_windows((99,), tuple(range(10)), 4, 4)
     pairs = [(window.tokens[:-1], window.tokens[len(window.tokens) - window.scored :]) for window in windows]
     assert pairs == [((99, 0, 1, 2), (0, 1, 2, 3)), ((3, 4, 5, 6), (4, 5, 6, 7)), ((5, 6, 7, 8), (8, 9))]
+
+
+@pytest.fixture
+def door(monkeypatch):
+    """Our module over stand-ins for those of the harness that it imports."""
+    model, registry = ModuleType("lm_eval.api.model"), ModuleType("lm_eval.api.registry")
+    model.TemplateLM = type("TemplateLM", (), {"cache_hook": SimpleNamespace(add_partial=lambda *_: None)})
+    registry.register_model = lambda name: lambda made: made
+    for name, module in {"lm_eval": ModuleType("lm_eval"), "lm_eval.api": ModuleType("lm_eval.api")}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", model)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.registry", registry)
+    monkeypatch.delitem(sys.modules, "maxlm.evaluation.harness", raising=False)
+    yield importlib.import_module("maxlm.evaluation.harness")
+    del sys.modules["maxlm.evaluation.harness"]
+
+
+def test_options_of_generation_are_honoured_or_refused(door):
+    assert door._options({"until": "x", "temperature": "0.0", "num_beams": 1, "max_gen_toks": "7"}) == (7, ("x",))
+    for options in ({"num_beams": 4}, {"repetition_penalty": 1.2}, {"temperature": "0.7"}, {"do_sample": True}):
+        with pytest.raises(UserError, match="continues greedily only"):
+            door._options(options)
+    for options in ({"temperature": "warm"}, {"max_gen_toks": "many"}):
+        with pytest.raises(UserError, match="must be a number"):
+            door._options(options)
+
+
+def test_contexts_that_were_cut_are_noted_once(door, capsys):
+    ours, request = object.__new__(door.MaxLM), SimpleNamespace(args=("a", {}))
+    ours.model = SimpleNamespace(truncated={"requests": 2, "tokens": 1300}, score=lambda _: [], generate=lambda *_: ["b"])
+    ours._loglikelihood_tokens([])
+    assert capsys.readouterr().err == "maxlm: 2 requests are longer than the context; 1,300 tokens were cut off the left.\n"
+    assert ours.generate_until([request]) == ["b"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_path_that_is_written_as_a_number_is_a_path(door, monkeypatch):
+    opened = []
+    monkeypatch.setattr(door, "open_model", lambda path, *_, **__: opened.append(path) or SimpleNamespace(model=SimpleNamespace()))
+    door.MaxLM(path=7)
+    assert opened == [Path("7")]
+
+
+def test_without_the_harness_its_command_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "maxlm.evaluation.harness", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("maxlm.evaluation.harness", run_name="__main__")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("maxlm: lm-evaluation-harness cannot be imported") and "pip install 'maxlm[eval]'" in line
 
 
 @pytest.fixture(scope="module", params=["run", "published"])
@@ -79,7 +136,6 @@ def test_special_tokens_in_prompts_are_those_of_the_harness(models):
 
 
 def test_what_the_model_class_cannot_do_is_one_line(models, workspace):
-    from maxlm.config import UserError
     from maxlm.evaluation.harness import MaxLM
 
     for arguments, wanted in (

@@ -16,7 +16,7 @@ from small_run import command, environment, finish, free_port, make_workspace, s
 
 import maxlm
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster, process_group
+from maxlm.runtime import cluster, process_group, progress_file
 from maxlm.runtime.cluster_env import ProcessSpec
 
 SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
@@ -184,3 +184,13 @@ def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
     with contextlib.suppress(RuntimeError), cluster.joined({}, lambda text: None):
         raise RuntimeError("boom")
     assert (left, ended) == ([("h (process 0) crashed: boom", 1)], [1])
+
+
+def test_hosts_are_on_record_once_they_have_met(monkeypatch, tmp_path):
+    """One that is lost right after that is then known by its host."""
+    monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress.json"))
+    monkeypatch.setattr(progress_file, "_current", progress_file.Progress())
+    monkeypatch.setattr(cluster.cluster_env, "find", lambda *_: ProcessSpec(1, 0, f"localhost:{free_port()}", "a test"))
+    with cluster.joined({}, lambda text: None):
+        recorded = progress_file.read(tmp_path / "progress.json")
+    assert (recorded.hosts, recorded.numbers, recorded.process) == ((socket.gethostname(),), (0,), 0)

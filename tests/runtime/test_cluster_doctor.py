@@ -10,7 +10,7 @@ import pytest
 from hosts import Hosts, can_make_hosts
 from small_run import command, environment, free_port
 
-from maxlm.runtime.comm.cluster_doctor import SLOW, Figures, pair_rounds, ring_order, slow_hosts, speed_findings
+from maxlm.runtime.comm.cluster_doctor import SLOW, Figures, device_findings, pair_rounds, ring_order, slow_hosts, speed_findings
 
 DOCTOR = ("doctor", "--cluster", "--json")
 
@@ -115,6 +115,15 @@ def test_the_rule():
     assert list(slow_hosts({"a": 8.0, "b": 1.0, "c": 9.0, "d": 0.5, "e": 8.0})) == ["d", "b"], "the slowest first"
     (found,) = speed_findings(["a", "b", "c"], Figures("links", "B/s", (2e9, 1e6, float("nan"))))
     assert found.state == "problem" and found.found.startswith("b is slow: 1 MB/s, 2000.0 times"), "who has no figure is not judged"
+
+
+def test_where_no_kind_of_device_is_that_of_most_all_hosts_are_named():
+    assert [one.found for one in device_findings(["a", "b"], ["1 x cpu", "4 x cpu"])] == [
+        "a has 1 x cpu, and no kind is that of most hosts",
+        "b has 4 x cpu, and no kind is that of most hosts",
+    ]
+    (odd,) = device_findings(["a", "b", "c"], ["1 x cpu", "4 x cpu", "4 x cpu"])
+    assert odd.found == "a has 1 x cpu, and 2 others 4 x cpu"
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 9])

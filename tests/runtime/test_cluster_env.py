@@ -229,6 +229,17 @@ def test_a_cluster_is_no_setting():
             4,
         ),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "9,7"}, (), 1),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x4)", "SLURM_DISTRIBUTION": "cyclic"}, (), 1),  # tasks 0, 4, 8 and 12 are on the first
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_DISTRIBUTION": "block:cyclic"},
+            ("n1",) * 8 + ("n2",) * 8,
+            8,
+        ),
+        (
+            {**SLURM, "SLURM_STEP_NODELIST": "n[01-16]", "SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_DISTRIBUTION": "cyclic"},
+            tuple(f"n{number:02}" for number in range(1, 17)),
+            1,
+        ),
         ({**GKE_TPU, **SLICES}, (), 2),
         ({**ENVIRONMENT, HOSTS: "node0, node1"}, ("node0", "node1"), 1),
         ({**SLURM, HOSTS: ",".join(f"h{n}" for n in range(16))}, tuple(f"h{n}" for n in range(16)), 1),
@@ -247,3 +258,19 @@ def test_names_that_are_not_those_of_all_are_refused(text):
 
 def test_a_list_that_names_millions_of_hosts_is_cut():
     assert len(look({**SLURM, "SLURM_STEP_NODELIST": "n[1-99999999]x[1-99999999]", "SLURM_STEP_TASKS_PER_NODE": ""}).hosts) in (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        ({"OMPI_MCA_orte_hnp_uri": "1234176.0;tcp6://[fd80::1,fd80::2]:3333"}, "[fd80::1]:62042"),
+        ({"OMPI_MCA_orte_hnp_uri": "1234176.0;tcp://10.0.0.1,10.0.0.2:3333"}, "10.0.0.1:62042"),
+        ({"TPU_WORKER_HOSTNAMES": "[fd00::1],[fd00::2]"}, "[fd00::1]:8482"),
+        ({"TPU_PROCESS_ADDRESSES": "[fd00::1]:8476,[fd00::2]:8476"}, "[fd00::1]:8482"),
+        ({"TPU_WORKER_HOSTNAMES": "fd00::1,fd00::2"}, "[fd00::1]:8482"),
+        ({"TPU_WORKER_HOSTNAMES": "a:8476,b:8476", "MEGASCALE_COORDINATOR_ADDRESS": "[fd00::9]:8080"}, "[fd00::9]:8482"),
+    ],
+)
+def test_addresses_of_ipv6_are_whole(environ, address):
+    rank = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"} if "OMPI_MCA_orte_hnp_uri" in environ else {"TPU_WORKER_ID": "1"}
+    assert look({**environ, **rank}).address == address

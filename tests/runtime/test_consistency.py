@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny import tiny_config
 
 from maxlm.config import UserError
 from maxlm.config.schema import ClusterConfig
-from maxlm.runtime import consistency
+from maxlm.runtime import consistency, host_allgather
 from maxlm.runtime.consistency import check_devices, require_same
 
 
@@ -58,3 +59,20 @@ def test_what_this_host_cannot_find_is_raised():
 
     with pytest.raises(UserError, match="no such folder"):
         require_same("train.start_from", fail)
+
+
+def test_any_number_of_facts_is_compared(monkeypatch):
+    """The last one too, of a hundred tasks."""
+    facts = {f"task {number}": f"{number:012x}" for number in range(100)}
+    other = "\n".join(["other", "False", "", *list(facts.values())[:-1], "f" * 12])
+    monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(host_allgather, "allgather", lambda values: np.stack([values, encoded(other, values)]))
+    with pytest.raises(UserError, match="task 99 is ffffffffffff"):
+        consistency.require_equal(facts)
+
+
+def encoded(text, like):
+    """`text`, or its length, as the other process sends it beside `like`."""
+    if like.dtype == np.int32:
+        return np.array([len(text)], np.int32)
+    return np.frombuffer(text.encode()[: like.size].ljust(like.size, b"\0"), np.uint8)

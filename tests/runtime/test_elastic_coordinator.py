@@ -12,7 +12,7 @@ import pytest
 from small_run import free_port
 
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import coordinator, process_group, rendezvous
+from maxlm.runtime import coordinator, process_group, progress_file, rendezvous
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.cluster_env import ProcessSpec, host_and_port
 from maxlm.runtime.coordinator import Coordinator, SupersededError, listen
@@ -133,6 +133,48 @@ def test_after_an_end_without_a_restart_nobody_waits_on(monkeypatch, end):
         finally:
             group.returning.close()
     assert ended.value.exit_code == code
+
+
+@pytest.mark.parametrize("hosts", [(), ("127.0.0.1", "127.0.0.2", "127.0.0.3")], ids=["member", "candidate"])
+def test_a_second_process_of_a_running_one_is_turned_away(monkeypatch, hosts):
+    """It must not join the next group in place of the first, nor end it. A later attempt may find that the first is lost."""
+    monkeypatch.setattr(rendezvous, "FOUND_SECONDS", 0.5)
+    spec, said, larger = replace(specification(3), hosts=hosts), [], []
+    quorum = Quorum(3, 1, 1, lambda units: True, wait_s=0.0, grow_after_s=0.0)
+    returning = ReturningProcesses(Coordinator(spec, "h", SECRET, said.append, quorum), listen(*host_and_port(spec.address), 3), (0, 1))
+    returning.when_larger(larger.append)
+    try:
+        with pytest.raises(coordinator.RendezvousError, match="process 1 of the run that goes on is not lost") as ended:
+            rendezvous.join(replace(spec, process=1), 0.5, SECRET, lambda text: None, quorum)
+    finally:
+        returning.close()
+    assert (ended.value.exit_code, larger, len(said)) == (ExitCode.HOST_LOST, [], 1)
+
+
+@pytest.mark.parametrize("code_before", [None, "3"])
+def test_a_second_process_of_a_number_ends_no_run_that_has_met_before(monkeypatch, code_before):
+    """At its first start it does: which of the two is meant is not known."""
+    if code_before is not None:
+        monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, code_before)
+    spec = specification(3)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in listen(*host_and_port(spec.address), 3)]
+        pool = stack.enter_context(ThreadPoolExecutor(3))
+        meeting = pool.submit(asyncio.run, Coordinator(spec, "h", SECRET, lambda text: None).meet(listeners, 5.0))
+        first = stack.enter_context(contextlib.closing(open_socket(replace(spec, process=1), spec.address, SECRET, 5.0, "")))
+        second = pool.submit(first_message, replace(spec, process=1))
+        assert first.receive(time.monotonic() + 5)["kind"] == "ping"
+        first.send("pong")
+        assert second.result() == ("refused" if code_before is None else "taken")
+        if code_before is None:
+            with pytest.raises(UserError, match="were both started as process 1"):
+                meeting.result()
+            return
+        third = stack.enter_context(contextlib.closing(open_socket(replace(spec, process=2), spec.address, SECRET, 5.0, "")))
+        for one in (first, third):
+            assert one.receive(time.monotonic() + 5)["kind"] == "ping"
+            one.send("pong")
+        assert meeting.result().numbers == (0, 1, 2)
 
 
 def test_a_flood_beside_a_run_costs_little_of_the_processor_and_keeps_nobody_away(monkeypatch):

@@ -176,6 +176,36 @@ def test_who_gives_up_tells_the_other_hosts_and_who_is_told_ends(supervise):
     assert said[-1] == "maxlm launch: the run ended with 6; not started again: a has given up"
 
 
+def test_a_replaced_host_that_crashes_before_it_joins_tells_the_others(supervise):
+    """They wait for it. One that only waited for hosts in vain has nobody to tell."""
+    assert supervise("progress_file.record(process=3)\nsys.exit(1)")[::2] == (1, 3)
+    assert Path("told").exists()
+    Path("tries").unlink()
+    Path("told").unlink()
+    assert supervise("progress_file.record(process=3)\nsys.exit(6)", restarts=1)[::2] == (6, 2)
+    assert not Path("told").exists()
+
+
+def test_a_host_that_is_lost_before_the_first_step_is_named_and_counted(supervise):
+    """Not taken for one that has not come, for which this one would wait for ever."""
+    lost = "progress_file.record(lost=('b (process 1)',))\nsys.exit(6 if number < 4 else 2)"
+    code, said, tries = supervise(f"if number == 0: came(5); sys.exit(6)\n{lost}", restarts=1)
+    assert (code, tries) == (6, 2)
+    assert said[-1].startswith("maxlm launch: the run ended with 6; lost: b (process 1); not started again: all 1 restarts")
+
+
+def test_one_that_is_killed_when_all_was_done_is_not_started_again(supervise):
+    """The others have ended, and it would wait for them for ever. Alone it can do what is left."""
+    killed = "progress_file.record(concluded=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    code, said, tries = supervise(f"came(7)\n{killed}")
+    assert (code, tries, Path("told").exists()) == (0, 1, False)
+    assert said[-1].endswith(
+        "was killed by SIGKILL after step 7; not started again: all is trained and saved, and the other hosts are done"
+    )
+    Path("tries").unlink()
+    assert supervise(f"if number: sys.exit(0)\ncame(7, 'a')\n{killed}")[::2] == (0, 2)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
     """Over the real rendezvous: that process crashes before it joins, and the other would wait for it for ever."""

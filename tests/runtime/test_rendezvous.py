@@ -11,8 +11,9 @@ import time
 import pytest
 from small_run import environment, free_port
 
-from maxlm.config.errors import UserError
-from maxlm.runtime import coordinator, message_socket
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.runtime import coordinator, message_socket, progress_file, rendezvous
+from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.coordinator import listen
 from maxlm.runtime.message_socket import AuthenticationError, ConnectionLostError, MessageSocket, shared_secret
 
@@ -453,8 +454,10 @@ def test_lines_are_bounded(ends):
         server.receive(time.monotonic() + 0.1)
 
 
-def test_a_million_bytes_hold_the_names_of_as_many_hosts_as_are_allowed():
-    assert message_socket.MAX_PROCESSES * (message_socket.MAX_NAME + len('"", ')) + 100 < message_socket.MAX_BYTES
+def test_two_million_bytes_hold_the_names_and_numbers_of_as_many_hosts_as_are_allowed():
+    count, code = message_socket.MAX_PROCESSES, {str(10_000 + number): -64 for number in range(message_socket.MAX_CODES)}
+    members = {"kind": "members", "hosts": ["x" * message_socket.MAX_NAME] * count, "numbers": [*range(count)], "codes": code}
+    assert len(json.dumps(members)) + 200 < message_socket.MAX_BYTES
 
 
 def test_where_process_0_listens(monkeypatch):
@@ -537,3 +540,10 @@ def test_a_port_that_is_taken_is_said(start):
     assert code == 2
     assert f"port {start.port}" in line
     assert "another run" in line
+
+
+def test_a_port_that_is_taken_at_a_restart_may_be_free_later(monkeypatch):
+    """The run has met there before, and the other hosts wait for it."""
+    monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, "-9")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UnavailableError, match="is another run on this host"):
+        rendezvous.join(ProcessSpec(2, 0, f"127.0.0.1:{taken.getsockname()[1]}", "a test"), 0.1, SECRET.encode())

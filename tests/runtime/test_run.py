@@ -10,6 +10,7 @@ from tiny import tiny_config
 
 from maxlm.config import UserError
 from maxlm.runtime import run
+from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training.session import BRANCH, Start
 
@@ -135,3 +136,26 @@ def test_preferences_are_evaluated_with_their_reference_by_a_start_with_no_steps
             config, phases, None, None, None, None, SimpleNamespace(hosts=()), SimpleNamespace(write_to=lambda _: None), watchdog, None
         )
     assert calls == (["reference"] if attached else []) + ["trains"]
+
+
+@pytest.mark.parametrize(("status", "concluded"), [("done", True), ("preempted", False)])
+def test_the_last_save_is_watched_and_then_what_is_done_is_on_record(status, concluded, monkeypatch, tmp_path):
+    goodput, seen = Goodput(), []
+    watchdog = SimpleNamespace(progress=None, fired=False, stop=lambda: seen.append("unwatched"))
+    checkpoints = SimpleNamespace(memory=None, close=lambda remove_copies: seen.append(goodput.current[0]))
+    config = SimpleNamespace(checkpoint=SimpleNamespace(dir=None), run=SimpleNamespace(dir=str(tmp_path), name="r"), objective=None)
+    opened = SimpleNamespace(config=config, directory=SimpleNamespace(path=tmp_path), checkpoints=checkpoints, trains=False)
+    for name, value in {
+        "_on_all_hosts": lambda *_: None,
+        "open_run": lambda *_: opened,
+        "_concluded": lambda _: True,
+        "_train": lambda *_, **__: SimpleNamespace(status=status),
+        "StopSignal": lambda _: SimpleNamespace(close=lambda: None),
+    }.items():
+        monkeypatch.setattr(run, name, value)
+    monkeypatch.setattr(run.deadline, "stacks_to", lambda _: None)
+    monkeypatch.setattr(run.progress_file, "record", lambda **changes: seen.append(changes))
+    here = SimpleNamespace(hosts=(), regrouping=lambda: "")
+    log = SimpleNamespace(write_to=lambda _: None)
+    run._run(config, SimpleNamespace(primary=False), goodput, None, None, None, here, log, watchdog, None)
+    assert seen == ["save", "unwatched", {"regroup": False, "concluded": concluded}]

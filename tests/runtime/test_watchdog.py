@@ -2,9 +2,12 @@
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +15,9 @@ from maxlm.config.errors import ExitCode
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import process_group, stacks, watchdog
 from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.hang import Frame, Operation
+from maxlm.runtime.hang import Frame, Operation, hung
 from maxlm.runtime.message_socket import MessageSocket
-from maxlm.runtime.process_group import ProcessGroup
+from maxlm.runtime.process_group import ProcessGroup, Report
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
@@ -131,3 +134,26 @@ def test_figures_of_the_other_process_arrive_with_its_heartbeat(groups):
     assert report["operation"] | {"seconds": 0} == {"dispatched": 3, "finished": 0, "part": "init", "seconds": 0, "overdue": False}
     assert report["times"]["steps"] == 0
     assert not first.fired
+
+
+def test_processes_whose_loops_are_over_hide_no_hang_of_the_others():
+    """They send no operation any more, or have left between two heartbeats. One that has not begun its loop may be behind."""
+    group = SimpleNamespace(hosts=("a", "b", "c", "d"), reports={}, has_left=lambda number: number == 3)
+    dog = Watchdog(None, None)
+    dog.follow(Goodput())
+    dog.stop()
+    dog._group, dog._stopped = group, threading.Event()
+    dog._compared = math.inf
+
+    def report(**operations):
+        for number in (1, 2, 3):
+            fields = {"operation": operations.get("abcd"[number]), "times": None}
+            group.reports[number] = Report(time.monotonic(), fields)
+        dog._look(1.0)
+        dog._operation = Operation(100, 100, "save", 9999, True)
+        return hung(dog._operations())
+
+    running = asdict(Operation(100, 100, "save"))
+    assert report(b=running, d=running) == (), "c has not begun"
+    assert report(b=running, c=running, d=running) == (), "b and c may still save"
+    assert report(d=running) == (0,)
