@@ -15,6 +15,7 @@ from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology
+from maxlm.training.matrices import SCOPE as MATRICES
 
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
 LARGE = 1 << 20  # bytes: smaller collectives are counters, norms and biases
@@ -231,7 +232,8 @@ def surprise(traffic: Traffic) -> str:
         return ""
     if "unknown" in traffic.axes:
         return "unexpected: a collective over devices that are no mesh axis"
-    asked_for = traffic.where.rsplit("/", 1)[-1] in ("ppermute", "all_to_all")  # in the source, as by attention over `context`
+    parts = traffic.where.split("/")
+    asked_for = parts[-1] in ("ppermute", "all_to_all") or MATRICES in parts  # in the source, as by attention over `context`
     if traffic.opcode in ("all-to-all", "collective-permute", "ragged-all-to-all") and not asked_for:
         return "unexpected: the partitioner moves data between layouts"
     if (

@@ -16,6 +16,7 @@ from maxlm.parallel.sharding import mesh_axes
 from maxlm.training.small_states import path_of
 
 Names = tuple[str, ...]
+SCOPE = "matrices"  # in op_names, of the updates that move whole matrices to one device each
 
 
 class MatrixDims(NamedTuple):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from maxlm.config.optimizer import MuonConfig
 from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import WRITERS, part_of
-from maxlm.training.matrices import Names, devices, gather, hidden_matrices, spread
+from maxlm.training.matrices import SCOPE, Names, devices, gather, hidden_matrices, spread
 from maxlm.training.small_states import path_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial of degree 5, the steepest at 0 (Jordan 2024)
@@ -31,6 +31,7 @@ def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.G
     def init(params: Parameters) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
+    @jax.named_scope(SCOPE)
     def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, MuonState]:
         count = state.updates + 1
         now = count.astype(jnp.float32)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.config.optimizer import OptimizerConfig, SoapConfig
 from maxlm.models.parameters import Parameters
-from maxlm.training.matrices import MatrixDims, each_on_its_device, gather, hidden_matrices, spread
+from maxlm.training.matrices import SCOPE, MatrixDims, each_on_its_device, gather, hidden_matrices, spread
 from maxlm.training.small_states import path_of
 
 Columns = tuple[Any, ...]  # arrays of one parameter: gradient, mu, nu, left, left basis, right, right basis; None: no basis
@@ -54,6 +54,7 @@ def scale_by_soap(settings: OptimizerConfig, own: SoapConfig, axes: Parameters) 
         moments = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return SoapState(jnp.zeros((), jnp.int32), *moments, *sides)
 
+    @jax.named_scope(SCOPE)
     def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, SoapState]:
         leaves: Any
         tree: Any

@@ -1,7 +1,9 @@
 """What a specialist would say: only where there is something to say."""
 
+import re
+
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, tiny_program
 
 from maxlm.compiler.aot import CompiledStep, Memory
 from maxlm.cost import advice
@@ -68,6 +70,14 @@ def test_what_the_source_asks_for_surprises_nobody(opcode, operation):
     """The hops of a ring, and heads exchanged for tokens."""
     assert advice.surprise(traffic(opcode, axes=("context",), where=f"jit(train_step)/jvp()/shard_map/{operation}")) == ""
     assert "moves data between layouts" in advice.surprise(traffic(opcode, axes=("context",), where="jit(train_step)/jvp()/dot_general"))
+
+
+def test_matrices_that_an_update_spreads_surprise_nobody():
+    """The exchange of Muon's update, as its program names it."""
+    program = tiny_program(2, mesh={"fsdp": 2}, optimizer={"name": "muon"})
+    places = set(re.findall(r" all-to-all\(.*op_name=\"([^\"]*)", program.step.as_text()))
+    assert places and {advice.surprise(traffic("all-to-all", axes=("fsdp",), where=place)) for place in places} == {""}
+    assert "moves data" in advice.surprise(traffic("all-to-all", axes=("fsdp",), where="jit(train_step)/mul"))
 
 
 def test_settings_that_break_a_rule_are_not_tried():
