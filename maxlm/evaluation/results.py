@@ -1,6 +1,7 @@
 """Results of tasks: figures, their files and their table."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def write_result(folder: Path, model: str, step: int | None, result: Result) -> 
     """Write the result of `model`, as its user names it, atomically to its file. Raises OSError."""
     path = result_file(folder, step, result.task)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, dumps({"model": model, "step": step, **result.to_json()}) + "\n")
+    write_text(path, dumps({"model": model, "step": step, "time": round(time.time(), 3), **result.to_json()}) + "\n")
     return path
 
 

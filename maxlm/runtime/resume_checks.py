@@ -9,6 +9,7 @@ import jax
 from maxlm.config import Config, UserError, load
 from maxlm.config.loader import flatten
 from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
@@ -60,12 +61,8 @@ def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence
 
 def _still_saved(directory: RunDirectory) -> list[int]:
     """Steps of the saves that count, oldest first: not those of steps that training went back behind, which the next save sets aside."""
-    saved: list[Event] = []
-    for event in filter(None, map(Event.of, read_objects(directory.events))):
-        if event.kind == "save":
-            saved.append(event)
-        elif event.kind in ("start", "restore", "rollback"):
-            saved = [one for one in saved if one.step <= event.step]
+    events = list(filter(None, map(Event.of, read_objects(directory.events))))
+    saved = [event for event in surviving(events) if event.kind == "save"]
     for record in Journal.seen_here(directory.roll_backs).records:  # a kill may come before the event of the last one
         saved = [one for one in saved if one.step <= record.before or one.time > record.time]
     return [one.step for one in saved]

@@ -41,12 +41,13 @@ from maxlm.telemetry import gpu_energy, predicted
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
 from maxlm.telemetry.compilations import Compilations
+from maxlm.telemetry.course import surviving
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.metric import charts_of
-from maxlm.telemetry.observer import Event, Observers, is_step
+from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
@@ -292,14 +293,10 @@ def _record_start(run: OpenRun) -> Start:
 def _concluded(run: OpenRun) -> bool:
     """True if the last step was evaluated, in all processes alike: a signal or a crash may have come between it and its figures."""
     kinds = {*(["eval"] if run.data.held_out is not None else []), *(["tasks"] if run.tasks is not None else [])}
-    found: set[str] = set()
-    events = run.directory.events
-    for event in read_objects(events) if run.directory.primary and not run.trains and events.is_file() else ():
-        kind, step = event.get("kind"), event.get("step")
-        if kind == "start" and is_step(step) and step < run.config.total_steps:
-            found.clear()  # it trained the last steps again
-        elif step == run.config.total_steps:
-            found.add(str(kind))
+    path = run.directory.events
+    lines = read_objects(path) if run.directory.primary and not run.trains and path.is_file() else ()
+    counted = surviving(list(filter(None, map(Event.of, lines))))  # without those before the last steps were trained again
+    found = {event.kind for event in counted if event.step == run.config.total_steps}
     return multihost.text_from_process_0("yes" if kinds <= found else "no") == "yes"
 
 

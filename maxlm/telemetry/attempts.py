@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from maxlm.telemetry.course import went_back
 from maxlm.telemetry.goodput import PARTS
 from maxlm.telemetry.lifetime import Beat, Process
 from maxlm.telemetry.observer import Event, is_step
@@ -113,8 +114,7 @@ def _id(start: Event) -> str:
 
 def _first_step(piece: Sequence[Event]) -> int:
     """Updates done when the attempt began."""
-    gone = next((event for event in piece[1:] if event.kind in ("restore", "rollback")), piece[0])
-    return gone.step if gone.kind == "restore" else piece[0].step
+    return next(step for _, step in went_back(piece))
 
 
 def _end(piece: Sequence[Event]) -> Event | None:

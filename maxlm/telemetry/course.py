@@ -1,23 +1,34 @@
 """Course of a run by its events: the step it is at, and what restarts and rollbacks have undone."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from maxlm.telemetry.observer import Event
 
-_BACK = ("start", "restore", "rollback")  # kinds whose step is where training goes on
+
+def went_back(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
+    """(index of the event, step) wherever training goes on from a step: at starts, or instead at their restores, and at rollbacks."""
+    begun: tuple[int, int] | None = None  # by a start whose restore may follow: starts of older runs that restore say 0
+    for index, event in enumerate(events):
+        if event.kind not in ("start", "restore", "rollback"):
+            continue
+        if begun is not None and event.kind != "restore":
+            yield begun
+        begun = (index, event.step) if event.kind == "start" else None
+        if begun is None:
+            yield index, event.step
+    if begun is not None:
+        yield begun
 
 
 def surviving(events: Sequence[Event]) -> list[Event]:
     """Events without those of updates that a later restart or rollback has undone."""
     kept: list[Event] = []
-    limit, restored = math.inf, False
-    for event in reversed(events):
-        if event.step <= limit:
-            kept.append(event)
-        if event.kind in _BACK and not (restored and event.kind == "start"):  # a start that restores goes on from there
-            limit = min(limit, event.step)
-        restored = event.kind == "restore" or (restored and event.kind != "start")
+    limit, back = math.inf, dict(went_back(events))
+    for index in reversed(range(len(events))):
+        if events[index].step <= limit:
+            kept.append(events[index])
+        limit = min(limit, back.get(index, math.inf))
     return kept[::-1]
 
 
@@ -26,6 +37,6 @@ def current_step(events: Sequence[Event], recorded: Iterable[int] = ()) -> int:
     return max([*recorded, *(event.step for event in surviving(events))], default=0)
 
 
-def first_step_since(events: Sequence[Event], index: int) -> int:
-    """Step after which all records were made since event `index`: its own, or that of a later rollback or restart behind it."""
-    return min(event.step for event in events[index:] if event is events[index] or event.kind in _BACK)
+def first_step_since(events: Sequence[Event], start: int) -> int:
+    """Step after which all records were made since the `start` event of this index: its own, or that of a later rollback or restart."""
+    return min(step for _, step in went_back(events[start:]))

@@ -14,7 +14,7 @@ from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
 
 
 class FileObserver:
-    """Invariant: the steps in `metrics.jsonl` rise. Records a killed or rolled-back attempt wrote are dropped when their steps come again.
+    """Invariant: the steps in `metrics.jsonl` rise. Records of updates that a restart or a rollback has undone are dropped with its event.
 
     The same holds of `routing.jsonl`, which has a line for each record with the load of experts; without any there is no such file.
     Events are history and are never removed. Only the primary process has one.
@@ -49,7 +49,7 @@ class FileObserver:
         if event is not self._last_event:
             self._events.append(event.to_json().encode() + b"\n")
             self._last_event = event
-        if event.kind in ("restore", "rollback"):
+        if event.kind in ("start", "restore", "rollback"):  # a start at step 0 restores nothing
             self.rewind(event.step)
 
     def rewind(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """Tasks: prompts, shots and figures, with likelihoods that are given by hand."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from maxlm.evaluation.eval_command import check
 from maxlm.evaluation.language_model import LanguageModel, Likelihood
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.requests import Request
+from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import run_task
 from maxlm.evaluation.statistics import standard_error
 from maxlm.evaluation.task import Task, find_tasks
@@ -263,3 +265,10 @@ def test_a_bad_line_is_named(line, wanted, write, tmp_path):
 def test_what_is_no_task_is_named(names, wanted):
     with pytest.raises(UserError, match=wanted):
         find_tasks(names)
+
+
+def test_a_result_says_when_it_was_written(tmp_path):
+    """A copy of its file is newer, and a report asks whether its step was undone since."""
+    before = time.time()
+    written = json.loads(write_result(tmp_path, "run", 7, Result("mine", "perplexity", 1, {}, {})).read_text())
+    assert before - 0.001 <= written["time"] <= time.time() + 0.001

@@ -148,6 +148,7 @@ BACK = Event("rollback", 0, data={"from_step": 34})
         ([BACK, Event("save", 10), Event("save", 20), Event("start", 10)], 10),
         ([Event("start", 30)], 30),
         ([Event("start", 34)], 30),  # from a copy in memory
+        ([Event("start", 0), Event("restore", 20)], 20),  # as older versions told of a restart
     ],
 )
 def test_saves_that_training_went_back_behind_are_not_lost(directory, after, lost):

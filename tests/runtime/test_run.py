@@ -75,6 +75,7 @@ def test_the_tokenizer_is_recorded_with_the_frame_of_where_the_run_began(train, 
 
 EVALUATED, TASKS = ("eval", 9, {"eval_loss": 3.0}), ("tasks", 9, {"tasks": {}})
 TRAINED, AGAIN, EARLIER = ("start", 4, {}), ("start", 9, {}), ("eval", 6, {"eval_loss": 3.0})
+BACK = ("rollback", 6, {"from_step": 9})
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,9 @@ TRAINED, AGAIN, EARLIER = ("start", 4, {}), ("start", 9, {}), ("eval", 6, {"eval
         ([TRAINED, EVALUATED, AGAIN, TASKS], True, True, True),
         ([TRAINED, EVALUATED, AGAIN], True, False, True),
         ([TRAINED, EVALUATED, TRAINED], True, False, False),
+        ([TRAINED, EVALUATED, BACK, AGAIN], True, False, False),
+        ([TRAINED, EVALUATED, BACK, EVALUATED, AGAIN], True, False, True),
+        ([TRAINED, EVALUATED, ("start", 0, {}), ("restore", 9, {})], True, False, True),
         ([TRAINED], False, False, True),
         ([], False, False, True),
         (None, True, False, False),

@@ -14,6 +14,7 @@ from maxlm.runtime.observing import observing
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
+from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.run_dir import RunDirectory
 
 SUMS = ("tokens", "dropped", "unsound", "confidence", "entropy", "balance", "z")
@@ -49,12 +50,25 @@ def test_lines_are_there_before_close(run, write):
 def test_a_restart_with_a_restore_event_drops_what_came_after_it(run, write, record):
     write(run, range(1, 11), tag=1.0).close()
     files = FileObserver(run)
-    files.on_event(Event("start", 0))
-    assert steps_in(run) == list(range(1, 11))  # a start alone loses nothing
+    files.on_event(Event("start", 5))
     files.on_event(Event("restore", 5))
     assert steps_in(run) == [1, 2, 3, 4, 5]
     files.on_step(record(6))
     assert steps_in(run) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_start_from_the_beginning_drops_what_was_never_saved(run, record):
+    """Killed before the first save: the next start restores nothing, and the run is at step 0 before its first record."""
+    files = FileObserver(run)
+    files.on_event(Event("start", 0, 0.0))
+    for step in range(1, 11):
+        files.on_step(record(step))
+    files.close()
+    files = FileObserver(run)
+    assert load_run(run.path).last_step == 10  # a command that fails before it trains loses nothing
+    files.on_event(Event("start", 0))
+    assert (steps_in(run), load_run(run.path).last_step) == ([], 0)
+    assert [attempt.last_step for attempt in load_run(run.path).attempts] == [10, 0]
 
 
 @pytest.mark.parametrize("again", [1, 4, 10])

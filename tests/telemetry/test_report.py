@@ -19,7 +19,7 @@ from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import check_place, default_place, write_report
 from maxlm.telemetry.report.charts import points_per_line
 from maxlm.telemetry.report.load import Run, Series, load_run
-from maxlm.telemetry.report.render import render
+from maxlm.telemetry.report.render import identity, render
 from maxlm.telemetry.report.summary import figures_of, status_of
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -233,11 +233,31 @@ def test_a_comparison_of_other_runs_of_the_same_names_is_not_overwritten(tmp_pat
     first, second = ([shutil.copytree(make(name), tmp_path / where / name) for name in "ab"] for where in ("x", "y"))
     for _ in range(2):
         assert write_report(first, default_place(first)) == Path("report-a-b.html")
-    with pytest.raises(UserError, match=r"report-a-b\.html compares other runs of these names") as caught:
+    with pytest.raises(UserError, match=r"report-a-b\.html compares other runs, or these in another place:") as caught:
         default_place(second)
     assert "\n" not in str(caught.value)
     assert check_place(Path("report-a-b.html")) == Path("report-a-b.html")
     assert default_place(first[:1]) == first[0] / "report.html"
+
+
+def test_comparisons_of_many_runs_do_not_stand_in_each_others_way(tmp_path, monkeypatch):
+    """Their names leave out runs: each set has a file of its own, whatever the order, and may be made again."""
+    monkeypatch.chdir(tmp_path)
+    sets = [[Path("x") / name for name in names] for names in ("abcd", "abce", "dcba")]
+    for runs in sets:
+        for folder in runs:
+            RunDirectory.create("x", folder.name).config.write_text("model: {n_layers: 2}\n")
+        write_report(runs, default_place(runs))
+    first, second, turned = map(default_place, sets)
+    assert first == turned != second and re.fullmatch(r"report-a-and-3-more-[0-9a-f]{8}\.html", str(first))
+    assert {path.name for path in tmp_path.glob("*.html")} == {str(first), str(second)}
+    shutil.move("x", "y")
+    assert default_place([Path("y") / name for name in "abcd"]) not in (first, second)
+
+
+def test_a_page_is_of_its_runs_in_any_order(make):
+    runs = [make("a"), make("b")]
+    assert identity(runs) == identity(runs[::-1]) != identity(runs[:1])
 
 
 def test_a_stale_attempt_does_not_double_a_step(tmp_path):

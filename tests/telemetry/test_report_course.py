@@ -1,12 +1,14 @@
 """The report of a run that went back, changed its hardware, or lost its numbers: it says where the run is now."""
 
 import json
+import os
 import re
 from html import unescape
 
 import pytest
 
-from maxlm.telemetry.course import current_step, first_step_since, surviving
+from maxlm.telemetry.attempts import attempts_of
+from maxlm.telemetry.course import current_step, first_step_since, surviving, went_back
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.predicted import read_compared
 from maxlm.telemetry.report.load import load_run
@@ -69,11 +71,36 @@ def test_what_was_undone_is_not_the_state_of_the_run(make, back):
     assert re.search(r"Held-out loss\s+3\.5\s+3\.5\s+step 150", page)
 
 
+@pytest.mark.parametrize("stated", [True, False], ids=["time in the result", "time of the file"])
+def test_a_result_that_was_undone_stays_so_once_its_step_has_come_again(make, stated):
+    """Its weights are gone. One of the same step that is newer than the rollback counts."""
+    run = make("r", [("start", 0, START), ("rollback", 150, {"from_step": 310})], [{"step": step} for step in range(1, 401)])
+    run.evaluations.mkdir()
+    for task, step, made in (("arc", 100, 1000.5), ("arc", 300, 1000.5), ("copa", 300, 1001.5)):
+        result = {"task": task, "step": step, "metrics": {"acc": {"value": step / 1000}}}
+        file = run.evaluations / f"{step}-{task}.json"
+        file.write_text(json.dumps({**result, **({"time": made} if stated else {})}))
+        os.utime(file, None if stated else (made, made))
+    loaded = load_run(run.path)
+    assert loaded.last_step == 400
+    assert {task: outcome.step for (task, _), outcome in loaded.results.items()} == {"arc": 100, "copa": 300}
+    assert "evaluations: 1 file is of undone steps and left out." in loaded.notes
+
+
 def test_steps_that_were_done_again_count():
     events = [Event(kind, step, 1.0) for kind, step in (("start", 0), ("eval", 200), ("rollback", 100), ("eval", 200), ("start", 200))]
     assert [event.kind for event in surviving(events)] == ["start", "rollback", "eval", "start"]
     assert (current_step(events), current_step(events[:3]), current_step(events, [250]), current_step([])) == (200, 100, 250, 0)
     assert (first_step_since(events, 0), first_step_since(events, 4)) == (0, 200)
+
+
+def test_a_restore_says_where_its_start_goes_on():
+    """Starts of older versions say 0 also if a restore follows."""
+    kinds = (("start", 0), ("rollback", 50), ("start", 0), ("alarm", 0), ("restore", 150), ("start", 0))
+    events = [Event(kind, step, 1.0) for kind, step in kinds]
+    assert list(went_back(events)) == [(0, 0), (1, 50), (4, 150), (5, 0)]
+    assert first_step_since(events[:5], 2) == 150
+    assert attempts_of(events[2:5], lambda: [])[0].first_step == 150
 
 
 def test_what_the_newest_hardware_does_is_not_mixed_with_that_of_the_one_before(make):

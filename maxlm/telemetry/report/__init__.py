@@ -13,17 +13,23 @@ __all__ = ["check_place", "default_place", "write_report"]
 
 _HEAD = 1 << 16  # bytes of a page that hold its title and the identity of its runs
 NAMED = 3  # runs of which the default name of a comparison has all names
+DIGITS = 8  # of the digest in the name of a larger one
 
 
 def default_place(run_dirs: Sequence[Path]) -> Path:
-    """The file of a report whose name nobody has chosen. Raises UserError if it is a comparison of other runs of the same names."""
+    """The file of a report whose name nobody has chosen: of many runs with a digest, since it has no place for all of their names.
+
+    Raises UserError if it is a comparison of other runs of the same names.
+    """
     if len(run_dirs) == 1:
         return run_dirs[0] / "report.html"
     names = [run_dir.resolve().name for run_dir in run_dirs]
-    place = Path(f"report-{'-'.join(names) if len(names) <= NAMED else f'{names[0]}-and-{len(names) - 1}-more'}.html")
+    own = identity(run_dirs)
+    many = f"{min(names)}-and-{len(names) - 1}-more-{own[:DIGITS]}"
+    place = Path(f"report-{'-'.join(names) if len(names) <= NAMED else many}.html")
     found = re.search(rb'<meta name="runs" content="(\w+)">', _head(place))
-    if found and found[1].decode() != identity(run_dirs):
-        raise UserError(f"{place} compares other runs of these names: give another file with --out, or delete that one.")
+    if found and found[1].decode() != own:
+        raise UserError(f"{place} compares other runs, or these in another place: give another file with --out, or delete that one.")
     return place
 
 

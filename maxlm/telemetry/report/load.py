@@ -184,7 +184,7 @@ def load_run(path: Path) -> Run:
         series, not_finite = _read_metrics(run.metrics, notes)
         events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
-        results = read_results(run.evaluations, notes, _last_step(series, events) if events else None)
+        results = read_results(run.evaluations, notes, _last_step(series, events) if events else None, events)
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error

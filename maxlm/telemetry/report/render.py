@@ -61,8 +61,8 @@ def render(runs: Sequence[Run], version: str = "") -> str:
 
 
 def identity(run_dirs: Sequence[Path]) -> str:
-    """Digest of the folders of the runs, which differs for runs of the same names elsewhere."""
-    folders = "\n".join(str(path.resolve()) for path in run_dirs)
+    """Digest of the folders of the runs in any order, which differs for runs of the same names elsewhere."""
+    folders = "\n".join(sorted(str(path.resolve()) for path in run_dirs))
     return hashlib.sha256(folders.encode(errors="surrogateescape")).hexdigest()[:16]
 
 

@@ -5,8 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxlm.telemetry.course import went_back
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.observer import is_step
+from maxlm.telemetry.observer import Event, is_step
 from maxlm.telemetry.report.tables import Cell
 from maxlm.telemetry.strict_json import is_finite, read_objects
 
@@ -28,10 +29,11 @@ class Outcome(NamedTuple):
 Outcomes = dict[tuple[str, str], Outcome]  # by task and metric
 
 
-def read_results(folder: Path, notes: list[str], last_step: int | None = None) -> Outcomes:
+def read_results(folder: Path, notes: list[str], last_step: int | None = None, events: Sequence[Event] = ()) -> Outcomes:
     """Results of the newest step of each task in the folder `evaluations` of a run that is at `last_step`. Left out, with a note, are files
-    that are none, and those of later steps, which a rollback or a restart has undone.
+    that are none, and those of steps that a rollback or a restart has undone: steps that are yet to come, or have come again since.
     """
+    back = [(events[index].time, step) for index, step in went_back(events)]
     found: Outcomes = {}
     undone = 0
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
@@ -40,7 +42,8 @@ def read_results(folder: Path, notes: list[str], last_step: int | None = None) -
         if not isinstance(task, str) or not isinstance(metrics, dict) or not is_step(step):
             notes.append(f"evaluations/{path.name} could not be read and is left out.")
             continue
-        if last_step is not None and step > last_step:
+        made = item["time"] if is_finite(item.get("time")) else path.stat().st_mtime  # results of older versions say no time
+        if (last_step is not None and step > last_step) or any(to < step and when > made for when, to in back):
             undone += 1
             continue
         for metric, values in metrics.items():

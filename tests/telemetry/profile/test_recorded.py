@@ -10,6 +10,7 @@ from jax.profiler import ProfileData
 from maxlm.telemetry.profile import TRACE, Facts
 from maxlm.telemetry.profile.attribution import profile_of
 from maxlm.telemetry.profile.page import render
+from maxlm.telemetry.profile.scopes import TITLES
 from maxlm.telemetry.profile.xplane import Trace
 
 RECORDED = Path(__file__).parent / "recorded" / "h200_llama3_1b.xplane.pb.xz"
@@ -58,5 +59,5 @@ def test_our_kernels_are_attention(recorded):
 
 
 def test_the_page_names_the_parts(recorded):
-    page = render(recorded[0], Facts("recorded"))
-    assert "attention" in page and len(page) < 2_000_000
+    page, parts = render(recorded[0], Facts("recorded")), recorded[0].table()
+    assert [title for title in map(TITLES.get, parts) if f"<th scope=row>{title}</th>" not in page] == [] and len(page) < 2_000_000
