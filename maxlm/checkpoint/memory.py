@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,12 +29,13 @@ from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
+from maxlm.config.paths import is_remote
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
-_RUN = ".memory-run"  # file beside the checkpoints: the number of the run, and their directory
+_RUN = ".memory-run"  # file beside the checkpoints: the number of the run, their directory, and its inode if it is a local one
 _DIGITS = 7  # of each part of it that processes exchange as an integer
 _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
@@ -234,10 +236,8 @@ class MemoryCopies:
         if jax.process_index() == 0:
             try:
                 number = retried(functools.partial(_number_in, file), f"reading {file}")
-                if not number and make:
-                    number = secrets.token_hex(2 * _DIGITS)
-                    self._directory.mkdir(parents=True, exist_ok=True)
-                    file.write_text(f"{number}\n{_place(self._directory)}\n")
+                if make:
+                    number = _with_directory(file, number)
             except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
                 _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
@@ -319,22 +319,58 @@ class MemoryCopies:
 
 def _number_in(file: ocp.path.Path) -> str:
     """The number of the run in `file`; "" if there is none, or if it is damaged or that of a directory which this one was copied from: both
-    are logged. Earlier versions wrote no directory. Raises what the storage raises.
+    are logged. Raises what the storage raises.
     """
     try:
-        number, _, place = file.read_bytes().decode(errors="replace").strip().partition("\n")
+        number, *lines = file.read_bytes().decode(errors="replace").strip().split("\n")
     except FileNotFoundError:
         return ""
     if not _NUMBER.fullmatch(number):
         _log.warning("%s is damaged: copies in memory that were made before are not used", file)
         return ""
-    if place and place != _place(file.parent):
-        _log.warning("%s was copied from %s: copies in memory are those of the run there, and are not used", file, place)
+    if not _is_of(file.parent, lines):
+        why = "was made in %s, which this directory was copied from: copies in memory are those of the run there, and are not used"
+        _log.warning(f"%s {why}", file, lines[0])
         return ""
     return number
 
 
-def _place(directory: ocp.path.Path) -> str:
-    """The directory in one line, by which a copy of it is told from it."""
+def _is_of(directory: ocp.path.Path, lines: Sequence[str]) -> bool:
+    """True if `lines`, of `_directory_lines`, are those of `directory`, which may since have been renamed, or mounted elsewhere. Earlier
+    versions wrote none, or the path only.
+    """
+    own = _directory_lines(directory)
+    return lines[1:] == own[1:] if len(lines) == len(own) > 1 else lines[:1] in ([], own[:1])
+
+
+def _directory_lines(directory: ocp.path.Path) -> list[str]:
+    """The address of a directory, and its inode if it is a local one, which stays when it is renamed and which a copy has not."""
     path = str(directory)
-    return ascii(path if "://" in path else os.path.realpath(path))
+    if is_remote(path):
+        return [ascii(path)]
+    path = os.path.realpath(path)
+    return [ascii(path), f"inode {Path(path).stat().st_ino}"]
+
+
+def _with_directory(file: ocp.path.Path, number: str) -> str:
+    """Write `number`, or a new one for "", with the directory of `file` unless it is there; return it. Raises what the storage raises, but
+    not where only the directory is missing.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([number or secrets.token_hex(2 * _DIGITS), *_directory_lines(file.parent), ""])
+    try:
+        if not number or file.read_bytes().decode(errors="replace") != text:
+            _write_whole(file, text)
+    except Exception as error:  # any: clients of buckets raise kinds of their own
+        if not number:
+            raise
+        _log.info("%s: its directory is not added to it: %s", file, first_line(error))
+    return text.partition("\n")[0]
+
+
+def _write_whole(file: ocp.path.Path, text: str) -> None:
+    """Write a file so that a crash or a full disk leaves the one before; buckets do it anyway."""
+    draft = file if is_remote(str(file)) else file.with_name(f"{file.name}.draft")
+    draft.write_text(text)
+    if draft is not file:
+        draft.replace(file)

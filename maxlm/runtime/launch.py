@@ -72,7 +72,8 @@ class End:
 
     def __str__(self) -> str:
         if self.incomplete:
-            return "waited for hosts that did not come"
+            error = self.progress.error.rstrip(".")
+            return f"could not join the other hosts: {error}" if error else "waited for hosts that did not come"
         if self.not_started:
             return f"could not be started: {self.not_started}"
         how = progress_file.how_ended(self.code)
@@ -194,7 +195,7 @@ class Supervisor:
         return end.code if end.code >= 0 else 1
 
     def _is_concluded(self, end: End) -> bool:
-        """True if it ended otherwise than in order when all was done, as it was for the other processes: they do not join it again."""
+        """True if it ended otherwise than in order when all processes had agreed that all was done: the others do not join it again."""
         return self._signal is None and end.code != ExitCode.DONE and end.progress.concluded and len(end.progress.hosts) > 1
 
     def _final_reason(self, ends: Sequence[End]) -> str | None:
@@ -203,7 +204,7 @@ class Supervisor:
         if self._signal is not None:
             return "" if end.code in (0, ExitCode.STOPPED) else f"{signal.Signals(self._signal).name} was received"
         if self._is_concluded(end):
-            return "all is trained and saved, and the other hosts are done"
+            return "all is trained and saved on all hosts" + _without_report(end.progress)
         if end.progress.final:
             return end.progress.error
         if end.code in NO_RESTART:
@@ -296,6 +297,12 @@ def _is_frozen(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return False
+
+
+def _without_report(concluded: Progress) -> str:
+    """Return what to do about the report, if this process had not written it; only the first one has such a folder."""
+    missing = concluded.folder and not concluded.reported
+    return f"; the report was not written: make it with `maxlm report {concluded.folder}`" if missing else ""
 
 
 def _unless_unwritable(say: Callable[[str], None]) -> Callable[[str], None]:

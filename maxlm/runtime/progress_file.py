@@ -37,7 +37,8 @@ class Progress:
     alerts: Mapping[str, Any] | None = None  # `run.alerts`
     alerted: str = ""  # cause of the end that an alert was sent for
     absent: tuple[int, ...] = ()  # numbers of the processes without which it went on
-    concluded: bool = False  # all is trained and saved
+    concluded: bool = False  # all is trained and saved, in all processes
+    reported: bool = False  # and the report is written
     regroup: bool = False  # it was saved and has ended so that the processes join anew
     codes_before: Mapping[str, int] = field(default_factory=dict)  # by process number: how the attempt before ended there, where known
     passing: bool = False  # the cause of its end is outside of the run, and may pass

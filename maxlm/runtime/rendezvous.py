@@ -101,7 +101,7 @@ def join(
             others = {number: address for number, address in addresses.items() if number != spec.process}
             return seeker.connect(others, seconds, forever=True)
         try:
-            return seeker.connect(lookout.found(), FOUND_SECONDS, forever=False)
+            return seeker.connect(lookout.found(), FOUND_SECONDS, forever=False, taken_s=seconds)
         except ElsewhereError:  # perhaps here: it has given way
             continue
         except TakenError:
@@ -176,21 +176,27 @@ class _Seeker:
     digest: str
     say: Say
 
-    def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool) -> ProcessGroup:
+    def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool, taken_s: float = 0.0) -> ProcessGroup:
         """Return the group of the first of `addresses` that coordinates; see `search`."""
-        address, met = self.search(addresses, seconds, forever=forever)
+        address, met = self.search(addresses, seconds, forever=forever, taken_s=taken_s)
         return _group(replace(self.spec, address=address), met)
 
-    def search(self, addresses: Mapping[int, str], seconds: float, *, forever: bool, pause: float = RETRY_SECONDS) -> tuple[str, Meeting]:
+    def search(
+        self, addresses: Mapping[int, str], seconds: float, *, forever: bool, pause: float = RETRY_SECONDS, taken_s: float = 0.0
+    ) -> tuple[str, Meeting]:
         """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
         ending there: try again, and `forever` anew if it had made this process wait.
 
-        `pause`: seconds after the first attempt, which grow. Raises UserError; ElsewhereError if not `forever`.
+        `pause`: seconds after the first attempt, which grow; `taken_s`: those for which to try again, if more than `seconds`, while another
+        process has the number of this one. Raises UserError; ElsewhereError if not `forever`.
         """
-        until = time.monotonic() + seconds
-        reason = untrusted = taken = ""
+        began = time.monotonic()
+        until = began + seconds
+        reason = untrusted = ""
+        taken: dict[int, str] = {}  # last answers that say so
         while (left := until - time.monotonic()) > 0:
             for number, address in addresses.items():
+                taken.pop(number, None)
                 try:
                     patience = ROUND_TRIP_SECONDS if len(addresses) == 1 else ASK_SECONDS
                     connection = open_socket(self.spec, address, self.secret, min(patience, left), self.digest)
@@ -198,7 +204,8 @@ class _Seeker:
                 except RunEndedError:
                     if not forever:
                         raise RendezvousError(f"the run at {address} has ended.") from None
-                    until, pause, taken = time.monotonic() + seconds, RETRY_SECONDS, ""
+                    began, pause = time.monotonic(), RETRY_SECONDS
+                    until = began + seconds
                 except ElsewhereError as error:
                     if not forever:
                         raise
@@ -208,7 +215,8 @@ class _Seeker:
                 except AuthenticationError as error:
                     untrusted = str(error)
                 except NumberTakenError as error:
-                    taken = str(error)
+                    taken[number] = str(error)
+                    until = max(until, min(time.monotonic() + seconds, began + taken_s))
                 except ConnectionLostError as error:
                     reason = str(error)
                 else:
@@ -217,7 +225,8 @@ class _Seeker:
             time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
             pause = min(1.3 * pause, 10 * RETRY_SECONDS)
         if taken:
-            raise TakenError(f"this is {self.spec}, which could not join for {seconds:.0f} s: {taken}")
+            waited = time.monotonic() - began
+            raise TakenError(f"this is {self.spec}, which could not join for {waited:.0f} s: {' '.join(taken.values())}")
         raise RendezvousError(
             f"this is {self.spec}, and {' and '.join(addresses.values())} did not answer for {seconds:.0f} s ({untrusted or reason}): "
             "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."

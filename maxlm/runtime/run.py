@@ -153,8 +153,9 @@ def _run(
         outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict, concluded=concluded)
         with goodput.measure("save"):
             checkpoints.close(remove_copies=outcome.status == "corrupted")
+            done_everywhere = not multihost.max_over_processes(int(EXIT_CODES[outcome.status] != ExitCode.DONE))
         watchdog.stop()
-        progress_file.record(regroup=_regroups(outcome, here), concluded=EXIT_CODES[outcome.status] == ExitCode.DONE)
+        progress_file.record(regroup=_regroups(outcome, here), concluded=done_everywhere)
         if phases.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
             _conclude(run, phases.console, outcome, stopped, bill)
@@ -375,6 +376,7 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
     config, directory = run.config, run.directory
     try:
         message = f"report: {write_report([directory.path], directory.report)}"
+        progress_file.record(reported=True)
     except Exception as error:
         message = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """Copies of the state in host memory: bit for bit on any layout, never a damaged or a foreign one, and never more than two."""
 
+import errno
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from checkpoint_cases import IDENTITY, bits, layout, make_state
 
-from maxlm.checkpoint import Checkpoints, host_copies, peers, snapshot
+from maxlm.checkpoint import Checkpoints, host_copies, memory, peers, snapshot
 from maxlm.checkpoint.interval import daly, steps_between
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError
@@ -69,8 +70,16 @@ def work(crashed, tmp_path) -> Path:
     """A copy of that run's folders."""
     shutil.copytree(crashed[0], tmp_path / "work", copy_function=shutil.copy2)
     number = tmp_path / "work" / "checkpoints" / ".memory-run"
-    number.write_text(number.read_text().replace(str(crashed[0]), str(tmp_path / "work")))  # as if the run had been there
+    number.write_text(number.read_text().splitlines()[0])  # as if the run had been there
     return tmp_path / "work"
+
+
+def stay(work: Path) -> str:
+    """Let a run claim its folder, and die; return its number."""
+    claimed = opened(work).memory
+    number = claimed._claimed().run
+    claimed.close(remove=False)
+    return number
 
 
 @pytest.mark.parametrize("put", [PUT, PUT_ELSEWHERE])
@@ -173,14 +182,15 @@ def test_copies_of_another_run_or_of_other_settings_are_not_used(crashed, work, 
 
 
 def test_a_run_directory_that_was_copied_leaves_the_first_run_its_copies(crashed, work, caplog):
-    """And begins a number of its own. A number of an earlier version, without its directory, is that of any."""
+    """And begins a number of its own. A number of an earlier version, without its directory, is that of any, until a run writes it."""
+    stay(work)
     shutil.copytree(work / "checkpoints", work / "variant" / "checkpoints")
     (work / "variant" / "memory").symlink_to(work / "memory")
     first = opened(work)
     assert first.memory.newest().step == 6
     variant = opened(work / "variant")
     assert variant.restore(state_of(99)).source == "checkpoint"
-    assert f"was copied from {str(work / 'checkpoints')!r}" in caplog.text
+    assert f"was made in {str(work / 'checkpoints')!r}, which this directory was copied from" in caplog.text
     variant.memory.save(5, state_of(5), {"next_step": 5})
     variant.close(remove_copies=True)
     number = work / "checkpoints" / ".memory-run"
@@ -188,6 +198,29 @@ def test_a_run_directory_that_was_copied_leaves_the_first_run_its_copies(crashed
     restored = opened(work).restore(state_of(99))
     assert (restored.source, bits(restored.state)) == ("memory", crashed[1][6])
     first.memory.close(remove=False)
+    stay(work)
+    assert number.read_text().splitlines()[1:] == [ascii(str(work / "checkpoints")), f"inode {number.parent.stat().st_ino}"]
+
+
+def test_a_run_directory_that_was_renamed_has_its_copies_and_one_at_its_old_path_has_not(work, caplog):
+    """A disk that is shared may be mounted elsewhere, and containers see their own directories at the same path."""
+    stay(work)
+    work.rename(work.parent / "renamed")
+    shutil.copytree(work.parent / "renamed", work)
+    assert opened(work).latest() == 4
+    assert "which this directory was copied from" in caplog.text
+    assert opened(work.parent / "renamed").memory.newest().step == 6
+
+
+def test_a_number_whose_directory_cannot_be_added_is_that_of_the_run(work, monkeypatch):
+    """A full disk must not cost it."""
+    number = (work / "checkpoints" / ".memory-run").read_text()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memory, "_write_whole", full)
+    assert stay(work) == number
 
 
 def test_copies_that_a_process_has_found_are_its_own_before_it_writes_any(work):

@@ -196,14 +196,21 @@ def test_a_host_that_is_lost_before_the_first_step_is_named_and_counted(supervis
 
 def test_one_that_is_killed_when_all_was_done_is_not_started_again(supervise):
     """The others have ended, and it would wait for them for ever. Alone it can do what is left."""
-    killed = "progress_file.record(concluded=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    killed = "progress_file.record(concluded=True, reported=True, folder=os.getcwd())\nos.kill(os.getpid(), signal.SIGKILL)"
     code, said, tries = supervise(f"came(7)\n{killed}")
     assert (code, tries, Path("told").exists()) == (0, 1, False)
-    assert said[-1].endswith(
-        "was killed by SIGKILL after step 7; not started again: all is trained and saved, and the other hosts are done"
-    )
+    assert said[-1].endswith("was killed by SIGKILL after step 7; not started again: all is trained and saved on all hosts")
     Path("tries").unlink()
     assert supervise(f"if number: sys.exit(0)\ncame(7, 'a')\n{killed}")[::2] == (0, 2)
+    said = supervise(f"came(7)\n{killed}".replace("reported=True, ", ""))[1]
+    assert said[-1].endswith(f"on all hosts; the report was not written: make it with `maxlm report {Path.cwd()}`")
+
+
+def test_why_a_process_could_not_join_is_said(supervise):
+    taken = "progress_file.record_error('process 1 is not lost.')\nsys.exit(6)"
+    code, said, tries = supervise(taken, restarts=1)
+    assert (code, tries) == (6, 2)
+    assert said[0] == "maxlm launch: the run could not join the other hosts: process 1 is not lost; restart 1 of 1 in 0.01 s"
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -1,6 +1,7 @@
 """Processes meet before jax starts, whatever strangers do, and each of them hears of the end of any other, in a line that names it."""
 
 import contextlib
+import errno
 import json
 import signal
 import socket
@@ -547,3 +548,25 @@ def test_a_port_that_is_taken_at_a_restart_may_be_free_later(monkeypatch):
     monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, "-9")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UnavailableError, match="is another run on this host"):
         rendezvous.join(ProcessSpec(2, 0, f"127.0.0.1:{taken.getsockname()[1]}", "a test"), 0.1, SECRET.encode())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_number_is_taken_as_long_as_the_last_answer_says_so(monkeypatch, ends):
+    """Also if another candidate does not answer; a run that has ended since is not there, whatever it said."""
+    asked = []
+
+    def connect(spec, address, *_):
+        asked.append(address)
+        if address != "a:1" or (ends and asked.count("a:1") > 1):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    def taken(*_):
+        raise rendezvous.NumberTakenError("process 2 is not lost")
+
+    monkeypatch.setattr(rendezvous, "open_socket", connect)
+    monkeypatch.setattr(rendezvous._Seeker, "_answer", taken)
+    seeker = rendezvous._Seeker(ProcessSpec(3, 2, "a:1", "a test"), b"", "", lambda text: None)
+    with pytest.raises(rendezvous.RendezvousError) as ended:
+        seeker.connect({0: "a:1", 1: "b:1"}, 0.5, forever=True)
+    assert isinstance(ended.value, rendezvous.TakenError) != ends
+    assert ("a:1 and b:1 did not answer" if ends else "s: process 2 is not lost") in str(ended.value)

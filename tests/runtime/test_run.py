@@ -142,8 +142,9 @@ def test_preferences_are_evaluated_with_their_reference_by_a_start_with_no_steps
     assert calls == (["reference"] if attached else []) + ["trains"]
 
 
-@pytest.mark.parametrize(("status", "concluded"), [("done", True), ("preempted", False)])
-def test_the_last_save_is_watched_and_then_what_is_done_is_on_record(status, concluded, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("status", "undone", "concluded"), [("done", 0, True), ("done", 1, False), ("preempted", 0, False)])
+def test_the_last_save_is_watched_and_then_what_is_done_everywhere_is_on_record(status, undone, concluded, monkeypatch, tmp_path):
+    """`undone`: in another process."""
     goodput, seen = Goodput(), []
     watchdog = SimpleNamespace(progress=None, fired=False, stop=lambda: seen.append("unwatched"))
     checkpoints = SimpleNamespace(memory=None, close=lambda remove_copies: seen.append(goodput.current[0]))
@@ -159,7 +160,10 @@ def test_the_last_save_is_watched_and_then_what_is_done_is_on_record(status, con
         monkeypatch.setattr(run, name, value)
     monkeypatch.setattr(run.deadline, "stacks_to", lambda _: None)
     monkeypatch.setattr(run.progress_file, "record", lambda **changes: seen.append(changes))
+    monkeypatch.setattr(
+        run.multihost, "max_over_processes", lambda code: seen.append(f"agreed in {goodput.current[0]}") or max(code, undone)
+    )
     here = SimpleNamespace(hosts=(), regrouping=lambda: "")
     log = SimpleNamespace(write_to=lambda _: None)
     run._run(config, SimpleNamespace(primary=False), goodput, None, None, None, here, log, watchdog, None)
-    assert seen == ["save", "unwatched", {"regroup": False, "concluded": concluded}]
+    assert seen == ["save", "agreed in save", "unwatched", {"regroup": False, "concluded": concluded}]
