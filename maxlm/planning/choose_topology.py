@@ -12,11 +12,11 @@ from typing import Any
 from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
-from maxlm.cost.verify import Compiler
+from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
-from maxlm.planning.layouts import Layout
+from maxlm.planning.layouts import Layout, why_microbatches_stay
 from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
@@ -136,11 +136,14 @@ def _machine(config: Config, topology: Topology, tokens: float | None, available
 
 
 def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) -> None:
-    """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip."""
+    """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip.
+
+    Raises UserError if the first compile of all fails.
+    """
     with Compiler() as compiler:
         for number in range(CHECKED):
             rank = (lambda one: (one.breaks_a_limit, one.dear)) if number % 2 else (lambda one: (one.breaks_a_limit, (False, one.wall_s)))
-            some = (one for one in machines if one.point and not one.search.trials and not why_not(one.topology))
+            some = (one for one in machines if one.point and not one.search.tried and not why_not(one.topology))
             machine = min(some, key=rank, default=None)
             if machine is None:
                 return
@@ -149,17 +152,24 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
             def compiling(search: Search, layout: Layout, name: str = here.name) -> None:
                 show_progress(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
 
-            for tries in range(1, TRIES + 1):
-                explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), compiling, most=tries)
-                if machine.search.best or machine.search.end == STOPPED:
-                    break
-                machine.search.end = ""
-            for other in machines if machine.search.trials else ():
+            first = not any(one.search.tried for one in machines)
+            _try(machine, functools.partial(compiler, topology=here), compiling, first=first)
+            for other in machines if machine.search.trials else (machine,):
                 if other.topology.chip == here.chip and other is not machine:
                     other.search.other_trials += machine.search.trials
                 other.choose()
             if machine.search.end == STOPPED:
                 raise KeyboardInterrupt  # after what was compiled has counted
+
+
+def _try(machine: Machine, verify: Callable[[Config], Verdict], show_progress: Callable[[Search, Layout], None], *, first: bool) -> None:
+    """Compile the best layout of a machine, and up to `TRIES` in all until one fits. `first`: nothing was compiled before."""
+    search = machine.search
+    for tries in range(1, TRIES + 1):
+        explore(search, machine.config, None, verify, show_progress, most=tries, may_fail=not first)
+        if search.best or search.end == STOPPED:
+            break
+        search.end = ""
 
 
 def _best(search: Search) -> Point | None:
@@ -201,6 +211,11 @@ def _show(
     without = [_name(machine.topology) for machine in others if machine.point is None]
     if without:
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
+    if kept := why_microbatches_stay(config):
+        console.print(kept, style="dim")
+    for machine in others:
+        for said in machine.search.failed.values():
+            console.print(f"The compiler failed for {_name(machine.topology)}: {said}", style="dim")
     for line in choice_lines(chosen, wanted):
         console.print(line, style="bold")
     picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
