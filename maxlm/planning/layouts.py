@@ -100,7 +100,7 @@ class Layout:
 
 def layout_of(config: Config, devices: int) -> Layout:
     """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
-    sizes = rules.check_devices(config, devices)
+    sizes = rules.check_mesh(config, devices)
     remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
     return Layout(
         mesh=tuple(sizes.items()),
@@ -192,7 +192,7 @@ def periods(model: ModelConfig) -> int:
 def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
     candidate = changed(config, settings)
     try:
-        return candidate is not None and bool(rules.check_devices(candidate, devices))
+        return candidate is not None and bool(rules.check_mesh(candidate, devices))
     except ConfigError:
         return False
 

@@ -12,6 +12,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config import rules
+from maxlm.config.errors import ConfigError
 from maxlm.config.loader import load
 from maxlm.config.schema import AXES
 from maxlm.cost.efficiency import OUR_ATTENTION_SHARES
@@ -117,6 +118,17 @@ def test_rules_of_microbatches_are_kept_with_the_real_number(train, meshes_found
     assert {one.sizes["stage"] for one in found} == {1, 2}.intersection(range(1, 1 + meshes_found))
     for one in found:
         assert one.apply(config).train.microbatches == one.microbatches
+
+
+def test_no_layout_has_checks_that_compare_nothing():
+    config = tiny_config(integrity={}, mesh={"fsdp": 4})
+    assert all(one.sizes["data"] * one.sizes["context"] * one.sizes["tensor"] > 1 for one in meshes(config, 4))
+    with pytest.raises(ConfigError, match="holds a copy"):
+        layout_of(config, 4)
+    with pytest.raises(ConfigError, match="on GPUs"):
+        rules.check(tiny_config(integrity={"repeat_every": 5}, cluster={"topology": "h100:1x4"}), any_mesh=True)
+    with pytest.raises(ConfigError, match="holds a copy"):
+        rules.check(tiny_config(integrity={}, mesh={"fsdp": 4}, cluster={"topology": "h100:1x4"}))
 
 
 def test_microbatches_stay_where_experts_are_balanced_over_each():
