@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxlm.compiler.aot import available_hbm, why_not
+from maxlm.config import rules
+from maxlm.config.errors import ConfigError
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler, Verdict
@@ -17,7 +19,7 @@ from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout, why_microbatches_stay
-from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
+from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
@@ -38,6 +40,7 @@ class Machine:
     wanted: Wanted
     point: Point | None = None  # the best compiled, else the best predicted; None when nothing fits
     cost: RunCost | None = None
+    refused: str = ""  # the rule that the config breaks on this chip
 
     def choose(self) -> None:
         """Take the best layout of the search, and its cost; both or, after Ctrl-C, neither."""
@@ -126,13 +129,13 @@ def _machine(config: Config, topology: Topology, tokens: float | None, available
         return not layout.offload and layout.loss_chunks == chunks
 
     on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
-    return Machine(
-        topology,
-        on_topology,
-        search_all(on_topology, analytic_model(on_topology, topology), available, offered=offered),
-        scale_of(on_topology, topology, tokens),
-        wanted,
-    )
+    scale = scale_of(on_topology, topology, tokens)
+    try:
+        rules.check(on_topology, any_mesh=True)
+    except ConfigError as error:
+        return Machine(topology, on_topology, Search(available), scale, wanted, refused=str(error))
+    search = search_all(on_topology, analytic_model(on_topology, topology), available, offered=offered)
+    return Machine(topology, on_topology, search, scale, wanted)
 
 
 def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) -> None:
@@ -173,8 +176,10 @@ def _try(machine: Machine, verify: Callable[[Config], Verdict], show_progress: C
 
 
 def _best(search: Search) -> Point | None:
+    """The fastest compiled layout that fits; without one, the best by estimate."""
     fitting = [point for point in points(search) if point.fits]
-    return min(fitting, key=lambda point: (not point.compiled, point.step_s), default=None)
+    compiled = [point for point in fitting if point.compiled]
+    return min(compiled, key=lambda point: point.step_s) if compiled else best_estimate(fitting, search.available)
 
 
 def _show(
@@ -208,9 +213,12 @@ def _show(
     if machines:
         console.print(_correction_line(machines), style="dim")
         console.print(_price_line(machines, wanted), style="dim")
-    without = [_name(machine.topology) for machine in others if machine.point is None]
+    without = [_name(machine.topology) for machine in others if machine.point is None and not machine.refused]
     if without:
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
+    for reason in dict.fromkeys(machine.refused for machine in others if machine.refused):
+        names = ", ".join(_name(machine.topology) for machine in others if machine.refused == reason)
+        console.print(f"{names}: {reason}", style="dim")
     if kept := why_microbatches_stay(config):
         console.print(kept, style="dim")
     for machine in others:
@@ -282,6 +290,8 @@ def _to_json(
         cost = {"cost": to_json(machine.cost, wanted), "time_cost_frontier": any(machine is one for one in starred)}
         said = {"correction": machine.scale.correction.to_json()}
         rows.append({**where, "available_bytes": machine.search.available, **point, **cost, **said})
-    without = [machine.topology.name for machine in others if machine.point is None]
+    without = [machine.topology.name for machine in others if machine.point is None and not machine.refused]
     picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
-    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without, **picked}
+    refused = {machine.topology.name: machine.refused for machine in others if machine.refused}
+    found = {"machines": rows, "do_not_fit": without, "refused": refused}
+    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, **found, **picked}

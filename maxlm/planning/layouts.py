@@ -174,8 +174,8 @@ def meshes(config: Config, devices: int) -> Iterator[Layout]:
             crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
         for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
             layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
-            counts = divisors(config.train.global_batch // layout.shards) if _reads_microbatches(config) else [1]
-            if any(_allowed(config, replace(layout, microbatches=count).settings(config), devices) for count in counts):
+            numbers = divisors(config.train.global_batch // layout.shards) if _reads_microbatches(config) else [1]
+            if any(_allowed(config, replace(layout, microbatches=number).settings(config), devices) for number in numbers):
                 yield layout
 
 

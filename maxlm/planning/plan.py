@@ -1,7 +1,7 @@
 """The search for a layout, from a config and a machine to a `Plan`. Nothing is printed but progress, and nothing is written."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maxlm.compiler.aot import available_hbm, devices, why_not
@@ -97,9 +97,14 @@ class Plan:
             return next(point for point in self.points if point.compiled and point.layout == self.chosen.layout)
         if not self.uncompiled:
             return None
-        safe = [point for point in self.points if point.needed <= (1 - IN_HAND) * self.search.available]
-        fastest = min(safe, key=lambda point: (point.step_s, point.needed), default=None)
-        return fastest or min(self.points, key=lambda point: point.needed, default=None)
+        return best_estimate(self.points, self.search.available)
+
+
+def best_estimate(points: Sequence[Point], available: int) -> Point | None:
+    """The fastest of `points` that leaves `IN_HAND` of the memory free, else the leanest."""
+    safe = [point for point in points if point.needed <= (1 - IN_HAND) * available]
+    fastest = min(safe, key=lambda point: (point.step_s, point.needed), default=None)
+    return fastest or min(points, key=lambda point: point.needed, default=None)
 
 
 def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:
