@@ -7,7 +7,7 @@ from maxlm.config.schema import Config
 
 
 def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """Checks that find nothing to compare on a mesh of these `sizes`."""
+    """Checks that find nothing to compare on a mesh of these `sizes`. A run that has lost hosts goes on without them on such a mesh."""
     settings = config.integrity
     if settings is None:
         return

@@ -47,7 +47,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         precision_rules.check_chip(config, topology.chip.name, origins.get("precision.matmul.format", ""))
         _refuse(integrity_rules.on_platform(config, gpu=not topology.is_tpu), origins)
         if not any_mesh:
-            check_mesh(config, devices, origins)
+            _refuse(integrity_rules.on_mesh(config, check_devices(config, devices, origins)), origins)
     if sources is not None:  # a program may set what only a later change of the config will read
         _refuse((*inert.problems(config), *_accelerator(config), *_untrained_router(config), *_adapted_at_random(config)), origins)
 
@@ -107,16 +107,6 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
     """Mesh axis -> size for `n_devices`. Raises ConfigError where a size does not divide what it splits."""
     sizes = resolve_mesh(config.mesh, n_devices)
     _refuse(_divides(config, sizes), sources or {})
-    return sizes
-
-
-def check_mesh(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
-    """`check_devices`; raises ConfigError as well for checks of `integrity` that would compare nothing.
-
-    A run that has lost hosts goes on without those checks, so a mesh may be built without them.
-    """
-    sizes = check_devices(config, n_devices, sources)
-    _refuse(integrity_rules.on_mesh(config, sizes), sources or {})
     return sizes
 
 
