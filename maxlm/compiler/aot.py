@@ -255,9 +255,13 @@ def _silence() -> Iterator[None]:
 
 
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool], resident: int) -> str:
-    """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format."""
+    """A digest of everything that the compiled program depends on. The 1 is the version of the cache's format.
+
+    Call after `devices`, which puts the compiler for GPUs where its version is found. Of GPUs the available memory is ours to state, and no
+    part of the compiler.
+    """
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
-    machine = "" if topology.is_tpu else gpu_compiler.target_of(topology.chip)
+    machine = "" if topology.is_tpu else f"{gpu_compiler.target_of(topology.chip)} {available_hbm(topology)}"
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_VIRTUAL)]
     given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags]
     facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given, resident])

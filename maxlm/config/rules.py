@@ -7,6 +7,7 @@ from dataclasses import replace
 from maxlm.config import (
     axes,
     inert,
+    integrity_rules,
     mixture_rules,
     offload_rules,
     parametrization_rules,
@@ -44,8 +45,9 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         topology = topology_of(config, origins.get("cluster.topology", ""))
         devices = topology.devices
         precision_rules.check_chip(config, topology.chip.name, origins.get("precision.matmul.format", ""))
+        _refuse(integrity_rules.on_platform(config, gpu=not topology.is_tpu), origins)
         if not any_mesh:
-            check_devices(config, devices, origins)
+            _refuse(integrity_rules.on_mesh(config, check_devices(config, devices, origins)), origins)
     if sources is not None:  # a program may set what only a later change of the config will read
         _refuse((*inert.problems(config), *_accelerator(config), *_untrained_router(config), *_adapted_at_random(config)), origins)
 

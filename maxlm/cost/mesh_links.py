@@ -3,9 +3,12 @@
 A host of GPUs is treated as a slice of TPUs: inside it a switch joins all chips, and the data-centre network joins hosts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from maxlm.cost.network import AxisLinks, Network
 from maxlm.hardware.chips import Chip, chip_of
@@ -41,20 +44,25 @@ def _links(lines: Mapping[str, Sequence[Place]], topology: Topology) -> Mapping[
 
 def node_links(sizes: Mapping[str, int], topology: Topology) -> Mapping[str, AxisLinks]:
     """Links of every axis of more than one GPU, of a mesh of these `sizes`, outermost first: GPUs are laid in it in order, node by node."""
-    links, stride, (_, gpus) = {}, 1, topology.sides
-    for axis, size in reversed(list(sizes.items())):
-        if size > 1:
-            links[axis] = AxisLinks(slices=len({place * stride // gpus for place in range(size)}))
-        stride *= size
-    return links
+    nodes = (np.arange(math.prod(sizes.values())) // topology.sides[1]).reshape(tuple(sizes.values()))
+    return {axis: AxisLinks(slices=_most_nodes(nodes, number)) for number, (axis, size) in enumerate(sizes.items()) if size > 1}
+
+
+def _most_nodes(nodes: np.ndarray, axis: int) -> int:
+    """Number of nodes that a row of devices along `axis` crosses, at most, where each device has the number of its node."""
+    rows = np.sort(nodes, axis=axis)
+    return int(1 + np.max(np.sum(np.diff(rows, axis=axis) > 0, axis=axis)))
 
 
 def _lines(mesh: "Mesh") -> dict[str, list[Place]]:
-    """Axis -> the places of the devices along it, from the first device of the mesh."""
+    """Axis -> the places of the devices along it, from the first device of the mesh; of GPUs, along the row that crosses most nodes."""
     lines = {}
     for number, (axis, size) in enumerate(mesh.shape.items()):
-        devices = mesh.devices.swapaxes(0, number).reshape(size, -1)[:, 0]
-        lines[axis] = [_place(device) for device in devices]
+        rows = mesh.devices.swapaxes(0, number).reshape(size, -1).T
+        if rows[0, 0].platform == "tpu":
+            rows = rows[:1]  # all are alike
+        places = ([_place(device) for device in row] for row in rows)
+        lines[axis] = max(places, key=lambda line: len({node for node, _ in line}))
     return lines
 
 

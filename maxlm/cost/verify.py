@@ -76,7 +76,9 @@ class Compiler:
             self._process.join()
 
     def __call__(self, config: Config, topology: Topology) -> Verdict:
-        """Call `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does."""
+        """Call `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does or when its process ends: the next
+        call starts another.
+        """
         if self._process is None:
             spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
             self._line, far = spawn.Pipe()
@@ -84,15 +86,15 @@ class Compiler:
             with workers_without_signals():
                 self._process.start()
             far.close()
-        self._line.send((config, topology))
-        while not self._line.poll(POLL_S):
-            if self._stopped:
-                raise KeyboardInterrupt
         try:
+            self._line.send((config, topology))
+            while not self._line.poll(POLL_S):
+                if self._stopped:
+                    raise KeyboardInterrupt
             answer = self._line.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
-            code = self._process.exitcode
+            code, self._process = self._process.exitcode, None
             raise UserError(
                 f"The compiler's process ended with code {code}: see its message above; it may have run out of memory."
             ) from None
@@ -108,6 +110,8 @@ def _serve(line: Connection) -> None:
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
+    from jax.errors import JaxRuntimeError
+
     while True:
         try:
             config, topology = line.recv()
@@ -117,3 +121,5 @@ def _serve(line: Connection) -> None:
             line.send(verify(config, topology))
         except UserError as error:
             line.send(UserError(str(error)))  # a ConfigError cannot be sent: it is made from several arguments
+        except JaxRuntimeError as error:
+            line.send(UserError(f"XLA refuses this program: {str(error).splitlines()[0]}"))

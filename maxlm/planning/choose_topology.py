@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxlm.compiler.aot import available_hbm, why_not
+from maxlm.config import rules
+from maxlm.config.errors import ConfigError
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
-from maxlm.cost.verify import Compiler
+from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
-from maxlm.planning.layouts import Layout
-from maxlm.planning.plan import Scale, analytic_model, describe, scale_of
+from maxlm.planning.layouts import Layout, why_microbatches_stay
+from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
@@ -38,6 +40,7 @@ class Machine:
     wanted: Wanted
     point: Point | None = None  # the best compiled, else the best predicted; None when nothing fits
     cost: RunCost | None = None
+    refused: str = ""  # the rule that the config breaks on this chip
 
     def choose(self) -> None:
         """Take the best layout of the search, and its cost; both or, after Ctrl-C, neither."""
@@ -126,21 +129,24 @@ def _machine(config: Config, topology: Topology, tokens: float | None, available
         return not layout.offload and layout.loss_chunks == chunks
 
     on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
-    return Machine(
-        topology,
-        on_topology,
-        search_all(on_topology, analytic_model(on_topology, topology), available, offered=offered),
-        scale_of(on_topology, topology, tokens),
-        wanted,
-    )
+    scale = scale_of(on_topology, topology, tokens)
+    try:
+        rules.check(on_topology, any_mesh=True)
+    except ConfigError as error:
+        return Machine(topology, on_topology, Search(available), scale, wanted, refused=str(error))
+    search = search_all(on_topology, analytic_model(on_topology, topology), available, offered=offered)
+    return Machine(topology, on_topology, search, scale, wanted)
 
 
 def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) -> None:
-    """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip."""
+    """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip.
+
+    Raises UserError if the first compile of all fails.
+    """
     with Compiler() as compiler:
         for number in range(CHECKED):
             rank = (lambda one: (one.breaks_a_limit, one.dear)) if number % 2 else (lambda one: (one.breaks_a_limit, (False, one.wall_s)))
-            some = (one for one in machines if one.point and not one.search.trials and not why_not(one.topology))
+            some = (one for one in machines if one.point and not one.search.tried and not why_not(one.topology))
             machine = min(some, key=rank, default=None)
             if machine is None:
                 return
@@ -149,12 +155,9 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
             def compiling(search: Search, layout: Layout, name: str = here.name) -> None:
                 show_progress(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
 
-            for tries in range(1, TRIES + 1):
-                explore(machine.search, machine.config, None, functools.partial(compiler, topology=here), compiling, most=tries)
-                if machine.search.best or machine.search.end == STOPPED:
-                    break
-                machine.search.end = ""
-            for other in machines if machine.search.trials else ():
+            first = not any(one.search.tried for one in machines)
+            _try(machine, functools.partial(compiler, topology=here), compiling, first=first)
+            for other in machines if machine.search.trials else (machine,):
                 if other.topology.chip == here.chip and other is not machine:
                     other.search.other_trials += machine.search.trials
                 other.choose()
@@ -162,9 +165,21 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
                 raise KeyboardInterrupt  # after what was compiled has counted
 
 
+def _try(machine: Machine, verify: Callable[[Config], Verdict], show_progress: Callable[[Search, Layout], None], *, first: bool) -> None:
+    """Compile the best layout of a machine, and up to `TRIES` in all until one fits. `first`: nothing was compiled before."""
+    search = machine.search
+    for tries in range(1, TRIES + 1):
+        explore(search, machine.config, None, verify, show_progress, most=tries, may_fail=not first)
+        if search.best or search.end == STOPPED:
+            break
+        search.end = ""
+
+
 def _best(search: Search) -> Point | None:
+    """The fastest compiled layout that fits; without one, the best by estimate."""
     fitting = [point for point in points(search) if point.fits]
-    return min(fitting, key=lambda point: (not point.compiled, point.step_s), default=None)
+    compiled = [point for point in fitting if point.compiled]
+    return min(compiled, key=lambda point: point.step_s) if compiled else best_estimate(fitting, search.available)
 
 
 def _show(
@@ -198,9 +213,17 @@ def _show(
     if machines:
         console.print(_correction_line(machines), style="dim")
         console.print(_price_line(machines, wanted), style="dim")
-    without = [_name(machine.topology) for machine in others if machine.point is None]
+    without = [_name(machine.topology) for machine in others if machine.point is None and not machine.refused]
     if without:
         console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
+    for reason in dict.fromkeys(machine.refused for machine in others if machine.refused):
+        names = ", ".join(_name(machine.topology) for machine in others if machine.refused == reason)
+        console.print(f"{names}: {reason}", style="dim")
+    if kept := why_microbatches_stay(config):
+        console.print(kept, style="dim")
+    for machine in others:
+        for said in machine.search.failed.values():
+            console.print(f"The compiler failed for {_name(machine.topology)}: {said}", style="dim")
     for line in choice_lines(chosen, wanted):
         console.print(line, style="bold")
     picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
@@ -267,6 +290,8 @@ def _to_json(
         cost = {"cost": to_json(machine.cost, wanted), "time_cost_frontier": any(machine is one for one in starred)}
         said = {"correction": machine.scale.correction.to_json()}
         rows.append({**where, "available_bytes": machine.search.available, **point, **cost, **said})
-    without = [machine.topology.name for machine in others if machine.point is None]
+    without = [machine.topology.name for machine in others if machine.point is None and not machine.refused]
     picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
-    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, "machines": rows, "do_not_fit": without, **picked}
+    refused = {machine.topology.name: machine.refused for machine in others if machine.refused}
+    found = {"machines": rows, "do_not_fit": without, "refused": refused}
+    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, **found, **picked}

@@ -16,6 +16,7 @@ from typing import get_args
 
 import numpy as np
 
+from maxlm.config.errors import UserError
 from maxlm.config.schema import Config, ContextAttention, RematName
 from maxlm.cost.verify import Verdict
 from maxlm.planning.analytic import Analytic, Estimate
@@ -63,6 +64,7 @@ class Search:
     open: dict[Layout, Estimate] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     other_trials: list[Trial] = field(default_factory=list)  # on other machines of this chip: they correct the model as well
+    failed: dict[Layout, str] = field(default_factory=dict)  # dropped, since the compiler failed: what it said
     counted: int = 0  # layouts that the rules allow
     too_large: list[Layout] = field(default_factory=list)  # dropped, since they cannot fit
     too_slow: list[Layout] = field(default_factory=list)  # dropped, since they cannot be the fastest
@@ -71,6 +73,11 @@ class Search:
     set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
     end: str = ""  # why the search ended
+
+    @property
+    def tried(self) -> int:
+        """Number of layouts that were given to the compiler."""
+        return len(self.trials) + len(self.failed)
 
     @property
     def best(self) -> Trial | None:
@@ -105,31 +112,46 @@ def explore(
     verify: Callable[[Config], Verdict],
     show_progress: Callable[[Search, Layout], None],
     most: int,
+    *,
+    may_fail: bool = False,
 ) -> None:
     """Compile up to `most` layouts of `search`, the user's `own` first, whatever is expected of it.
 
-    `show_progress` shows the next one. Ctrl-C ends the search and keeps its trials.
+    `show_progress` shows the next one. Ctrl-C ends the search and keeps its trials. A layout at which `verify` raises UserError is dropped;
+    the error is raised only if it is the first of the search, and not even then if `may_fail`.
     """
     layout = own if own is not None and own in search.open else None
     try:
         while not search.end:
-            layout = layout or _next(search, last=0 < len(search.trials) == most - 1)
+            layout = layout or _next(search, last=0 < search.tried == most - 1)
             search.end = _end(search, layout, most)
             if layout is None or search.end:
                 return
             show_progress(search, layout)
-            verdict = verify(layout.apply(config))
-            search.trials.append(Trial(layout, search.open.pop(layout), verdict))
+            _compile(search, layout, config, verify, may_fail=may_fail or search.tried > 0)
             layout = None
             _drop(search)
     except KeyboardInterrupt:
         search.end = STOPPED
 
 
+def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[Config], Verdict], *, may_fail: bool) -> None:
+    """Move an open layout to the trials or, if it `may_fail`, to those that failed."""
+    try:
+        verdict = verify(layout.apply(config))
+    except UserError as error:
+        if not may_fail:
+            raise
+        del search.open[layout]
+        search.failed[layout] = str(error)
+    else:
+        search.trials.append(Trial(layout, search.open.pop(layout), verdict))
+
+
 def _end(search: Search, layout: Layout | None, most: int) -> str:
     """Reason to end the search before `layout` is compiled; empty when it goes on."""
     spent = [one.verdict.seconds for one in search.trials]
-    if len(spent) == most:
+    if search.tried == most:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"

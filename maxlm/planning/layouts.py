@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from maxlm.config import axes, rules
+from maxlm.config import axes, integrity_rules, rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import AXES, Config, ContextAttention, ModelConfig, PipelineConfig, RematName
 from maxlm.cost.advice import changed
@@ -100,7 +100,7 @@ class Layout:
 
 def layout_of(config: Config, devices: int) -> Layout:
     """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
-    sizes = rules.check_devices(config, devices)
+    sizes = _sizes(config, devices)
     remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
     return Layout(
         mesh=tuple(sizes.items()),
@@ -132,23 +132,37 @@ def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, .
     return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
 
 
+def why_microbatches_stay(config: Config) -> str:
+    """Reason why their number is not searched; empty where it is: experts that are balanced over each make it part of the objective."""
+    router = None if config.model.moe is None else config.model.moe.router
+    if router is None or not router.balance_loss or router.balance_over != "batch":
+        return ""
+    kept = f"train.microbatches stays {config.train.microbatches}"
+    return f"{kept}: model.moe.router.balance_over = batch balances the tokens of each, so another number is another loss."
+
+
 def frames(config: Config, devices: int) -> Iterator[Layout]:
     """Layouts that differ in more than what they save: each mesh, with what its axes leave to choose, and the microbatches."""
     for mesh in meshes(config, devices):
         sizes = mesh.sizes
-        rows = config.train.global_batch // mesh.shards
-        for parts, chunks in itertools.product(divisors(rows), PIPELINE_CHUNKS if sizes["stage"] > 1 else (1,)):
+        counts = divisors(config.train.global_batch // mesh.shards)
+        if why_microbatches_stay(config):
+            counts = [count for count in counts if count == config.train.microbatches]
+        for parts, chunks in itertools.product(counts, PIPELINE_CHUNKS if sizes["stage"] > 1 else (1,)):
             if chunks > 1 and (parts % sizes["stage"] or sizes["stage"] * chunks > periods(config.model)):
+                continue
+            frame = replace(mesh, microbatches=parts, chunks=chunks)
+            if _reads_microbatches(config) and not _allowed(config, frame.settings(config), devices):
                 continue
             # With several microbatches, or stages, gradients are summed once an update at stage 2 as they are at stage 1.
             stages = (3,) if config.memory.layers_on_host else (1, 2, 3) if parts == sizes["stage"] == 1 else (1, 3)
             for zero in stages if sizes["fsdp"] > 1 else (3,):
-                yield replace(mesh, microbatches=parts, chunks=chunks, zero=zero)
+                yield replace(frame, zero=zero)
 
 
 def meshes(config: Config, devices: int) -> Iterator[Layout]:
-    """A layout of one microbatch for every mesh of `devices` that the rules allow, with each axis across slices and each way to split
-    attention over `context`.
+    """A layout of one microbatch for every mesh of `devices` that the rules allow with some number of them, with each axis across slices
+    and each way to split attention over `context`.
     """
     slices = config.mesh.slices
     searched = [axis for axis in AXES if axis != "expert" or config.model.moe is not None]
@@ -160,8 +174,14 @@ def meshes(config: Config, devices: int) -> Iterator[Layout]:
             crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
         for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
             layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
-            if _allowed(config, layout.settings(config), devices):
+            numbers = divisors(config.train.global_batch // layout.shards) if _reads_microbatches(config) else [1]
+            if any(_allowed(config, replace(layout, microbatches=number).settings(config), devices) for number in numbers):
                 yield layout
+
+
+def _reads_microbatches(config: Config) -> bool:
+    """True if there are rules that the number of microbatches can break though it divides the rows of every device."""
+    return config.train.batch_ramp is not None or config.train.noise_scale is not None
 
 
 def periods(model: ModelConfig) -> int:
@@ -169,10 +189,18 @@ def periods(model: ModelConfig) -> int:
     return math.ceil((model.n_layers - model.n_dense) / len(model.layer_pattern))
 
 
+def _sizes(config: Config, devices: int) -> dict[str, int]:
+    """Mesh axis -> size. Raises ConfigError where a run with this mesh would be refused."""
+    sizes = rules.check_devices(config, devices)
+    for problem in integrity_rules.on_mesh(config, sizes):
+        raise ConfigError(*problem)
+    return sizes
+
+
 def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
     candidate = changed(config, settings)
     try:
-        return candidate is not None and bool(rules.check_devices(candidate, devices))
+        return candidate is not None and bool(_sizes(candidate, devices))
     except ConfigError:
         return False
 

@@ -1,7 +1,7 @@
 """The search for a layout, from a config and a machine to a `Plan`. Nothing is printed but progress, and nothing is written."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maxlm.compiler.aot import available_hbm, devices, why_not
@@ -24,7 +24,7 @@ from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic, host_room
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import Point, Search, Trial, points
-from maxlm.planning.layouts import Layout, layout_of
+from maxlm.planning.layouts import Layout, layout_of, why_microbatches_stay
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
@@ -73,6 +73,7 @@ class Plan:
     points: tuple[Point, ...]
     quantized: Mapping[str, float]  # formats that are faster on this chip: predicted seconds of a step in the chosen layout
     formats: Mapping[str, float] = field(default_factory=dict)  # others that were searched: seconds of a step in their fastest layout
+    unformatted: str = ""  # why nothing is known of another format that was asked for
     uncompiled: str = ""  # why nothing can be compiled for this machine here, so that all figures are the analytic model's
 
     @property
@@ -96,9 +97,14 @@ class Plan:
             return next(point for point in self.points if point.compiled and point.layout == self.chosen.layout)
         if not self.uncompiled:
             return None
-        safe = [point for point in self.points if point.needed <= (1 - IN_HAND) * self.search.available]
-        fastest = min(safe, key=lambda point: (point.step_s, point.needed), default=None)
-        return fastest or min(self.points, key=lambda point: point.needed, default=None)
+        return best_estimate(self.points, self.search.available)
+
+
+def best_estimate(points: Sequence[Point], available: int) -> Point | None:
+    """The fastest of `points` that leaves `IN_HAND` of the memory free, else the leanest."""
+    safe = [point for point in points if point.needed <= (1 - IN_HAND) * available]
+    fastest = min(safe, key=lambda point: (point.step_s, point.needed), default=None)
+    return fastest or min(points, key=lambda point: point.needed, default=None)
 
 
 def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:
@@ -117,7 +123,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
 
         def compiling(search: Search, layout: Layout) -> None:
             best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            number = f"{len(search.trials) + 1} of at most {explore.MOST_COMPILES}"
+            number = f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
             spent = duration(time.monotonic() - started)
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
@@ -177,6 +183,7 @@ def _own_layout(config: Config, topology: Topology) -> Layout | None:
 def _why_none(search: Search, config: Config, topology: Topology) -> str:
     if not search.counted:
         batch = f"train.global_batch = {config.train.global_batch:,}"
+        batch += f" in {config.train.microbatches} microbatches" if why_microbatches_stay(config) else ""
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
     state = sum(leaf.state_bytes for leaf in parameter_leaves(config))
     if search.host_full and search.leanest <= search.available:

@@ -95,6 +95,8 @@ def run(request: Request, *, as_json: bool) -> int:
 def _check_file(request: Request, loaded: LoadedConfig) -> None:
     """Raise UserError if the plan cannot be written to its file, or would replace what it extends."""
     file, folder = request.file, request.file.absolute().parent
+    if file.is_dir():
+        raise UserError(f"--out {file} is a folder; give the name of a file in it, such as {file / 'plan.yml'}.")
     if not folder.is_dir():
         raise UserError(f"--out {file}: there is no folder {folder}; make it first.")
     if file.resolve() in {find(request.name).resolve(), *(Path(source).resolve() for source in loaded.sources.values())}:
@@ -104,7 +106,8 @@ def _check_file(request: Request, loaded: LoadedConfig) -> None:
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
-    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`.
+    """The plan of the format that is expected to be the fastest, if its fastest layout is faster than that of `plan`; else `plan`,
+    also after an error or Ctrl-C, with the reason.
 
     Each format's seconds are corrected by published runs in it.
     """
@@ -122,10 +125,10 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
     loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
         other = make_plan(loaded, plan.topology, request.tokens, start=plan.chosen.layout)
-    except UserError:  # nothing fits
-        return plan
+    except (UserError, KeyboardInterrupt) as error:
+        return replace(plan, unformatted=f"{format}: {error}" if isinstance(error, UserError) else f"{format}: stopped")
     if other.chosen is None:
-        return plan
+        return replace(plan, unformatted=f"{format}: no layout that was compiled fits ({other.search.end}).")
     if other.scale.expected_s(other.chosen.verdict.step_s) < plan.scale.expected_s(plan.chosen.verdict.step_s):
         return replace(other, formats={"bf16": plan.chosen.verdict.step_s})
     return replace(plan, formats={format: other.chosen.verdict.step_s})
@@ -157,9 +160,11 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
 
 
 def _check_trained(config: Config) -> None:
-    """Raise UserError for a model that is not trained as a whole."""
+    """Raise UserError for a config whose step is another than the cost model's."""
     if config.model.lora is not None:
         raise UserError("maxlm plan has no cost model of a frozen model (model.lora): plan without it, then `maxlm compile` with it.")
+    if config.diloco is not None:
+        raise UserError("maxlm plan has no cost model of local updates (diloco): plan without it, then `maxlm compile` with it.")
 
 
 def _config_and_chips(request: Request) -> tuple[Config, tuple[Chip, ...]]:

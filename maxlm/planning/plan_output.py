@@ -16,6 +16,7 @@ from maxlm.hardware.chips import GIB
 from maxlm.planning import run_cost
 from maxlm.planning.explore import Point, rows
 from maxlm.planning.gpu_attention import kernel_runs
+from maxlm.planning.layouts import why_microbatches_stay
 from maxlm.planning.plan import Plan, Scale, crossing_axes, describe, machine_name
 from maxlm.planning.run_cost import Wanted
 from maxlm.telemetry.atomic import replacing
@@ -33,6 +34,10 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""
     end = f"none compiled: {plan.uncompiled}" if plan.uncompiled else f"{len(search.trials)} compiled; {search.end}"
     console.print(f"{search.counted:,} layouts: {dropped}, {end}.")
+    if kept := why_microbatches_stay(plan.loaded.config):
+        console.print(kept)
+    if search.failed:
+        console.print(f"The compiler failed at {len(search.failed)}, which are dropped: {next(iter(search.failed.values()))}")
     console.print()
     show_frontier(rows(plan.points), plan.scale, console, _sources(plan))
     console.print()
@@ -55,6 +60,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
         )
     for format, compiled_s in plan.formats.items():
         console.print(f"The fastest layout in {format}: {duration(compiled_s)}, compiled.")
+    if plan.unformatted:
+        console.print(f"--any-format has found nothing, {plan.unformatted}")
     for format, predicted_s in plan.quantized.items():
         if format not in plan.formats:
             console.print(f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; --any-format finds its layout.")
@@ -153,9 +160,11 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
             "set_aside": search.set_aside,
             "too_slow": len(search.too_slow),
             "compiled": len(search.trials),
+            "failed": len(search.failed),
         },
         "end": search.end,
         "uncompiled": plan.uncompiled or None,
+        "unformatted": plan.unformatted or None,
         "calibration": topology.chip.achieved.source or None,
         "chosen": as_json(plan.picked) if plan.picked else None,
         "cost": run_cost.to_json(cost, wanted) if (cost := plan.cost(wanted)) else None,

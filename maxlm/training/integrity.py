@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from maxlm.checkpoint import multihost
 from maxlm.checkpoint.digest import digest
+from maxlm.config import integrity_rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.reliability import IntegrityConfig
 from maxlm.config.schema import Config
@@ -196,20 +197,9 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError if a check could compare nothing on this mesh."""
-    settings, sizes = config.integrity, mesh.shape
-    if settings is None:
-        return
-    copied = (sizes["data"] > 1 and config.diloco is None) or sizes["context"] > 1 or sizes["tensor"] > 1
-    cells = sizes["data"] * sizes["stage"] * sizes["fsdp"]
-    if settings.replay_every is not None and cells == 1:
-        rule = "needs several devices along mesh.data, mesh.stage or mesh.fsdp, which repeat each other's work"
-        raise ConfigError("integrity.replay_every", settings.replay_every, rule, "leave it out")
-    if settings.repeat_every is not None and mesh.devices.flat[0].platform == "gpu":
-        rule = "needs equal bits from equal numbers, and on GPUs XLA sums the embedding's gradient in any order"
-        raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out")
-    if settings.replay_every is None and settings.repeat_every is None and not copied:
-        fix = "set integrity.replay_every" if cells > 1 else "set integrity.repeat_every"
-        raise ConfigError("integrity", "set", "no device of this mesh holds a copy of another's parameters", fix)
+    gpu = mesh.devices.flat[0].platform == "gpu"
+    for problem in (*integrity_rules.on_mesh(config, mesh.shape), *integrity_rules.on_platform(config, gpu=gpu)):
+        raise ConfigError(*problem)
 
 
 def check_memory(program: Program, limit: int | None) -> None:

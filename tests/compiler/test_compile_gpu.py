@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import maxlm
-from maxlm.compiler import gpu_compiler
+from maxlm.compiler import aot, gpu_compiler
 from maxlm.config.errors import UserError
 from maxlm.cost.efficiency import GPU_ATTENTION_SHARES, GPU_HBM_SHARE, GPU_LAUNCH_S, GPU_MATMUL_SHARE, NVLINK_SHARE
 from maxlm.cost.mesh_links import axis_links, within_slice
@@ -193,3 +193,21 @@ def test_without_the_compiler_its_make_target_is_given(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_compiler, "_PACKAGES", tmp_path)
     with pytest.raises(UserError, match=r"h200:1x1: .* make gpu-compiler"):
         gpu_compiler.devices(parse("h200:1x1"))
+
+
+def test_a_verdict_is_not_reused_with_another_compiler_or_memory(monkeypatch):
+    """Both are of the machine of now, and the program is the same."""
+
+    def key():
+        aot.available_hbm.cache_clear()
+        return aot._key("program", [0], parse("h200:1x1"), {}, 0)
+
+    before = key()
+    assert key() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(aot, "GPU_MEMORY_SHARE", 0.5)
+        assert key() != before
+    with monkeypatch.context() as patch:
+        patch.setattr(aot, "_version", lambda package: "2" if package == "nvidia-cuda-nvcc" else "1")
+        assert key() != before
+    assert key() == before

@@ -42,6 +42,14 @@ def test_nodes_that_an_axis_crosses_are_those_of_its_devices(sizes, topology):
     assert node_links(sizes, parse(topology)) == axis_links(mesh, parse(topology))
 
 
+def test_of_rows_that_cross_unlike_numbers_of_nodes_the_slowest_counts():
+    """In nodes of 6 GPUs every second row of 4 lies in two of them, though the first does not."""
+    topology, sizes = parse("h100:4x6"), {"data": 6, "tensor": 4}
+    there = [SimpleNamespace(platform="cuda", process_index=number // 6) for number in range(24)]
+    mesh = SimpleNamespace(shape=sizes, devices=np.array(there).reshape(6, 4))
+    assert node_links(sizes, topology)["tensor"] == axis_links(mesh, topology)["tensor"] == AxisLinks(slices=2)
+
+
 def step_between_slices(cycles: int, kind: str = "ALL_REDUCE") -> StepCost:
     """One transfer of 4 MB between two slices, with `cycles` of computing between its send and its recv-done."""
     attributes = f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="a_0",_xla_megascale_transfer_type="{kind}"}}'

@@ -13,6 +13,7 @@ import pytest
 
 from maxlm import cli
 from maxlm.compiler import aot
+from maxlm.config.errors import UserError
 from maxlm.config.loader import find, load
 from maxlm.config.schema import AXES
 from maxlm.cost.verify import Compiler, Verdict, verify
@@ -183,6 +184,24 @@ def test_the_format_is_chosen_where_that_is_allowed(capfd, answers):
     assert "published runs on v5p" in page and "Run and cost are by the median." in page
 
 
+@pytest.mark.parametrize(
+    ("error", "said"), [(UserError("Compiler's process ended."), "Compiler's process ended."), (KeyboardInterrupt(), "stopped")]
+)
+def test_a_plan_outlives_the_search_in_another_format(capfd, answers, monkeypatch, error, said):
+    made = iter([planning.make_plan])
+
+    def once(*arguments, **options):
+        make = next(made, None)
+        if make is None:
+            raise error
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(planning, "make_plan", once)
+    code, page, _ = run(capfd, *WIDE, "--any-format", "--out", "out.yml")
+    assert code == 0 and f"--any-format has found nothing, int8: {said}" in page
+    assert load("out.yml").config.precision.matmul is None
+
+
 def test_a_format_that_is_not_faster_is_not_chosen(capfd, answers):
     code, page, _ = run(capfd, *WIDE, "precision.compute=float32", "--any-format", "--out", "plain.yml")
     assert code == 0 and "int8" not in page
@@ -244,6 +263,8 @@ def test_every_kind_of_chip_is_compared(capfd, answers):
         (["--topology", "v5e:8x16", "train.global_batch=7", "data.seq_len=8"], ["128 devices", "train.global_batch = 7"]),
         (["--topology", "v5e:2x2", "train.global_batch=7.5"], ["train.global_batch = 7.5"]),
         (["--topology", "v5e:2x2", "--out", "nowhere/x.yml"], ["nowhere/x.yml", "make it first"]),
+        (["--topology", "v5e:2x2", "--out", "."], ["--out . is a folder", "plan.yml"]),
+        (["--topology", "v5e:2x2", "diloco={workers: 2, every: 4}"], ["no cost model of local updates (diloco)"]),
         (["--topology", "v5e:2x2", "--out", "tiny.yml"], ["--out tiny.yml", "extends this file"]),
         (["--topology", "v5e:2x2", "--out", "x.png"], ["--out x.png", "ends in .yml"]),
         (["--out", "x.yml", "--chips-at-most", "2"], ["--out goes with one topology"]),

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_plan import run
@@ -10,8 +11,13 @@ from test_plan import run
 from maxlm.compiler import gpu_compiler
 from maxlm.config.loader import load
 from maxlm.config.rules import topology_of
+from maxlm.hardware.prices import LIST_PRICES
+from maxlm.hardware.topologies import parse
+from maxlm.planning import choose_topology
+from maxlm.planning.explore import Point
 from maxlm.planning.layouts import layout_of
 from maxlm.planning.plan import IN_HAND, analytic_model
+from maxlm.planning.run_cost import Wanted
 
 KEPT = "memory.remat=[layer_input,query,key,value,attention,attention_out,gate,up]"
 COMMON = ("data.store=none", "data.seq_len=8192", "train.steps=1000")
@@ -128,6 +134,28 @@ def test_factors_are_seen_in_the_plan(plan, tmp_path):
 def test_bad_input_is_one_line_with_the_fix(plan, arguments, said):
     code, out, err = plan(*arguments)
     assert (code, out) == (2, "") and said in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_a_rule_of_the_chip_is_the_reason_and_not_its_size(tmp_path, monkeypatch, capfd):
+    """A config without a cluster meets the rules of a chip only in the comparison."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yml").write_text(TINY, encoding="utf-8")
+    config = load("tiny", ["precision.matmul={format: fp8}"]).config
+    topologies = [parse("a100-40gb:1x4"), parse("a100-40gb:1x8")]
+    for as_json in (True, False):
+        assert choose_topology.compare(config, topologies, None, ("tiny",), Wanted(LIST_PRICES), as_json=as_json) == 2
+    said, _, page = capfd.readouterr().out.partition("\n")
+    assert json.loads(said)["do_not_fit"] == [] and list(json.loads(said)["refused"]) == ["a100-40gb:1x4", "a100-40gb:1x8"]
+    assert "a100-40gb:1x4, a100-40gb:1x8: precision.matmul.format" in page and "Too small" not in page
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((99, 95, 50), 95), ((99, 97), 97)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_prediction_leaves_memory_in_hand_in_a_comparison_as_in_a_plan(monkeypatch, sizes, chosen, compiled):
+    """The fastest first; what was compiled needs as much as it does."""
+    some = [Point(None, step_s, needed, compiled) for step_s, needed in enumerate(sizes, 1)]
+    monkeypatch.setattr(choose_topology, "points", lambda search: some)
+    assert choose_topology._best(SimpleNamespace(available=100)).needed == (99 if compiled else chosen)
 
 
 def test_families_of_gpus_are_compared(plan):

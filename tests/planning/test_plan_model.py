@@ -12,6 +12,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.config import rules
+from maxlm.config.errors import ConfigError
 from maxlm.config.loader import load
 from maxlm.config.schema import AXES
 from maxlm.cost.efficiency import OUR_ATTENTION_SHARES
@@ -24,7 +25,7 @@ from maxlm.models import abstract_parameters, parameter_axes, token_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.branching import search_all
-from maxlm.planning.layouts import Layout, frames, layout_of, layouts, meshes, savings
+from maxlm.planning.layouts import Layout, frames, layout_of, layouts, meshes, savings, why_microbatches_stay
 from maxlm.planning.plan import _why_none
 from maxlm.training.program import build_program
 
@@ -101,6 +102,42 @@ def test_what_an_axis_leaves_to_choose_is_searched():
     assert {(2, 1, 1), (2, 4, 2), (4, 4, 1)} <= piped
     assert (2, 1, 2) not in piped  # rounds of two microbatches
     assert not any(one.offload for one in layouts(config, 4) if one.sizes["stage"] > 1)
+
+
+@pytest.mark.parametrize(
+    ("train", "meshes_found"),
+    [
+        ({"microbatches": 2, "noise_scale": {}}, 1),
+        ({"batch_ramp": [{"global_batch": 8, "until_tokens": 1000}]}, 2),
+    ],
+)
+def test_rules_of_microbatches_are_kept_with_the_real_number(train, meshes_found):
+    """One microbatch measures no noise; a pipeline's are of every size of the batch."""
+    config = tiny_config(train={"global_batch": 32, **train})
+    found = list(frames(config, 4))
+    assert {one.sizes["stage"] for one in found} == {1, 2}.intersection(range(1, 1 + meshes_found))
+    for one in found:
+        assert one.apply(config).train.microbatches == one.microbatches
+
+
+def test_no_layout_has_checks_that_compare_nothing():
+    config = tiny_config(integrity={}, mesh={"fsdp": 4})
+    assert all(one.sizes["data"] * one.sizes["context"] * one.sizes["tensor"] > 1 for one in meshes(config, 4))
+    with pytest.raises(ConfigError, match="holds a copy"):
+        layout_of(config, 4)
+    with pytest.raises(ConfigError, match="on GPUs"):
+        rules.check(tiny_config(integrity={"repeat_every": 5}, cluster={"topology": "h100:1x4"}), any_mesh=True)
+    with pytest.raises(ConfigError, match="holds a copy"):
+        rules.check(tiny_config(integrity={}, mesh={"fsdp": 4}, cluster={"topology": "h100:1x4"}))
+
+
+def test_microbatches_stay_where_experts_are_balanced_over_each():
+    def counts(**router):
+        config = tiny_config(model={"moe": {**EXPERTS, "router": router}}, train={"microbatches": 2, "global_batch": 32})
+        return {one.microbatches for one in frames(config, 8)}, why_microbatches_stay(config)
+
+    assert counts(balance_loss=0.01)[0] == {2} and "train.microbatches stays 2" in counts(balance_loss=0.01)[1]
+    assert counts(balance_loss=0.01, balance_over="sequence") == counts() == ({1, 2, 4, 8, 16, 32}, "")
 
 
 def test_a_pipeline_of_the_config_is_left_when_a_layout_has_none():

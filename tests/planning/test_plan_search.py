@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from test_plan_model import LARGE, analytic
 
+from maxlm.config.errors import UserError
 from maxlm.config.loader import load
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
@@ -186,3 +187,47 @@ def test_a_comparison_that_is_stopped_forgets_no_layout_that_does_not_fit(monkey
     with pytest.raises(KeyboardInterrupt):
         choose_topology._check([machine], lambda _: None)
     assert machine.point is None
+
+
+def failing(compiler, *at):
+    """The stand-in for the compiler, whose process ends at these calls."""
+    calls = []
+
+    def verify(config, topology=None):
+        calls.append(config)
+        if len(calls) - 1 in at:
+            raise UserError("The compiler's process ended with code -9: see above.")
+        return compiler(config)
+
+    return verify
+
+
+def test_a_layout_at_which_the_compiler_fails_is_dropped():
+    compiler, found = Compiler(), begin(SPACE, MODEL, AVAILABLE)
+    explore(found, CONFIG, None, failing(compiler, 2, 3), lambda *_: None, MOST_COMPILES)
+    assert set(found.failed.values()) == {"The compiler's process ended with code -9: see above."} and len(found.failed) == 2
+    assert found.tried == len(compiler.asked) + 2 <= MOST_COMPILES
+    assert found.best is not None and not set(found.failed) & {*found.open, *compiler.asked}
+
+
+def test_a_compiler_that_fails_at_once_is_an_error():
+    with pytest.raises(UserError, match="code -9"):
+        explore(begin(SPACE, MODEL, AVAILABLE), CONFIG, None, failing(Compiler(), 0), lambda *_: None, MOST_COMPILES)
+
+
+@pytest.mark.parametrize("fails", [(0,), (1, 2)])
+def test_a_comparison_outlives_a_failed_compile(monkeypatch, fails):
+    """The second machine has only its prediction then, of another layout than the compiler failed at."""
+    monkeypatch.setattr(choose_topology, "Compiler", lambda: contextlib.nullcontext(failing(Compiler(), *fails)))
+    machines = [
+        choose_topology.Machine(parse("v5p:4x4x4"), CONFIG, search, None, None, point=points(search)[0])
+        for search in (begin(SPACE[start : start + 50], MODEL, AVAILABLE) for start in (0, 50))
+    ]
+    monkeypatch.setattr(choose_topology.Machine, "choose", lambda self: setattr(self, "point", choose_topology._best(self.search)))
+    if 0 in fails:
+        with pytest.raises(UserError, match="code -9"):
+            choose_topology._check(machines, lambda _: None)
+        return
+    choose_topology._check(machines, lambda _: None)
+    assert [(len(one.search.trials), len(one.search.failed)) for one in machines] == [(1, 0), (0, 2)]
+    assert machines[1].point is not None and machines[1].point.layout not in machines[1].search.failed
