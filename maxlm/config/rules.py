@@ -17,7 +17,6 @@ from maxlm.config import (
     schedule_rules,
 )
 from maxlm.config.errors import ConfigError, Problem
-from maxlm.config.optimizer import OptimizerConfig
 from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError, either
@@ -466,7 +465,9 @@ def _optimizer(config: Config) -> Iterator[Problem]:
     for field, value in averages.items():
         if value >= BELOW_ONE:
             yield f"optimizer.{field}", value, "must be below 1 in float32, or the average never moves", "use 0.9 to 0.999"
-    yield from _amounts(optimizer)
+    if optimizer.name == "ademamix" and optimizer.ademamix is not None and optimizer.ademamix.beta3 <= optimizer.beta1:
+        rule = f"is not above optimizer.beta1 = {optimizer.beta1:g}, so the slow average would be the faster one"
+        yield "optimizer.ademamix.beta3", optimizer.ademamix.beta3, rule, "use 0.999 to 0.9999"
     total = config.total_steps
     warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
     decay = config.decay_steps
@@ -480,20 +481,6 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         field = "decay_tokens" if optimizer.decay_tokens is not None else "decay_steps"
         rule = f"warm-up of {warmup} steps and decay of {decay} do not fit in the {total} of the run"
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
-
-
-def _amounts(optimizer: OptimizerConfig) -> Iterator[Problem]:
-    """Numbers that are possible one by one, and not together."""
-    rates = {"peak_lr": optimizer.peak_lr}
-    if optimizer.name == "muon" and optimizer.muon is not None and optimizer.muon.adam_lr is not None:
-        rates["muon.adam_lr"] = optimizer.muon.adam_lr
-    field, rate = max(rates.items(), key=lambda item: item[1])
-    if not optimizer.decays_independently and rate * optimizer.decay_per_rate >= 1:
-        rule = f"times optimizer.{field} = {rate:g} is not below 1: an update would remove more than a whole matrix"
-        yield "optimizer.weight_decay", optimizer.weight_decay, rule, "lower one of them: their product is usually below 0.01"
-    if optimizer.name == "ademamix" and optimizer.ademamix is not None and optimizer.ademamix.beta3 <= optimizer.beta1:
-        rule = f"is not above optimizer.beta1 = {optimizer.beta1:g}, so the slow average would be the faster one"
-        yield "optimizer.ademamix.beta3", optimizer.ademamix.beta3, rule, "use 0.999 to 0.9999"
 
 
 def _state(config: Config) -> Iterator[Problem]:

@@ -136,9 +136,16 @@ def _learnt(side: Side | None, g: Float[Array, "B n k"], decay: float, first: Bo
     covariance = decay * side.covariance + (1 - decay) * (g @ g.swapaxes(1, 2))
 
     def eigenvectors() -> Array:
-        return jnp.linalg.eigh(covariance)[1][..., ::-1]
+        return _each(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], covariance)
 
     def iterated() -> Array:
-        return jnp.linalg.qr(covariance @ side.basis)[0]
+        return _each(lambda x: jnp.linalg.qr(x)[0], covariance @ side.basis)
 
     return Side(covariance, jax.lax.cond(due, lambda: jax.lax.cond(first, eigenvectors, iterated), lambda: side.basis))
+
+
+def _each(decompose: Callable[[Array], Array], x: Float[Array, "B n n"]) -> Float[Array, "B n n"]:
+    """`decompose` of each matrix, on a CPU one by one: jax's calls of LAPACK share a batch among the threads that run the program, and wait
+    for each other for ever where as many batches as threads are decomposed at once.
+    """
+    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.map(decompose, x), default=decompose)

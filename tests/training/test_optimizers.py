@@ -338,14 +338,6 @@ def test_experts_are_scaled_as_dense_matrices_of_their_sides():
         ({"optimizer": {"name": "soap"}, "model": {"lora": {"rank": 2}}}, "soap.*lora"),
         ({"optimizer": {"name": "ademamix", "ademamix": {"beta3": 1.0}}}, "ademamix.beta3"),
         ({"optimizer": {"name": "ademamix", "ademamix": {"beta3": 0.9}, "beta1": 0.9}}, "ademamix.beta3 = 0.9: is not above .*beta1 = 0.9"),
-        (
-            {"optimizer": {"weight_decay": 100, "peak_lr": 1e-2}},
-            "weight_decay = 100.*: times optimizer.peak_lr = 0.01 is not below 1",
-        ),
-        (
-            {"optimizer": {"name": "muon", "weight_decay": 0.1, "muon": {"adam_lr": 10.0}}},
-            "weight_decay = 0.1: times optimizer.muon.adam_lr = 10 is not",
-        ),
     ],
 )
 def test_contradictions_of_a_rule_are_one_line(sections, said):
@@ -354,4 +346,15 @@ def test_contradictions_of_a_rule_are_one_line(sections, said):
 
 
 def test_what_another_rule_reads_contradicts_nothing():
-    assert tiny_config(optimizer={"name": "adamw", "weight_decay": 0.1, "muon": {"adam_lr": 10.0}, "ademamix": {"beta3": 0.5}})
+    assert tiny_config(optimizer={"name": "adamw", "ademamix": {"beta3": 0.5}})
+
+
+def test_no_batch_of_matrices_is_given_to_lapack():
+    """Two batches at once, on two threads, waited for each other for ever: a hang at the first update of SOAP on a CPU."""
+    config = config_of("soap")
+    optimizer = build_optimizer(config)
+    params = init_state(config.model, optimizer, 0).params
+    text = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
+    batched = jax.jit(jnp.linalg.eigh).lower(jnp.zeros((3, 8, 8))).as_text()
+    given = [re.findall(r"lapack_(?:ssyevd|sgeqrf|sorgqr)_ffi.*: \(tensor<([^>]*)x?f32>", one) for one in (text, batched)]
+    assert {shape.count("x") for shape in given[1]} == {3} and {shape.count("x") for shape in given[0]} == {2}
