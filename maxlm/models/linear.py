@@ -116,7 +116,7 @@ def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], act
 
 
 def over_layers(config: ModelConfig, scan: Callable, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
-    """Run `period` over the blocks of an entry of the model, in a scan if they are those of the layer pattern."""
+    """Run `period` over the blocks of an entry: those of the layer pattern by `scan`, or by that of `layers_scanned`."""
     if (quantized := _SETTINGS.get().matmul) is not None:
         return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)
     return (_SCAN.get() or scan)(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
