@@ -87,6 +87,7 @@ def main() -> int:
             continue
         except KeyboardInterrupt:
             break
+        figures = {**read(), name: figures[name]}  # another one may have written meanwhile
         write_text(FIGURES, json.dumps(dict(sorted(figures.items())), indent=1) + "\n")
         write_text(PAGE, page(figures))
     write_text(PAGE, page(figures))
