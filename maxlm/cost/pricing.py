@@ -18,14 +18,13 @@ from maxlm.hlo.op_flops import (
     matmul_flops,
     only_scaled,
 )
-from maxlm.hlo.parser import Computation, Module, Op
+from maxlm.hlo.parser import PALLAS, Computation, Module, Op
 
 _BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
 _ROUNDING = re.compile(r"quantize_gated(_gradient)?")
 _GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
 _MATMUL = re.compile(r"matmul|glu|linear|cross_entropy|dense", re.IGNORECASE)
-_PALLAS = "tpu_custom_call"
 _MATMULS = {"forward": 2, "dq": 3, "dkv": 4}  # of a tile, by the last word of the name of our attention kernels for GPUs
 _MOSAIC = "mosaic_gpu"  # custom call target of Pallas kernels, followed by a version
 _FORMATS: dict[str, MatmulFormat] = {"s8": "int8", "u8": "int8", "f8e4m3fn": "e4m3", "f8e5m2": "e5m2"}
@@ -67,7 +66,7 @@ class TpuPricing(_Pricing):
         self.attention_shares, self.our_shares = efficiency.ATTENTION_SHARES[chip.name], efficiency.OUR_ATTENTION_SHARES.get(chip.name)
 
     def seconds(self, op: Op, computation: Computation) -> float:
-        if op.target == _PALLAS:
+        if op.target == PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
             bounds = op.cycles / self.clock_hz, self._upper_bound(op, computation), self._counted(op, computation)
@@ -106,13 +105,13 @@ class TpuPricing(_Pricing):
         return self.matmul_s({operands: number for operands, number in flops.items() if format_of(operands) != "bf16"})
 
     def kind(self, op: Op, computation: Computation) -> str:
-        if op.target == _PALLAS:
+        if op.target == PALLAS:
             return "attention" if _is_attention(op) else "matmul" if _GATED.search(op.name) else "kernel"
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
 
     def flops(self, op: Op, computation: Computation) -> Mapping[str, int]:
         """FLOPs by the dtypes of the operands."""
-        if op.target != _PALLAS:
+        if op.target != PALLAS:
             return flops_by_operands(self.module, op, computation)
         flops = self._kernel_flops(op, computation)
         return {kernel_operands(op, computation): flops} if flops else {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maxlm.cost.network import RENDEZVOUS, Collective, Network, is_collective
-from maxlm.hlo.parser import PLUMBING, Computation, Module, Op, text_of
+from maxlm.hlo.parser import PALLAS, PLUMBING, Computation, Module, Op, text_of
 
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")
 _CARRIES = "async_collective_fusion"  # the name XLA gives what a fusion calls when it carries a collective
@@ -127,7 +127,7 @@ class _Turn:
         elif op.opcode == "fusion":
             self._fusion(op)
         else:
-            self._compute(op)
+            self._compute(op, self.computation)
 
     def _rendezvous(self, op: Op) -> str:
         """Name that a send of a transfer between slices, and the recv-done which waits for it, have in common; "" of anything else."""
@@ -176,9 +176,12 @@ class _Turn:
                 scatters = any(inner.opcode == "dynamic-slice" for inner in computation.ops)
                 for inner in collectives:
                     self._synchronous(self.replay.network.collective(inner, "sync", computation, scatters=scatters))
-            if op.cycles is None:
-                return  # it only communicates
-        self._compute(op)
+            kernels = [inner for inner in computation.ops if inner.target == PALLAS]
+            for kernel in kernels:  # which carries the collective
+                self._compute(kernel, computation)
+            if kernels or op.cycles is None:
+                return  # it does nothing else
+        self._compute(op, self.computation)
 
     def _fly(self, name: str, collective: Collective) -> None:
         begin = max([self.now, *(self.free.get(lane, 0.0) for lane in collective.lanes)])
@@ -210,11 +213,11 @@ class _Turn:
             self.segment.inner.append(Inner(inner, turns, self.now))
             self.now += turns * inner.seconds
 
-    def _compute(self, op: Op) -> None:
-        seconds = self.replay.seconds_of(op, self.computation)
+    def _compute(self, op: Op, computation: Computation) -> None:
+        seconds = self.replay.seconds_of(op, computation)
         if seconds > 0:
             self.now += seconds
-            self.segment.timed.append(Timed(op, self.computation, seconds))
+            self.segment.timed.append(Timed(op, computation, seconds))
 
     def _handed_on(self) -> list[tuple[int, str]]:
         """Collectives in flight that a loop carries into its next iteration: (place in the loop's tuple, operation that started it)."""

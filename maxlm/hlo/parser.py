@@ -42,10 +42,11 @@ _CALLS = re.compile(
 _GROUPS = re.compile(r"\b(?:replica_groups|source_target_pairs)=(mesh\[.*?\}|\{\{.*?\}\}|\{\}|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
+_STATED = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\["([\d",]*)"\]')
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
+PALLAS = "tpu_custom_call"  # target of a Pallas kernel
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
 

@@ -1,6 +1,7 @@
 """Prices of compiled programs: properties on real ones, and on a small one whose answer is worked out by hand."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,24 @@ def test_a_collective_that_fusions_carry_counts_once_and_waits_only_for_what_is_
     assert gather.bytes == 4 * 1024 * 4096 * 2
     assert gather.exposed_s == 0
     assert 0 < slow.exposed_s < sum(row.seconds for row in slow.traffic)
+
+
+def test_a_kernel_that_carries_a_collective_is_charged_what_it_states():
+    """As XLA:TPU writes it with `xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call`: the fusion has no estimate of its own."""
+    text = (PROGRAMS / "fused.hlo").read_text()
+    stated = 'backend_config={"custom_call_config": {"cost_estimate": {\n"bytes_accessed":1,\n"flops":123456789012\n}, "x": 1}}'
+    kernel, kernels = re.subn(r"%convolution\.97\.clone\.5 = (\S+) convolution\(.*", r"%attention_forward.9 = \1 KERNEL", text)
+    kernel = kernel.replace("KERNEL", f'custom-call(%fusion.202.clone.5), custom_call_target="tpu_custom_call", {stated}')
+    carriers = [line for line in kernel.splitlines() if "calls=%async_collective_fusion.795" in line]
+    assert (kernels, len(carriers)) == (1, 1)
+    kernel = kernel.replace(carriers[0], re.sub(r'"estimated_cycles":"\d+"', '"x":"0"', carriers[0]))
+    sizes = CASES["fused"][1]
+    cost, before = estimate(parser.read(kernel), CHIP["v5e"], sizes, ring(sizes), top=10_000), price("fused")
+    (run,) = [op for op in cost.top if op.kind == "attention"]
+    assert run.flops == run.times * 123456789012
+    assert cost.attention_s == pytest.approx(run.flops / (OUR_ATTENTION_SHARES["v5e"][0] * CHIP["v5e"].peak_bf16_flops))
+    assert cost.matmul_s < before.matmul_s
+    assert [(row.how, row.count, row.bytes) for row in cost.traffic] == [(row.how, row.count, row.bytes) for row in before.traffic]
 
 
 def test_sparsecore_runs_beside_the_matmuls():
