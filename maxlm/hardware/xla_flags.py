@@ -47,6 +47,13 @@ WHOLE_MATMULS = (
     ),
 )
 
+# v5e has no SparseCore: its TensorCore sends while it multiplies. (A reduce-scatter over two dims of its torus is an all-reduce.)
+ASYNC_ALL_REDUCE = (
+    Flag("xla_enable_async_all_reduce", True, "reduce gradients while other matmuls run"),
+    Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, "the same: inside the fusions of those matmuls"),
+    Flag("xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call", True, "the same beside our kernels: attention, experts"),
+)
+
 # v4 and tpu7x have less VMEM and are left at the default.
 # v5p, v6e and tpu7x have SparseCores, which move data while the TensorCore computes.
 SPARSE_CORE = (
@@ -112,7 +119,7 @@ HOPPER = (
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": CPU,
     "v4": WHOLE_MATMULS,
-    "v5e": WHOLE_MATMULS + VMEM,
+    "v5e": WHOLE_MATMULS + VMEM + ASYNC_ALL_REDUCE,
     "v5p": WHOLE_MATMULS + VMEM + SPARSE_CORE,
     "v6e": WHOLE_MATMULS + VMEM + SPARSE_CORE,
     "tpu7x": WHOLE_MATMULS + SPARSE_CORE,
