@@ -26,7 +26,9 @@ class CpuSpeeds(_Record):
     """What decides the time of a small model's step on a CPU, beside the speed of a large matmul and of a large copy."""
 
     matmuls: Annotated[tuple[MatmulSpeed, ...], Field(min_length=1)]  # shortest side first
-    transposed_matmuls: Annotated[tuple[MatmulSpeed, ...], Field(min_length=1)]  # the same of matmuls that read their left operand transposed
+    transposed_matmuls: Annotated[
+        tuple[MatmulSpeed, ...], Field(min_length=1)
+    ]  # the same of matmuls that read their left operand transposed
     transposed_bytes_per_s: Rate  # read and written by a copy that transposes
     fresh_bytes_per_s: Rate  # memory that the system hands out, at its first write
     function_s: Seconds  # an exponential of one number

@@ -32,9 +32,7 @@ def cpu_speeds(square: MatmulSpeed, timed: Callable[[Step, jax.Array], TimedLoop
         return time_loop(timed(step, jnp.full(dims, 0.5, jnp.float32)))[0]
 
     narrow = [MatmulSpeed(side=side, flops=4 * LONG_SIDE**2 * side / seconds(_narrow(side, LONG_SIDE), LONG_SIDE, side)) for side in SIDES]
-    gradients = [
-        MatmulSpeed(side=side, flops=2 * TOKENS * side**2 / seconds(_gradient(side), TOKENS, side)) for side in TRANSPOSED_SIDES
-    ]
+    gradients = [MatmulSpeed(side=side, flops=2 * TOKENS * side**2 / seconds(_gradient(side), TOKENS, side)) for side in TRANSPOSED_SIDES]
     return CpuSpeeds(
         matmuls=(*narrow, square) if square.side > SIDES[-1] else tuple(narrow),
         transposed_matmuls=tuple(gradients),
