@@ -1,4 +1,4 @@
-"""Measured speeds of a CPU that no data sheet states: small matmuls, transposing copies, functions, and memory that is used for the first time."""
+"""Measured speeds of a CPU that no data sheet states: small matmuls, transposing copies, functions, and the first use of memory."""
 
 import bisect
 import math
@@ -22,13 +22,14 @@ class MatmulSpeed(_Record):
     flops: Rate  # FLOP/s
 
 
+Speeds = Annotated[tuple[MatmulSpeed, ...], Field(min_length=1)]
+
+
 class CpuSpeeds(_Record):
     """What decides the time of a small model's step on a CPU, beside the speed of a large matmul and of a large copy."""
 
-    matmuls: Annotated[tuple[MatmulSpeed, ...], Field(min_length=1)]  # shortest side first
-    transposed_matmuls: Annotated[
-        tuple[MatmulSpeed, ...], Field(min_length=1)
-    ]  # the same of matmuls that read their left operand transposed
+    matmuls: Speeds  # shortest side first
+    transposed_matmuls: Speeds  # the same of matmuls that read their left operand transposed
     transposed_bytes_per_s: Rate  # read and written by a copy that transposes
     fresh_bytes_per_s: Rate  # memory that the system hands out, at its first write
     function_s: Seconds  # an exponential of one number
@@ -36,8 +37,8 @@ class CpuSpeeds(_Record):
 
 
 def matmul_flops_per_s(speeds: Sequence[MatmulSpeed], side: int) -> float:
-    """FLOP/s of a matmul whose shortest side is `side`: a power law between two measured ones; beyond the last as that one, before the first
-    in proportion to the side.
+    """FLOP/s of a matmul whose shortest side is `side`: a power law between two measured ones; beyond the last as that one, below the
+    first in proportion to the side.
     """
     if side >= speeds[-1].side:
         return speeds[-1].flops

@@ -62,9 +62,8 @@ def _dot(op: Op, computation: Computation) -> CpuDot:
     summed = math.prod(left.dims[dim] for dim in contracted)
     batch = math.prod(left.dims[dim] for dim in _dims(_BATCH, op))
     rows, columns = (shape.elements // max(1, summed * batch) for shape in (left, right))
-    return CpuDot(
-        min(rows, summed, columns), bool(contracted) and len(left.dims) - 1 not in contracted, 2 * batch * rows * summed * columns
-    )
+    transposed = bool(contracted) and len(left.dims) - 1 not in contracted
+    return CpuDot(min(rows, summed, columns), transposed, 2 * batch * rows * summed * columns)
 
 
 def _moves_last(op: Op) -> bool:
