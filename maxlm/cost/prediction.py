@@ -54,10 +54,12 @@ def _step_s(program: "Program", topology: Topology) -> float:
     from maxlm.cost.step_cost import program_cost
     from maxlm.hlo.parser import read, with_bounds
 
-    text = program.step.as_text() if isinstance(program.step, jax.stages.Compiled) else None
-    assert text is not None, "a step of one program, which XLA shows"
+    step = program.step
+    assert isinstance(step, jax.stages.Compiled), "a step of one program"
+    text = step.as_text()
+    assert text is not None, "XLA shows it"
     module = read(text) if topology.chip.cpu is None else with_bounds(read(text))
-    return program_cost(program, module, topology).total_s + _first_touch_s(program.step, topology.chip)
+    return program_cost(program, module, topology).total_s + _first_touch_s(step, topology.chip)
 
 
 def _first_touch_s(step: "jax.stages.Compiled", chip: Chip) -> float:
