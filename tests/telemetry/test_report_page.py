@@ -308,7 +308,7 @@ def test_no_two_ticks_of_an_axis_have_the_same_label(look, make):
     found = look(
         [make("r")],
         """
-        const ranges = [[1.9896, 1.9921], [1_495_000, 1_495_100], [6_280_000_000, 6_280_900_000], [9.9501, 9.9541], [3e-4, 3.0004e-4], [0, 1]];
+        const ranges = [[1.9896, 1.9921], [1_495_000, 1_495_100], [6.28e9, 6.2809e9], [9.9501, 9.9541], [3e-4, 3.0004e-4], [0, 1]];
         const linear = ranges.map(([low, high]) => labelled(ticks(low, high, 5))), logs = [[2.9, 8.5], [1e-6, 10], [0.5, 60000]];
         const zoomed = byTitle('Loss');
         view.logs.set('Loss', true); zoom([200.02, 200.05]);
