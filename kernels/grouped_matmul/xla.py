@@ -2,6 +2,8 @@
 where `jax.lax.ragged_dot` on CPUs and GPUs multiplies every row with the weights of all.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -45,7 +47,7 @@ def product(
         return jax.lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 
     empty = jnp.zeros((len(x), len(w_KG) if transposed else wide), dtype)
-    return jax.lax.fori_loop(0, visits.total, visit, empty)[:rows]
+    return _visited(visits, visit, empty)[:rows]
 
 
 def weights_gradient(
@@ -78,7 +80,13 @@ def weights_gradient(
         return jax.lax.dynamic_update_slice_in_dim(total_KG, sum_KN, column, axis=1)
 
     empty = jnp.zeros((x_MK.shape[1], len(group_sizes_E) * wide), jnp.float32)
-    return jax.lax.fori_loop(0, visits.total, visit, empty).astype(dtype)
+    return _visited(visits, visit, empty).astype(dtype)
+
+
+def _visited(visits: GroupMetadata, visit: Callable[[Array, Array], Array], empty: Array) -> Array:
+    """All visits one after the other. The name of the loop says how many there are at most: XLA knows only that data decides."""
+    with jax.named_scope(f"at_most_{len(visits.tiles_V)}_turns"):
+        return jax.lax.fori_loop(0, visits.total, visit, empty)
 
 
 def _padded(x: Array, tile: int) -> Array:

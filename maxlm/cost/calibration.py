@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import Achieved
+from maxlm.hardware.cpu_speeds import CpuSpeeds, Rate
 from maxlm.hardware.topologies import Topology
 
 OPTION, FIELD = "--calibration", "cost.calibration"
 MOST = 1.2  # a share above 1 is a chip above its nominal clock; far above, a wrong chip or a wrong measurement
 Share = Annotated[float, Field(gt=0, le=MOST)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
@@ -30,6 +30,7 @@ class Measured(_Record):
     hbm_bytes_per_s: Rate  # read and written, one device
     all_gather_bytes_per_s: Rate | None
     reduce_scatter_bytes_per_s: Rate | None
+    cpu: CpuSpeeds | None = None  # of CPUs only; None in files from before 2026-11-26
 
 
 class Factors(_Record):

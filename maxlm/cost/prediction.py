@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from maxlm.training.program import Program
 
 
+MAPPED_BYTES = 32 * 2**20  # from here on glibc always returns what is freed to the system (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX)
+
+
 def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"], float]:
     """A function that predicts the seconds of a program's step by `cost.calibration`; `hosts`: of each process. Raises UserError for a file
     that is none, that was measured on other devices, or whose links are not those of these processes.
@@ -49,11 +52,21 @@ def _step_s(program: "Program", topology: Topology) -> float:
     import jax
 
     from maxlm.cost.step_cost import program_cost
-    from maxlm.hlo.parser import read
+    from maxlm.hlo.parser import read, with_bounds
 
-    text = program.step.as_text() if isinstance(program.step, jax.stages.Compiled) else None
-    assert text is not None, "a step of one program, which XLA shows"
-    return program_cost(program, read(text), topology).total_s
+    step = program.step
+    assert isinstance(step, jax.stages.Compiled), "a step of one program"
+    text = step.as_text()
+    assert text is not None, "XLA shows it"
+    module = read(text) if topology.chip.cpu is None else with_bounds(read(text))
+    return program_cost(program, module, topology).total_s + _first_touch_s(step, topology.chip)
+
+
+def _first_touch_s(step: "jax.stages.Compiled", chip: Chip) -> float:
+    """Seconds in which the system maps and clears the temporary arrays of a step on a CPU, which jaxlib allocates anew for each."""
+    if chip.cpu is None or (memory := step.memory_analysis()) is None or memory.temp_size_in_bytes < MAPPED_BYTES:
+        return 0.0
+    return float(memory.temp_size_in_bytes / chip.cpu.fresh_bytes_per_s)
 
 
 def topology_of(found: Calibration, devices: Sequence["jax.Device"]) -> Topology:
@@ -83,4 +96,5 @@ def cpu_chip(found: Calibration) -> Chip:
         ici_links=0,
         dcn_bytes_per_s=0.0,
         source=f"{found.machine}, {found.date}",
+        cpu=measured.cpu,
     )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
+from maxlm.hardware.cpu_speeds import CpuSpeeds, matmul_flops_per_s
+from maxlm.hlo.cpu_work import cpu_dots, function_values, transposes
 from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
 from maxlm.hlo.op_flops import (
     ATTENTION,
@@ -192,10 +194,10 @@ class GpuPricing(_Pricing):
 
 
 class CpuPricing(_Pricing):
-    """Seconds of operations on a CPU whose speeds were measured: FLOPs or bytes, whichever takes longer, and nothing for a launch.
+    """Seconds of operations on a CPU whose speeds were measured: matmuls by their shape, functions or bytes, whichever takes longest, and a
+    fixed time. Without `CpuSpeeds`, as in older calibrations, FLOPs at the speed of a large matmul or bytes.
 
-    What one core does alone, what stays in a cache, and matmuls too small for the measured speed are priced as the rest, so it is a bound
-    from one side or the other rather than an estimate: docs/observing.md has its error.
+    What stays in a cache is priced as if it came from memory: docs/observing.md has the error.
     """
 
     def __init__(self, module: Module, chip: Chip) -> None:
@@ -204,7 +206,20 @@ class CpuPricing(_Pricing):
     def seconds(self, op: Op, computation: Computation) -> float:
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot", "convolution"):
             return 0.0
-        return max(self.matmul_s(self.flops(op, computation)), moved_bytes(self.module, op, computation) / self.hbm)
+        if self.chip.cpu is None:
+            return max(self.matmul_s(self.flops(op, computation)), moved_bytes(self.module, op, computation) / self.hbm)
+        return self.chip.cpu.op_s + self._work_s(self.chip.cpu, op, computation)
+
+    def _work_s(self, speeds: CpuSpeeds, op: Op, computation: Computation) -> float:
+        where = self.module, op, computation
+        dots = list(cpu_dots(*where))
+        matmuls = sum(
+            dot.flops / matmul_flops_per_s(speeds.transposed_matmuls if dot.transposed else speeds.matmuls, dot.side) for dot in dots
+        )
+        if not dots:
+            matmuls = self.matmul_s(self.flops(op, computation))
+        moved = moved_bytes(*where) / (speeds.transposed_bytes_per_s if transposes(*where) else self.hbm)
+        return max(matmuls, function_values(*where) * speeds.function_s, moved)
 
     def kind(self, op: Op, computation: Computation) -> str:
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from maxlm.hardware.cpu_speeds import CpuSpeeds
+
 GIB = 2**30
 GPU_MEMORY_SHARE = 0.92  # of a GPU's memory that our runs let jax take; jax's own default is 0.75. NCCL and CUDA live on the rest
 
@@ -69,6 +71,7 @@ class Chip:
     peak_int8_ops: float | None = None  # OP/s, dense; None where none is published
     peak_fp8_flops: float | None = None  # FLOP/s, dense, of e4m3 and e5m2; None where none is published
     achieved: Achieved = Achieved()
+    cpu: CpuSpeeds | None = None  # of a CPU, as measured
 
     @property
     def hbm_bytes_per_s_per_device(self) -> float:

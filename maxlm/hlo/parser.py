@@ -44,6 +44,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _STATED = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\["([\d",]*)"\]')
+_AT_MOST = re.compile(r"at_most_(\d+)_turns")  # the scope of a loop whose trip count depends on data, in the name of the operation
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PALLAS = "tpu_custom_call"  # target of a Pallas kernel
@@ -208,6 +209,18 @@ def read(text: str) -> Module:
             )
     counted = {name: _with_trips(computation, computations) for name, computation in computations.items()}
     return Module(counted, entry)
+
+
+def with_bounds(module: Module) -> Module:
+    """`module`, its loops that depend on data turning as often as the scope that they stand in says they do at most."""
+    return Module({name: _bounded(computation) for name, computation in module.computations.items()}, module.entry)
+
+
+def _bounded(computation: Computation) -> Computation:
+    ops = tuple(
+        replace(op, trips=_number(_AT_MOST, op.where)) if op.opcode == "while" and op.trips is None else op for op in computation.ops
+    )
+    return replace(computation, ops=ops)
 
 
 def _computations(text: str) -> tuple[dict[str, Computation], str]:

@@ -84,6 +84,7 @@ def collect(out_RD: Array, choices_R: Int[Array, " R"], at_TK: Int[Array, "T K"]
     at_KT = at_TK.T
     valid_KT = (at_KT >= 0) & (at_KT < out_RD.shape[0])
     rows_KTD = out_RD[jnp.where(valid_KT, at_KT, 0).reshape(-1)].reshape(*at_KT.shape, -1)
+    rows_KTD = jax.lax.optimization_barrier(rows_KTD)  # or XLA converts before it reshapes, in an array of float32
     return jnp.sum(jnp.where(valid_KT[..., None], rows_KTD.astype(jnp.float32), 0), axis=0).astype(out_RD.dtype)
 
 

@@ -20,7 +20,9 @@ from maxlm.cost.calibration import Calibration, Factors, Measured
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.mesh_links import bus_limit
 from maxlm.hardware.chips import chip_of
+from maxlm.hardware.cpu_speeds import MatmulSpeed
 from maxlm.parallel.mesh import lay_mesh
+from maxlm.planning.calibrate_cpu import cpu_speeds
 from maxlm.runtime.comm.measure import OPERATIONS, TimedLoop, fitting_sizes, measure, time_loop
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.telemetry.atomic import write_text
@@ -45,6 +47,7 @@ def calibrate(out: Path | None, *, as_json: bool) -> int:
         dtype, size, flops = _matmul()
         show_progress("measuring memory")
         moved = _copy()
+        cpu = cpu_speeds(MatmulSpeed(side=size, flops=flops), _timed) if jax.default_backend() == "cpu" else None
         show_progress("measuring collectives")
         gathered, scattered, link_share = _collectives()
     measured = Measured(
@@ -54,6 +57,7 @@ def calibrate(out: Path | None, *, as_json: bool) -> int:
         hbm_bytes_per_s=moved,
         all_gather_bytes_per_s=gathered,
         reduce_scatter_bytes_per_s=scattered,
+        cpu=cpu,
     )
     found = record(measured, link_share)
     path = out if out is not None else Path(f"calibration-{(found.chip or jax.default_backend()).lower()}.json")

@@ -4,11 +4,14 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from test_plan import run
 
 from maxlm.cost.calibration import Measured, read
-from maxlm.planning import calibrate
+from maxlm.hlo.cpu_work import cpu_dots, transposes
+from maxlm.hlo.parser import read as read_program
+from maxlm.planning import calibrate, calibrate_cpu
 
 
 @pytest.fixture
@@ -17,6 +20,9 @@ def command(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(calibrate, "MATMUL_SIZES", (64,))
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**16})
     monkeypatch.setattr(calibrate, "COLLECTIVE_BYTES", {"cpu": (2**12,)})
+    small = {"SIDES": (8, 16), "LONG_SIDE": 32, "TRANSPOSED_SIDES": (8, 16), "TOKENS": 64, "WIDTH": 24, "FUNCTION_VALUES": 64}
+    for name, value in {**small, "FRESH_BYTES": 2**20}.items():
+        monkeypatch.setattr(calibrate_cpu, name, value)
 
     return functools.partial(run, capfd)
 
@@ -28,8 +34,25 @@ def test_the_file_holds_what_was_measured_and_says_that_it_is_no_factor(command,
     assert (found.chip, found.factors, found.devices) == (None, None, jax.local_device_count())
     assert found.measured.matmul_flops > 1e6 and found.measured.hbm_bytes_per_s > 1e6
     assert (found.measured.all_gather_bytes_per_s is None) == (jax.local_device_count() == 1)
+    cpu = found.measured.cpu
+    assert [speed.side for speed in cpu.matmuls] == [8, 16, 64] and [speed.side for speed in cpu.transposed_matmuls] == [8, 16]
+    assert min(cpu.transposed_bytes_per_s, cpu.fresh_bytes_per_s) > 1e6 and 0 < cpu.function_s < 1e-3 and 0 < cpu.op_s < 1e-2
     assert found.versions["jax"] == jax.__version__
     assert "cost.calibration=" in out
+
+
+def test_what_is_timed_is_what_it_is_called():
+    """XLA leaves the transposed operand, the two narrow matmuls and the transposing copy as they are written."""
+
+    def ops(step, *dims):
+        module = read_program(jax.jit(step).lower(jnp.ones(dims)).compile().as_text())
+        return [(module, run.op, module.computations[run.computation]) for run in module.executed()]
+
+    narrow = [dot for op in ops(calibrate_cpu._narrow(16, 256), 256, 16) for dot in cpu_dots(*op)]
+    assert [(dot.side, dot.transposed, dot.flops) for dot in narrow] == [(16, False, 2 * 16 * 256**2)] * 2
+    gradient = [dot for op in ops(calibrate_cpu._gradient(64), calibrate_cpu.TOKENS, 64) for dot in cpu_dots(*op)]
+    assert [(dot.side, dot.transposed, dot.flops) for dot in gradient] == [(64, True, 2 * calibrate_cpu.TOKENS * 64**2)]
+    assert any(transposes(*op) for op in ops(calibrate_cpu._transposed, 256, 48))
 
 
 @pytest.mark.parametrize(

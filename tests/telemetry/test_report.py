@@ -222,6 +222,32 @@ def test_what_is_no_run_directory_is_an_error_of_one_line(tmp_path, kind):
     assert not (tmp_path / "out.html").exists()
 
 
+def test_a_folder_of_runs_says_what_it_holds_and_no_run_is_named_twice(tmp_path, make, monkeypatch):
+    one, other = make("a"), make("b")
+    with pytest.raises(UserError, match=f"it holds runs: give those, such as {one}$"):
+        write_report([tmp_path], tmp_path / "out.html")
+    monkeypatch.chdir(tmp_path)
+    for again in (one, Path("a"), Path("b/../a")):
+        with pytest.raises(UserError, match=f"{again} is named twice"):
+            write_report([one, other, again], tmp_path / "out.html")
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_a_place_without_a_folder_is_an_error_before_anything_is_read(tmp_path):
+    with pytest.raises(UserError, match=r"there is no folder .*; make it first"):
+        check_place(tmp_path / "no" / "report.html")
+    assert check_place(tmp_path / "report.html") == tmp_path / "report.html"
+
+
+def test_losses_of_a_column_have_the_same_digits(tmp_path):
+    losses = {"a": 1.9, "b": 1.905, "c": 2.0, "d": 12.5}
+    for name, loss in losses.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+    html = report_of(tmp_path, *(tmp_path / name for name in losses))
+    assert [text for text in ("1.900", "1.905", "2.000", "12.50") if f">{text}</td>" not in html] == []
+
+
 def test_a_place_that_takes_no_report_is_an_error_and_the_old_one_stays(tmp_path, make):
     with pytest.raises(UserError, match="cannot be written"):
         write_report([make("r")], tmp_path / "no" / "such" / "report.html")
@@ -268,6 +294,22 @@ def test_a_stale_attempt_does_not_double_a_step(tmp_path):
     loss = load_run(tmp_path / "r").get("loss")
     assert loss.steps_N.tolist() == [1, 2, 3, 4]
     assert loss.values_N.tolist() == [9, 5, 7, 4]
+
+
+def test_figures_that_begin_late_or_have_gaps_keep_their_steps(tmp_path):
+    (tmp_path / "r").mkdir()
+    records = [
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 2, "b": 20},
+        {"step": 3, "b": 30},
+        {"step": 2, "a": 4},
+        {"step": 5, "a": None, "c": 5.5},
+    ]
+    (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = load_run(tmp_path / "r")
+    found = {name: dict(zip(one.steps_N.tolist(), one.values_N.tolist(), strict=True)) for name, one in run.series.items()}
+    assert found == {"a": {1: 1, 2: 4}, "b": {2: 20, 3: 30}, "c": {5: 5.5}}
+    assert run.not_finite == {"a": 5}
 
 
 @pytest.mark.parametrize(
@@ -447,7 +489,7 @@ def test_held_out_sets_of_a_run_are_lines_of_a_chart_and_rows_of_a_table(tmp_pat
     found = charts_of(html)
     assert [line["label"] for line in found["Held-out losses"]["lines"]] == SETS
     assert found["Held-out losses"]["lines"][2]["mid"] == [3.5, 3, 3.25]
-    assert "Held-out loss: wiki 3.25 3 step 60" in Page(html).text
+    assert "Held-out loss: wiki 3.250 3.000 step 60" in Page(html).text
     assert "of a task" not in Page(html).text
 
 
@@ -456,7 +498,7 @@ def test_held_out_sets_of_several_runs_have_a_chart_each_and_a_place_in_the_comp
     found = charts_of(html)
     for title in SETS[1:]:
         assert [(line["label"], line["run"]) for line in found[title]["lines"]] == [("a", 0)]
-    assert "Held-out loss: wiki 3.25 –" in Page(html).text
+    assert "Held-out loss: wiki 3.250 –" in Page(html).text
 
 
 def test_many_runs_have_a_row_each_in_tables(tmp_path, make):

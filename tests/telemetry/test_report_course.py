@@ -68,7 +68,7 @@ def test_what_was_undone_is_not_the_state_of_the_run(make, back):
     assert loaded.results["arc", "acc"].step == 100
     page = text_of(run)
     assert "for 180 steps" in page and "evaluations: 1 file is of undone steps and left out." in page
-    assert re.search(r"Held-out loss\s+3\.5\s+3\.5\s+step 150", page)
+    assert re.search(r"Held-out loss\s+3\.500\s+3\.500\s+step 150", page)
 
 
 @pytest.mark.parametrize("stated", [True, False], ids=["time in the result", "time of the file"])

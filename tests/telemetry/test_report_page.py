@@ -303,6 +303,56 @@ def test_ticks_are_round_few_and_within(look, make):
     assert found["texts"] == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250000000000000"]
 
 
+def test_no_two_ticks_of_an_axis_have_the_same_label(look, make):
+    """However far one has zoomed into a long run, and however little a loss changes."""
+    found = look(
+        [make("r")],
+        """
+        const ranges = [[1.9896, 1.9921], [1_495_000, 1_495_100], [6.28e9, 6.2809e9], [9.9501, 9.9541], [3e-4, 3.0004e-4], [0, 1]];
+        const linear = ranges.map(([low, high]) => labelled(ticks(low, high, 5))), logs = [[2.9, 8.5], [1e-6, 10], [0.5, 60000]];
+        const zoomed = byTitle('Loss');
+        view.logs.set('Loss', true); zoom([200.02, 200.05]);
+        return {texts: [...linear, ...logs.map(([low, high]) => labelled(logTicks(low, high, 6)))], drawn: zoomed.svg.textContent};
+        """,
+    )
+    for labelled in found["texts"]:
+        assert len({label for _, label in labelled}) == len(labelled) >= 2, labelled
+    assert [label for _, label in found["texts"][0]] == ["1.99", "1.9905", "1.991", "1.9915", "1.992"]
+    assert [label for _, label in found["texts"][1]] == ["1.495M", "1.49502M", "1.49504M", "1.49506M", "1.49508M", "1.4951M"]
+    assert "NaN" not in found["drawn"]
+
+
+def test_charts_beside_each_other_share_their_lower_edge_and_one_value_is_no_values(look, make):
+    """Also where the caption of one takes two lines."""
+    found = look(
+        [make("r")],
+        """
+        const edges = new Map();
+        byTitle('Gradient norm').figure.querySelector('figcaption').append(make('p', {}, null, 'another line'));
+        for (const chart of charts.filter(one => !one.wide)) {
+          const box = chart.svg.getBoundingClientRect(), row = Math.round(box.bottom / 100);
+          edges.set(row, [...(edges.get(row) ?? []), box.bottom]);
+        }
+        return {edges: [...edges.values()], unit: byTitle('Loss').figure.querySelector('.unit').textContent};
+        """,
+    )
+    assert all(max(row) - min(row) < 1 for row in found["edges"])
+    assert "1 extreme value beyond" in found["unit"]
+
+
+def test_a_table_that_is_cut_off_shows_it(look, make):
+    """Shades are painted where it goes on, as browsers without scroll bars would not say so."""
+    found = look(
+        [make(f"run-{number}", steps=4) for number in range(20)],
+        """
+        const table = document.querySelector('.scroll');
+        return {background: getComputedStyle(table).backgroundAttachment, cut: table.scrollHeight - table.clientHeight};
+        """,
+    )
+    assert found["cut"] <= 0, "twenty runs fit"
+    assert found["background"] == "local, local, scroll, scroll"
+
+
 def test_any_series_is_drawn_with_finite_numbers(look, tmp_path):
     """A single step, constants, zeros, negative and enormous values, logarithmic or not."""
     runs = []

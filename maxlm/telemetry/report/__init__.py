@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maxlm.config.errors import UserError
 from maxlm.telemetry.atomic import write_text
-from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.load import check_distinct, load_run
 from maxlm.telemetry.report.render import TITLE_END, identity, render
 
 __all__ = ["check_place", "default_place", "write_report"]
@@ -34,7 +34,9 @@ def default_place(run_dirs: Sequence[Path]) -> Path:
 
 
 def check_place(out: Path) -> Path:
-    """`out`. Raises UserError if it exists and is no report of maxlm."""
+    """`out`. Raises UserError if it exists and is no report of maxlm, or if there is no folder for it: before runs are read."""
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first.")
     head = _head(out)
     if head and TITLE_END.encode() not in head:
         raise UserError(f"--out {out} exists and is no report of maxlm: it stays as it is; choose another file.")
@@ -55,11 +57,12 @@ def _head(path: Path) -> bytes:
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     """Write one HTML page about the runs, overlaid if there are several, and return `out`.
 
-    Missing, empty or torn files give a shorter report with a note. Raises UserError without runs, for a folder that is no run directory,
-    and if `out` cannot be written.
+    Missing, empty or torn files give a shorter report with a note. Raises UserError without runs, for a folder that is named twice or is
+    no run directory, and if `out` cannot be written.
     """
     if not run_dirs:
         raise UserError("a report needs at least one run directory; give the folder that `maxlm train` wrote, such as runs/quickstart")
+    check_distinct(run_dirs)
     page = render([load_run(Path(path)) for path in run_dirs])
     try:
         write_text(Path(out), page)

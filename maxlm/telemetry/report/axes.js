@@ -28,14 +28,17 @@ function make(name, attributes, parent, text) {
 
 // Numbers as text
 
-function short(value) {  // 1500000 -> 1.5M, 0.0003 -> 3e-4
-  const size = Math.abs(value);
+function short(value, apart = 0) {  // 1500000 -> 1.5M, 0.0003 -> 3e-4; with the digits that tell it from a value so far apart
+  const size = Math.abs(value), needed = apart > 0 && size > 0 ? Math.ceil(Math.log10(size / apart) - 1e-9) + 1 : 0;
+  const rounded = (number, digits) => Number(number.toPrecision(clamp(needed, digits, 15)));
   if (size < 1e-12) return '0';
-  if (size >= 1e13) return String(Number(value.toPrecision(4)));
+  if (size >= 1e13) return String(rounded(value, 4));
   for (const [scale, letter] of [[1e9, 'B'], [1e6, 'M'], [1e3, 'k']])
-    if (size >= (letter === 'k' ? 1e4 : scale)) return Number((value / scale).toPrecision(4)) + letter;
-  return size < 1e-2 ? String(Number(value.toPrecision(3)).toExponential()).replace('e+', 'e') : String(Number(value.toPrecision(4)));
+    if (size >= (letter === 'k' ? 1e4 : scale)) return rounded(value / scale, 4) + letter;
+  return size < 1e-2 ? rounded(value, 3).toExponential().replace('e+', 'e') : String(rounded(value, 4));
 }
+
+const labelled = values => values.map(value => [value, short(value, values[1] - values[0])]);  // of ticks: no two have the same label
 
 function say(value) {
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(3);
@@ -95,10 +98,9 @@ function valueAxis(shapes, log, zero) {
     high = Math.min(high, Math.max(...limits.map(limit => limit[1])));
   }
   if (zero && !log) low = Math.min(0, low);
-  const outside = values.filter(value => value < low || value > high).length;
-  if (log) return {...scale(low / 1.05, high * 1.05, true), outside};
   const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
-  return {...scale(zero && low === 0 ? 0 : low - margin, high + margin), outside};
+  const axis = log ? scale(low / 1.05, high * 1.05, true) : scale(zero && low === 0 ? 0 : low - margin, high + margin);
+  return {...axis, outside: shapes.reduce((sum, shape) => sum + shape.beyond(axis), 0)};
 }
 
 // Percentiles 5 to 95 of the least and greatest of each stretch, half of that more on either side, and the first and last values.

@@ -77,13 +77,18 @@ class Shape {
     return this.line.dots ? [Math.min(...values), Math.max(...values)] : usual(values, this.ends(log), log);
   }
 
+  within(i) { return this.range[0] <= this.x[i] && this.x[i] <= this.range[1]; }
+
   values(log) {  // that the axis should show
     if (!this.cache.has(log)) {
-      const within = i => this.range[0] <= this.x[i] && this.x[i] <= this.range[1];
-      const all = [...this.low.filter((_, i) => within(i)), ...this.high.filter((_, i) => within(i))];
+      const all = [...this.low.filter((_, i) => this.within(i)), ...this.high.filter((_, i) => this.within(i))];
       this.cache.set(log, log ? all.filter(value => value > 0) : all);
     }
     return this.cache.get(log);
+  }
+
+  beyond(axis) {  // points of which a value lies beyond the axis
+    return this.x.filter((_, i) => this.within(i) && (this.high[i] > axis.high || (this.low[i] < axis.low && (!axis.log || this.low[i] > 0)))).length;
   }
 
   ends(log) {  // medians of the first and the last values
@@ -149,7 +154,8 @@ class Chart {
     if (this.heat) this.drawHeat();
     else if (this.yAxis) this.drawLines();
     else make('svg:text', {x: LEFT + this.w / 2, y: TOP + this.h / 2, 'text-anchor': 'middle'}, svg, this.lines.length ? 'nothing to show here' : '');
-    const beyond = this.yAxis?.outside ? ` · ${this.yAxis.outside.toLocaleString('en-US')} extreme values beyond the axis` : '';
+    const outside = this.yAxis?.outside ?? 0;
+    const beyond = outside ? ` · ${outside.toLocaleString('en-US')} extreme value${outside > 1 ? 's' : ''} beyond the axis` : '';
     this.figure.querySelector('.unit').textContent = this.unit + beyond;
     this.cursor = make('svg:line', {class: 'cursor', y1: TOP, y2: TOP + this.h, visibility: 'hidden'}, svg);
     this.listen();
@@ -162,21 +168,22 @@ class Chart {
     const bottom = TOP + this.h, [low, high] = this.range, kind = this.heat ? 'step' : view.x;
     const [unit, name] = kind === 'seconds' ? unitOf(high) : [1, ''];
     make('svg:line', {class: 'axis', x1: LEFT, x2: LEFT + this.w, y1: bottom, y2: bottom}, this.svg);
-    for (const value of ticks(low / unit, high / unit, Math.max(2, this.width / 110))) {
-      if (kind === 'step' && !Number.isInteger(value)) continue;
+    const values = ticks(low / unit, high / unit, Math.max(2, this.width / 110)).filter(value => kind !== 'step' || Number.isInteger(value));
+    for (const [value, label] of labelled(values)) {
       const px = this.px(value * unit).toFixed(1);
       make('svg:line', {class: 'axis', x1: px, x2: px, y1: bottom, y2: bottom + 4}, this.svg);
-      make('svg:text', {x: px, y: bottom + 17, 'text-anchor': 'middle'}, this.svg, short(value));
+      make('svg:text', {x: px, y: bottom + 17, 'text-anchor': 'middle'}, this.svg, label);
     }
     make('svg:text', {x: LEFT + this.w, y: bottom + 31, 'text-anchor': 'end'}, this.svg, AXES[kind] + (name && `, ${name}`));
   }
 
   drawValueAxis() {
     const {low, high, log} = this.yAxis;
-    for (const value of (log ? logTicks : ticks)(low, high, this.h / 40)) {
+    const values = (log ? logTicks : ticks)(low, high, this.h / 40);
+    for (const [value, label] of labelled(values)) {
       const py = this.py(value);
       make('svg:line', {class: 'grid', x1: LEFT, x2: LEFT + this.w, y1: py, y2: py}, this.svg);
-      make('svg:text', {x: LEFT - 7, y: py + 4, 'text-anchor': 'end'}, this.svg, short(value));
+      make('svg:text', {x: LEFT - 7, y: py + 4, 'text-anchor': 'end'}, this.svg, label);
     }
   }
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.report.load import Run, load_run
+from maxlm.telemetry.report.load import Run, check_distinct, load_run
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import encodable
@@ -24,6 +24,7 @@ class LiveReport:
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         """Make the first page. Raises UserError."""
+        check_distinct(run_dirs)
         self._run_dirs = run_dirs
         self._seen: list[tuple[int, int] | None] = []
         self._runs: dict[Path, Run] = {}  # as last read

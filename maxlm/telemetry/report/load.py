@@ -1,9 +1,11 @@
 """Read a run directory, whether the run is finished, running, killed or damaged."""
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,7 +177,13 @@ def load_run(path: Path) -> Run:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if not existing:
         reason = "does not exist" if not path.exists() else "holds none of config.yml, metrics.jsonl, events.jsonl"
-        raise UserError(f"{path} is not a run directory: it {reason}; give the folder that `maxlm train` wrote, such as runs/quickstart")
+        inside = _runs_in(path)
+        fix = (
+            f"it holds runs: give those, such as {inside[0]}"
+            if inside
+            else "give the folder that `maxlm train` wrote, such as runs/quickstart"
+        )
+        raise UserError(f"{path} is not a run directory: it {reason}; {fix}")
     notes: list[str] = []
     try:
         if run.model.is_file() and existing == [run.config]:
@@ -190,6 +198,27 @@ def load_run(path: Path) -> Run:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     life = read_beat(run.heartbeat), read_processes(run.supervisor)
     return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life, not_finite)
+
+
+def check_distinct(paths: Sequence[Path]) -> None:
+    """Raise UserError if a folder is named twice, as by `runs/* runs/a`: its lines would hide each other."""
+    named: dict[Path, Path] = {}
+    for path in paths:
+        try:
+            place = path.resolve()
+        except (OSError, ValueError) as error:  # a NUL, a loop of links
+            raise UserError(f"{path}: cannot be read ({error})") from error
+        if place in named:
+            raise UserError(f"{path} is named twice: leave one of them out.")
+        named[place] = path
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Run directories right below `path`, by name."""
+    try:
+        return sorted(metrics.parent for metrics in path.glob("*/metrics.jsonl"))
+    except OSError:
+        return []
 
 
 def _last_step(series: Mapping[str, Series], events: Sequence[Event]) -> int:
@@ -242,20 +271,36 @@ def _objects(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 def _read_metrics(path: Path, notes: list[str]) -> tuple[dict[str, Series], dict[str, int]]:
     """The metrics by name, and the step from which on one has no finite value."""
-    columns: dict[str, tuple[array, array]] = {}
+    steps, columns = array("d"), dict[str, array]()  # a column may end early, and is NaN in records without the metric
     lost: dict[str, int] = {}
     for record in _objects(path, notes):
-        for name, value in record.items():
-            number = is_number(value)
-            if (number and abs(value) < LARGEST) == (name in lost):
-                _note_value(lost, name, record["step"], value)
-            if number and name != "step":
-                steps, values = columns.setdefault(name, (array("d"), array("d")))
-                steps.append(record["step"])
-                values.append(value)
+        step, records = record.pop("step"), len(steps)
+        steps.append(step)
+        for name, value in record.items():  # of millions of records: no function is called for a finite value
+            if (type(value) is float or type(value) is int) and -LARGEST < value < LARGEST:
+                column = columns.get(name)
+                if column is None:
+                    columns[name] = column = array("d")
+                if len(column) < records:
+                    column.extend(repeat(math.nan, records - len(column)))
+                column.append(value)
+                if lost:
+                    lost.pop(name, None)
+            elif name not in lost:
+                _note_value(lost, name, step, value)
     if path.is_file() and not columns:
         notes.append("metrics.jsonl holds no records yet, so there are no charts.")
-    return {name: _rising(np.array(steps), np.array(values)) for name, (steps, values) in columns.items()}, lost
+    steps_N = np.array(steps)
+    whole = _rising(steps_N, np.arange(len(steps_N), dtype=np.float64))  # of each step its last record
+    return {name: _of_column(columns[name], steps_N, whole) for name in columns}, lost
+
+
+def _of_column(column: array, steps_N: NDArray[np.float64], whole: Series) -> Series:
+    """Series of a metric that is NaN, or missing at the end, where a record has none. Without gaps it shares the steps of `whole`."""
+    values_N = np.array(column)
+    if len(values_N) == len(steps_N) and not np.isnan(values_N).any():
+        return Series(whole.steps_N, values_N[whole.values_N.astype(np.int64)])
+    return _rising(steps_N[: len(values_N)], values_N)
 
 
 def _note_value(lost: dict[str, int], name: str, step: int, value: Any) -> None:

@@ -121,7 +121,7 @@ def _steps(f: Figures, steps: float) -> str:
 
 
 def _loss(value: float) -> str:
-    return "not finite" if math.isinf(value) else figure(value)
+    return "not finite" if math.isinf(value) else f"{value:#.4g}" if abs(value) < 1e4 else figure(value)  # in a column: 1.900 above 1.905
 
 
 _FIGURES = (
@@ -185,7 +185,7 @@ def _held_out(run: Run) -> str:
     for name, title in curves.held_out_sets([run]).items():
         steps_N, values_N = run.evaluated[name]
         least = int(values_N.argmin())
-        cell = Cell(f"{figure(values_N[least])} <small>step {steps_N[least]:,.0f}</small>", float(values_N[least]))
+        cell = Cell(f"{_loss(values_N[least])} <small>step {steps_N[least]:,.0f}</small>", float(values_N[least]))
         rows.append([escape(title), _last(run, name), cell])
     return f"<section><h2>Held-out losses</h2>{table(['set', 'last', 'least'], rows, numbers=True)}</section>" if len(rows) > 1 else ""
 

@@ -40,7 +40,10 @@ svg text{fill:var(--soft);font-size:12px;font-variant-numeric:tabular-nums}
 .hang{--part:var(--ink)}.elastic{--part:var(--good)}.down{--part:var(--rule)}
 .keys{list-style:none;display:flex;flex-wrap:wrap;gap:.2em 1.6em;padding:0;margin:0 0 .6rem;font-size:.9rem}
 .keys b{font-variant-numeric:tabular-nums}
-.scroll{overflow-x:auto;max-height:34rem;overflow-y:auto}
+.scroll{overflow:auto;max-height:48rem;background:linear-gradient(var(--bg),var(--bg)) 0 100%/100% 12px no-repeat local,
+linear-gradient(var(--bg),var(--bg)) 100% 0/12px 100% no-repeat local,
+linear-gradient(transparent,var(--rule)) 0 100%/100% 12px no-repeat scroll,
+linear-gradient(90deg,transparent,var(--rule)) 100% 0/12px 100% no-repeat scroll}
 table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,30rem)}
 th,td{text-align:left;padding:.35rem 1.4rem .35rem 0;border-bottom:1px solid var(--rule);vertical-align:top;
 font-variant-numeric:tabular-nums}
