@@ -27,7 +27,7 @@ BYTES_OF_COPY = 2  # that the device has of a parameter where the state is in ho
 
 MIXTURES = {  # models with experts, or with latent attention, and the clusters that they have recipes for
     "deepseek-v2": set(),
-    "deepseek-v2-lite": set(),
+    "deepseek-v2-lite": {"v5e-64"},
     "deepseek-v3": {"v5p-1024"},
     "gpt-oss-20b": set(),
     "gpt-oss-120b": set(),
