@@ -68,6 +68,7 @@ def splash_kernel(
 def _block_mask(mask: Mask, shape: tuple[int, int]) -> masks.Mask:
     """`mask` in splash's terms; documents are told apart by segment ids beside it."""
     causal = mask.form == "causal"
-    if mask.window is None:
+    window = mask.window_within(max(shape))
+    if window is None:
         return masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    return masks.LocalMask(shape, (mask.window - 1, 0 if causal else mask.window - 1), 0)
+    return masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)

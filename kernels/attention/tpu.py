@@ -189,7 +189,8 @@ def attention_flash(
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BSGK, v_BSGV)]
     flipped, sizes = device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
-    shape = _Shape(heads, k_BSGK.shape[2], seq_len, head_dim, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
+    window = mask.window_within(seq_len)
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, head_dim, scale, window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
     out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., : v_BSGV.shape[-1]], lse_BHS
@@ -219,8 +220,9 @@ def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: 
 
 
 def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
-    window, options = options["mask"].window, {name: value for name, value in options.items() if name != "mask"}
+    mask, options = options["mask"], {name: value for name, value in options.items() if name != "mask"}
     _, heads, seq_len, head_dim = q_BHSK.shape
+    window = mask.window_within(seq_len + options.get("offset", 0))
     platform, kind = device()
     sizes = sizes_of(seq_len, head_dim, window, kind)
     given = {"window": window, "sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}

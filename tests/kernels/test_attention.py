@@ -53,6 +53,7 @@ def total_and_gradients(total, *operands):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*operands)
 
 
+LONGEST_WINDOW = int(jnp.iinfo(jnp.int32).max)
 OPTIONS = [{}, {"mask": Mask(window=5)}, {"softcap": 2.0}, {"mask": Mask(window=1)}, {"mask": Mask(window=3), "softcap": 1.0, "scale": 1.5}]
 
 
@@ -170,6 +171,25 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     (_, theirs), their_gradients = total_and_gradients(functools.partial(total, None), q, k, v)
     for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "form"), [("flash", "causal"), ("splash", "causal"), ("splash", "bidirectional"), ("xla", "bidirectional")]
+)
+def test_the_longest_window_hides_nothing(implementation, form, monkeypatch):
+    """The window that models clamp to: a sum with it would wrap in int32, and kernels would visit no block."""
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(128, 128))
+    q, k, v, segments = operands(7, B=1, S=256, H=2, G=1, K=16)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+
+    def total(window, *qkv):
+        out = run(*qkv, segments, implementation=implementation, mask=Mask(form, window=window))
+        return jnp.sum(weights * out), out
+
+    (_, ours), our_gradients = total_and_gradients(functools.partial(total, LONGEST_WINDOW), q, k, v)
+    (_, theirs), their_gradients = total_and_gradients(functools.partial(total, None), q, k, v)
+    for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -471,6 +491,7 @@ def in_chunks(q, k, v, segments, L, dout, dlse, **options):
     [
         pytest.param("flash", {}, 1, marks=pytest.mark.soak),
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
+        ("flash", {"mask": Mask(window=LONGEST_WINDOW)}, 1),
         ("xla", {"mask": Mask(window=100)}, 1),
         ("xla", {}, 2),
         pytest.param("xla", {"mask": Mask(window=70)}, 4, marks=pytest.mark.soak),
