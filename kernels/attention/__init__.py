@@ -209,7 +209,7 @@ def _problems(q_BSHK: jax.Array, mask: Mask, *, aligned: bool, logsumexp: bool) 
     if not aligned:
         return dict.fromkeys(("flash", "splash", "hopper"), "queries and keys must be the same tokens of the sequence, in order")
     shared = precision_problem() or (f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else "")
-    flash = shared or (why_not(seq_len, head_dim, kind) if platform == "tpu" else "")
+    flash = shared or (why_not(seq_len, head_dim, kind, q_BSHK.dtype.itemsize) if platform == "tpu" else "")
     hopper = "the device is no GPU"
     if platform in GPUS:
         from maxlm.kernels.attention import gpu

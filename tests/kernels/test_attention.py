@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from maxlm.kernels import attention, attention_and_logsumexp
 from maxlm.kernels.attention import (
@@ -391,6 +392,16 @@ def test_every_row_of_the_table_can_run():
     for (kind, windowed, head_dim), sizes in tpu.table().items():
         assert tpu.sizes_of(4096, head_dim, 1024 if windowed else None, kind) == sizes
         assert tpu.why_not(4096, head_dim, kind) == ""
+
+
+def test_float32_takes_twice_the_room_of_what_is_stored():
+    """Of 16,384 tokens on v6e, whose bfloat16 fits: the compiler runs out of VMEM."""
+    assert tpu.why_not(16384, 128, "TPU v6 lite", 2) == ""
+    assert "of VMEM are needed" in tpu.why_not(16384, 128, "TPU v6 lite", 4)
+    q, segments = jax.ShapeDtypeStruct((1, 16384, 1, 128), jnp.float32), jnp.ones((1, 16384), int)
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="TPU v6 lite", num_cores=None, platform="tpu"))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=r"flash cannot run this: .* MiB of VMEM are needed"):
+        jax.eval_shape(lambda q: run(q, q, q, segments, implementation="flash"), q)
 
 
 @pytest.mark.parametrize("implementation", ["flash", "splash"])
