@@ -193,6 +193,20 @@ def test_the_longest_window_hides_nothing(implementation, form, monkeypatch):
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
+@pytest.mark.parametrize("S", [640, 768])
+def test_splash_runs_blocks_that_512_does_not_divide(S):
+    q, k, v, segments = operands(8, B=1, S=S, H=1, G=1, K=16)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+
+    def total(implementation, *qkv):
+        out = run(*qkv, segments, implementation=implementation)
+        return jnp.sum(weights * out), out
+
+    ours, theirs = (total_and_gradients(functools.partial(total, name), q, k, v) for name in ("splash", "xla"))
+    for mine, other in zip((ours[0][1], *ours[1]), (theirs[0][1], *theirs[1]), strict=True):
+        np.testing.assert_allclose(mine, other, atol=3e-5)
+
+
 @pytest.mark.parametrize(
     ("implementation", "flipped"),
     [("flash", False), ("flash", True), ("splash", False), ("xla", False)],
