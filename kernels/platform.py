@@ -17,6 +17,7 @@ WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as na
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
 GPUS = ("gpu", "cuda")  # names of platforms with NVIDIA's GPUs
 CORES = {"TPU v5": 2}  # of a device, where more than one: a parallel dim of the grid is split between them
+_ONE_PASS = (None, "default", "fastest", "bfloat16")  # jax's names of the precision at which float32 is multiplied as bfloat16
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,17 @@ def device() -> tuple[str, str]:
         return abstract.platform, abstract.device_kind
     platform = jax.default_backend()
     return platform, jax.devices()[0].device_kind if platform in GPUS else ""
+
+
+def precision_problem() -> str:
+    """Reason why no kernel for TPUs multiplies at the matmul precision in force; empty when they do.
+
+    Dots inside a kernel inherit it. Pallas refuses "high" ("Unsupported dot precision: HIGH") for every dtype; "highest" does not compile
+    for operands of 16 or 8 bits ("Bad lhs type"), and takes more VMEM than the kernels count for float32 (jax 0.10.2).
+    """
+    precision = jax.config.jax_default_matmul_precision
+    several = device()[0] == "tpu" and precision not in _ONE_PASS
+    return f"the kernels have no matmuls of {precision} precision" if several else ""
 
 
 def multiplied(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from maxlm.kernels.attention.mask import CAUSAL, Form, Mask
 from maxlm.kernels.attention.splash import attention_splash
 from maxlm.kernels.attention.tpu import LANES, attention_flash, why_not
 from maxlm.kernels.attention.xla import attention_xla
-from maxlm.kernels.platform import GPUS, device, logged, on_each_device
+from maxlm.kernels.platform import GPUS, device, logged, on_each_device, precision_problem
 
 __all__ = [
     "CAUSAL",
@@ -208,14 +208,14 @@ def _problems(q_BSHK: jax.Array, mask: Mask, *, aligned: bool, logsumexp: bool) 
     _, seq_len, _, head_dim = q_BSHK.shape
     if not aligned:
         return dict.fromkeys(("flash", "splash", "hopper"), "queries and keys must be the same tokens of the sequence, in order")
-    uneven = f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else ""
-    flash = uneven or (why_not(seq_len, head_dim, kind) if platform == "tpu" else "")
+    shared = precision_problem() or (f"a sequence of {seq_len} is no multiple of {LANES}" if seq_len % LANES else "")
+    flash = shared or (why_not(seq_len, head_dim, kind, q_BSHK.dtype.itemsize) if platform == "tpu" else "")
     hopper = "the device is no GPU"
     if platform in GPUS:
         from maxlm.kernels.attention import gpu
 
         hopper = gpu.why_not(seq_len, head_dim, q_BSHK.dtype, kind)
-    splash = mask.unsupported_by("splash", "causal", "bidirectional") or ("its logsumexp has no gradient" if logsumexp else uneven)
+    splash = mask.unsupported_by("splash", "causal", "bidirectional") or ("its logsumexp has no gradient" if logsumexp else shared)
     return {
         "flash": mask.unsupported_by("flash", "causal") or flash,
         "splash": splash,

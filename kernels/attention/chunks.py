@@ -14,7 +14,7 @@ from maxlm.kernels.attention import tpu
 from maxlm.kernels.attention.gradients import NO_KEYS, Gradients
 from maxlm.kernels.attention.mask import CAUSAL, Mask
 from maxlm.kernels.attention.xla import At, attention_xla, gradients_xla
-from maxlm.kernels.platform import device, logged
+from maxlm.kernels.platform import device, logged, precision_problem
 
 # B batch, S queries of a chunk, and as many keys, H query heads, G key/value heads, K head dim
 
@@ -119,7 +119,7 @@ def _cut(q_BHSK: jax.Array, implementation: str | None) -> list[slice]:
     size = length
     if platform == "tpu" and implementation != "xla":
         sizes = (length // n for n in range(1, length // tpu.LANES + 1) if length % n == 0)
-        size = next((size for size in sizes if not tpu.why_not(size, head_dim, kind)), length)
+        size = next((size for size in sizes if not tpu.why_not(size, head_dim, kind, q_BHSK.dtype.itemsize)), length)
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
@@ -148,7 +148,9 @@ def _joined(sums: _Sums, like: jax.Array) -> jax.Array:
 
 def _runs_flash(q_BHSK: jax.Array, implementation: str | None) -> bool:
     platform, kind = device()
-    problem = tpu.why_not(q_BHSK.shape[2], q_BHSK.shape[3], kind) if platform == "tpu" else "the device is no TPU"
+    problem = "the device is no TPU"
+    if platform == "tpu":
+        problem = precision_problem() or tpu.why_not(*q_BHSK.shape[2:], kind, q_BHSK.dtype.itemsize)
     chosen = implementation or ("xla" if problem else "flash")
     if chosen not in ("flash", "xla"):
         raise ValueError(f"chunk_attention: no implementation {chosen!r}: there are flash, xla")

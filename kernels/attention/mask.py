@@ -41,6 +41,10 @@ class Mask:
         """Segment ids by which kernels tell documents and padding apart."""
         return ids if self.documents else ids.clip(max=1)
 
+    def window_within(self, tokens: int) -> int | None:
+        """The window, but no longer than `tokens`, all that a query may look back on: kernels add to it in int32, where more would wrap."""
+        return None if self.window is None else min(self.window, tokens)
+
     def unsupported_by(self, name: str, *forms: Form) -> str:
         """Why an implementation that has only these forms cannot apply the mask; empty if it can."""
         return "" if self.form in forms else f"{name} has {' and '.join(forms)} masks only, not {self.form} ones"

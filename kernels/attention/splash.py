@@ -44,7 +44,7 @@ def splash_kernel(
 ) -> splash.SplashAttentionKernel:
     """Attention of all heads of one sequence, forward and backward. `mask` is causal or bidirectional."""
     block_mask = _block_mask(mask, (seq_len, seq_len))
-    block = max(b for b in range(LANES, min(seq_len, BLOCK) + 1, LANES) if seq_len % b == 0)
+    block = _largest_block(seq_len, BLOCK)
     # dq is summed over the backward pass's key blocks afterwards: the fewer, the cheaper.
     wide = max(b for b in (block, 2 * block, 4 * block) if seq_len % b == 0) if device_kind in LARGE_VMEM else block
     sizes = splash.BlockSizes(
@@ -53,7 +53,7 @@ def splash_kernel(
         block_kv_compute=block,
         block_q_dkv=block,
         block_kv_dkv=wide,
-        block_kv_dkv_compute=min(block, 512),
+        block_kv_dkv_compute=_largest_block(block, BLOCK // 2),
         use_fused_bwd_kernel=True,
     )
     return splash.make_splash_mha_single_device(
@@ -65,9 +65,15 @@ def splash_kernel(
     )
 
 
+def _largest_block(tokens: int, most: int) -> int:
+    """The largest multiple of `LANES` up to `most` that divides `tokens`, itself one."""
+    return max(b for b in range(LANES, min(tokens, most) + 1, LANES) if tokens % b == 0)
+
+
 def _block_mask(mask: Mask, shape: tuple[int, int]) -> masks.Mask:
     """`mask` in splash's terms; documents are told apart by segment ids beside it."""
     causal = mask.form == "causal"
-    if mask.window is None:
+    window = mask.window_within(max(shape))
+    if window is None:
         return masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    return masks.LocalMask(shape, (mask.window - 1, 0 if causal else mask.window - 1), 0)
+    return masks.LocalMask(shape, (window - 1, 0 if causal else window - 1), 0)

@@ -144,28 +144,28 @@ def computed_pairs(seq_len: int, head_dim: int, mask: Mask, device_kind: str) ->
     return forward, backward
 
 
-def sizes_of(seq_len: int, head_dim: int, window: int | None, device_kind: str) -> Blocks:
+def sizes_of(seq_len: int, head_dim: int, window: int | None, device_kind: str, itemsize: int = 2) -> Blocks:
     """Block sizes that run: the table's, but smaller ones backward where they do not fit into VMEM with so long a sequence."""
     sizes = blocks_of(seq_len, head_dim, window, device_kind)
     least = min(sizes.backward, DEFAULT.backward)
-    return sizes if not why_not(seq_len, head_dim, device_kind, sizes) else Blocks(sizes.forward, least).within(seq_len)
+    return sizes if not why_not(seq_len, head_dim, device_kind, itemsize, sizes) else Blocks(sizes.forward, least).within(seq_len)
 
 
-def why_not(seq_len: int, head_dim: int, device_kind: str, blocks: Blocks | None = None) -> str:
-    """Reason why `attention_flash` cannot run a sequence on a device; empty when it can."""
+def why_not(seq_len: int, head_dim: int, device_kind: str, itemsize: int = 2, blocks: Blocks | None = None) -> str:
+    """Reason why `attention_flash` cannot run a sequence of numbers of `itemsize` bytes on a device; empty when it can."""
     if seq_len % LANES:
         return f"a sequence of {seq_len} is no multiple of {LANES}"
-    sizes = blocks or sizes_of(seq_len, head_dim, None, device_kind)
-    needed, limit = _vmem_needed(seq_len, head_dim, sizes), VMEM_BYTES.get(device_kind, 0)
+    sizes = blocks or sizes_of(seq_len, head_dim, None, device_kind, itemsize)
+    needed, limit = _vmem_needed(seq_len, head_dim, sizes, itemsize), VMEM_BYTES.get(device_kind, 0)
     return f"{needed >> 20} MiB of VMEM are needed and {limit >> 20} MiB are available on {device_kind}" if needed > limit else ""
 
 
-def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks) -> int:
+def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks, itemsize: int) -> int:
     """Bytes of VMEM of the backward pass, the larger one: three sums in float32; queries, output, its gradient and three results in
-    bfloat16, each twice, since the next head's travel meanwhile; three blocks of scores for registers that do not fit,
+    `itemsize` bytes, each twice, since the next head's travel meanwhile; three blocks of scores for registers that do not fit,
     and a MiB for rows. Values are taken to be as wide as keys.
     """
-    return seq_len * padded(head_dim) * (3 * 4 + 6 * 2 * 2) + 3 * sizes.backward**2 * 4 + (1 << 20)
+    return seq_len * padded(head_dim) * (3 * 4 + 6 * 2 * itemsize) + 3 * sizes.backward**2 * 4 + (1 << 20)
 
 
 def attention_flash(
@@ -188,8 +188,9 @@ def attention_flash(
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BSGK, v_BSGV)]
-    flipped, sizes = device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind)
-    shape = _Shape(heads, k_BSGK.shape[2], seq_len, head_dim, scale, mask.window, softcap, sizes, sizes.forward, flipped, interpret)
+    flipped, sizes = device_kind in WIDE, blocks or sizes_of(seq_len, head_dim, mask.window, device_kind, q_BSHK.dtype.itemsize)
+    window = mask.window_within(seq_len)
+    shape = _Shape(heads, k_BSGK.shape[2], seq_len, head_dim, scale, window, softcap, sizes, sizes.forward, flipped, interpret)
     shape = replace(shape, value_dim=heads_first[2].shape[-1])
     out_BSN, lse_BHS = _attention(*heads_first, jnp.stack([segments_BS] * 2, axis=1), shape, logsumexp)
     return out_BSN.reshape(batch, seq_len, heads, -1)[..., : v_BSGV.shape[-1]], lse_BHS
@@ -219,10 +220,11 @@ def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: 
 
 
 def _chunk_shape(q_BHSK: jax.Array, k_BGSK: jax.Array, options: dict[str, Any], *, backward: bool) -> _Shape:
-    window, options = options["mask"].window, {name: value for name, value in options.items() if name != "mask"}
+    mask, options = options["mask"], {name: value for name, value in options.items() if name != "mask"}
     _, heads, seq_len, head_dim = q_BHSK.shape
+    window = mask.window_within(seq_len + options.get("offset", 0))
     platform, kind = device()
-    sizes = sizes_of(seq_len, head_dim, window, kind)
+    sizes = sizes_of(seq_len, head_dim, window, kind, q_BHSK.dtype.itemsize)
     given = {"window": window, "sizes": sizes, "block": sizes[backward], "flipped": kind in WIDE, "interpret": platform != "tpu", **options}
     return _Shape(heads=heads, groups=k_BGSK.shape[1], seq_len=seq_len, head_dim=head_dim, **given)
 
@@ -348,7 +350,7 @@ def _forward(
         cost_estimate=_cost((1, 1), batch, shape, [q_BHSK, k_BGSK, v_BGSV, out]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
+            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes, q_BHSK.dtype.itemsize),
         ),
         interpret=shape.interpret,
     )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
@@ -530,7 +532,7 @@ def _backward(
         cost_estimate=_cost((3, 2), batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSV, v_BGSV]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes),
+            vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes, q_BHSK.dtype.itemsize),
         ),
         interpret=shape.interpret,
     )(block_ranges(segments_B2S, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)

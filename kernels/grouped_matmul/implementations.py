@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.kernels.grouped_matmul.tpu import unaligned, why_not
-from maxlm.kernels.platform import GPUS, device, logged
+from maxlm.kernels.platform import GPUS, device, logged, precision_problem
 
 IMPLEMENTATIONS = ("tpu", "hopper", "xla")
 
@@ -35,7 +35,8 @@ def _problems(rows: int, deep: int, wide: int, dtype: jnp.dtype, out: jnp.dtype,
 
         hopper = gpu.why_not(rows, deep, wide, dtype, kind)
     sizes = rows, deep, wide, dtype.itemsize, kind, out.itemsize
-    return {"tpu": why_not(*sizes) if platform == "tpu" else unaligned(wide), "hopper": hopper}
+    on_tpu = precision_problem() or (why_not(*sizes) if platform == "tpu" else unaligned(wide))
+    return {"tpu": on_tpu, "hopper": hopper}
 
 
 def _best(platform: str, problems: Mapping[str, str], dtype: jnp.dtype) -> str:

@@ -71,9 +71,11 @@ def linear_cross_entropy(
     """_Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
 
     Operands keep their dtype in the matmuls; logits, logsumexp, sums and the accumulated gradient of w are float32.
-    A token of weight 0 contributes nothing. `softcap` c bends logits to c * tanh(logit / c). Under a `layout`, one
-    all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises ValueError for shapes that do
-    not fit. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three matmuls are quantized, w travels so.
+    A token of weight 0 contributes nothing where its activations are finite: NaN or infinity in them makes `total` and the gradient of w
+    NaN whatever its weight. Target ids must be in [0, V), which is not checked. No gradient flows by `weights`. `softcap` c bends logits to
+    c * tanh(logit / c). Under a `layout`, one all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises
+    ValueError for shapes that do not fit. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three matmuls are
+    quantized, w travels so.
     """
     _check_shapes(x_BSD, w_VD, targets_BS, weights_BS, chunks)
     static = _Static(chunks, z_loss, softcap, layout or Layout(), formats)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from maxlm.kernels.matmul import tpu
-from maxlm.kernels.platform import GPUS, device, on_each_device
+from maxlm.kernels.platform import GPUS, device, on_each_device, precision_problem
 
 FASTER = ("TPU v6 lite",)  # TPUs on which the kernels take less time than XLA, by their machine code
 
@@ -78,7 +78,7 @@ def _problem(shape: tuple[int, ...], d_ff: int, dtype: jnp.dtype, layout: MlpLay
     batch, hidden = (math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) for axes in (layout.batch, layout.hidden))
     if shape[0] % batch or d_ff % hidden:
         return f"{shape[0]} sequences over {batch} devices, or a width of {d_ff} over {hidden}, cannot be split evenly"
-    return _kernels().why_not(*_local(shape, d_ff, layout), dtype, kind)
+    return precision_problem() or _kernels().why_not(*_local(shape, d_ff, layout), dtype, kind)
 
 
 def _local(shape: tuple[int, ...], d_ff: int, layout: MlpLayout) -> tuple[int, int, int]:

@@ -59,13 +59,14 @@ def read(op: Op, computation: Computation) -> GroupedMatmul | None:
     match = NAMES.search(op.name)
     if match is None:
         return None
-    (rows, left), right = (computation.operand(op, place).shapes[0].dims for place in (len(op.operands) - 2, len(op.operands) - 1))
+    left, right = (computation.operand(op, place).shapes[0].dims for place in (len(op.operands) - 2, len(op.operands) - 1))
+    gradient, result = match[1] == "transposed_dw", op.shapes[0].dims
+    rows = right[0] if gradient else left[0]
     if even := EVEN.search(op.where):
         rows = min(rows, int(even[1]))
-    result = op.shapes[0].dims
-    if match[1] == "transposed_dw":
-        return GroupedMatmul(rows, left, right[1], result[1] // right[1], match[1])
-    deep, wide = (left, result[1]) if match[1] == "forward" else (result[1], left)
+    if gradient:  # whose left operand is [M, K], or, quantized, [K, M]
+        return GroupedMatmul(rows, result[0], right[1], result[1] // right[1], match[1])
+    deep, wide = (left[1], result[1]) if match[1] == "forward" else (result[1], left[1])
     return GroupedMatmul(rows, deep, wide, right[-1] // wide, match[1])
 
 

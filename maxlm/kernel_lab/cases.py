@@ -84,7 +84,7 @@ def attention_cases(shape: AttentionShape, implementation: str, device_kind: str
     if not sweep:
         return [_attention_case(shape, implementation, device_kind, chosen)]
     pairs = dict.fromkeys([chosen, *(blocks.within(shape.seq_len) for blocks in BLOCKS)])
-    fitting = [pair for pair in pairs if not flash.why_not(shape.seq_len, shape.head_dim, device_kind, pair)]
+    fitting = [pair for pair in pairs if not flash.why_not(shape.seq_len, shape.head_dim, device_kind, blocks=pair)]
     return [_attention_case(shape, implementation, device_kind, pair) for pair in fitting]
 
 

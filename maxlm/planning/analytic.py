@@ -190,7 +190,8 @@ class Analytic:
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
             return gpu_attention.seconds_a_token(self.config, chip, not self.writes_scores, self.peak, self.hbm)
-        ours = not self.splash and any(not why_not(self.config.data.seq_len // parts, model.head_dim, kind) for kind in chip.device_kinds)
+        at = self.config.data.seq_len // parts, model.head_dim
+        ours = not self.splash and any(not why_not(*at, kind, self.number) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
         forward, backward = shares.get(chip.name, shares["v5p"])
         work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)

@@ -119,6 +119,14 @@ def test_kernels_of_a_program_are_known_by_name_and_arrays():
     assert found == [part and GroupedMatmul(filled, 512, 256, 4, part) for part, filled in zip(parts, rows, strict=True)]
 
 
+@pytest.mark.parametrize("rows", ["1024,512", "512,1024"], ids=["as they are", "quantized: transposed"])
+def test_a_gradient_of_weights_is_read_whichever_way_its_rows_lie(rows):
+    module = parser.read(CALLS.replace("%x = bf16[1024,512]", f"%x = s8[{rows}]"))
+    entry = module.computations[module.entry]
+    (gradient,) = (op for op in entry.ops if "transposed_dw" in op.name)
+    assert read(gradient, entry) == GroupedMatmul(1024, 512, 256, 4, "transposed_dw")
+
+
 def test_ours_are_charged_by_the_formula_and_others_a_share():
     chip, module = CHIP["v6e"], parser.read(CALLS)
     charged = {op.name: op.seconds for op in estimate(module, chip, {}, {}).top}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from maxlm.kernels import attention, attention_and_logsumexp
 from maxlm.kernels.attention import (
@@ -53,6 +54,7 @@ def total_and_gradients(total, *operands):
     return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*operands)
 
 
+LONGEST_WINDOW = int(jnp.iinfo(jnp.int32).max)
 OPTIONS = [{}, {"mask": Mask(window=5)}, {"softcap": 2.0}, {"mask": Mask(window=1)}, {"mask": Mask(window=3), "softcap": 1.0, "scale": 1.5}]
 
 
@@ -169,6 +171,39 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
     (_, ours), our_gradients = total_and_gradients(functools.partial(total, implementation), q, k, v)
     (_, theirs), their_gradients = total_and_gradients(functools.partial(total, None), q, k, v)
     for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
+        np.testing.assert_allclose(mine, other, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "form"), [("flash", "causal"), ("splash", "causal"), ("splash", "bidirectional"), ("xla", "bidirectional")]
+)
+def test_the_longest_window_hides_nothing(implementation, form, monkeypatch):
+    """The window that models clamp to: a sum with it would wrap in int32, and kernels would visit no block."""
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(128, 128))
+    q, k, v, segments = operands(7, B=1, S=256, H=2, G=1, K=16)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+
+    def total(window, *qkv):
+        out = run(*qkv, segments, implementation=implementation, mask=Mask(form, window=window))
+        return jnp.sum(weights * out), out
+
+    (_, ours), our_gradients = total_and_gradients(functools.partial(total, LONGEST_WINDOW), q, k, v)
+    (_, theirs), their_gradients = total_and_gradients(functools.partial(total, None), q, k, v)
+    for mine, other in zip((ours, *our_gradients), (theirs, *their_gradients), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("S", [640, 768])
+def test_splash_runs_blocks_that_512_does_not_divide(S):
+    q, k, v, segments = operands(8, B=1, S=S, H=1, G=1, K=16)
+    weights = jax.random.normal(jax.random.key(9), q.shape)
+
+    def total(implementation, *qkv):
+        out = run(*qkv, segments, implementation=implementation)
+        return jnp.sum(weights * out), out
+
+    ours, theirs = (total_and_gradients(functools.partial(total, name), q, k, v) for name in ("splash", "xla"))
+    for mine, other in zip((ours[0][1], *ours[1]), (theirs[0][1], *theirs[1]), strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
 
@@ -373,6 +408,16 @@ def test_every_row_of_the_table_can_run():
         assert tpu.why_not(4096, head_dim, kind) == ""
 
 
+def test_float32_takes_twice_the_room_of_what_is_stored():
+    """Of 16,384 tokens on v6e, whose bfloat16 fits: the compiler runs out of VMEM."""
+    assert tpu.why_not(16384, 128, "TPU v6 lite", 2) == ""
+    assert "of VMEM are needed" in tpu.why_not(16384, 128, "TPU v6 lite", 4)
+    q, segments = jax.ShapeDtypeStruct((1, 16384, 1, 128), jnp.float32), jnp.ones((1, 16384), int)
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device_kind="TPU v6 lite", num_cores=None, platform="tpu"))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=r"flash cannot run this: .* MiB of VMEM are needed"):
+        jax.eval_shape(lambda q: run(q, q, q, segments, implementation="flash"), q)
+
+
 @pytest.mark.parametrize("implementation", ["flash", "splash"])
 def test_kernels_refuse_what_they_cannot_run(implementation):
     q, k, v, segments = operands(S=24)
@@ -471,6 +516,7 @@ def in_chunks(q, k, v, segments, L, dout, dlse, **options):
     [
         pytest.param("flash", {}, 1, marks=pytest.mark.soak),
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
+        ("flash", {"mask": Mask(window=LONGEST_WINDOW)}, 1),
         ("xla", {"mask": Mask(window=100)}, 1),
         ("xla", {}, 2),
         pytest.param("xla", {"mask": Mask(window=70)}, 4, marks=pytest.mark.soak),
