@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
@@ -16,7 +17,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
-from maxlm.cost.calibration import calibrated, of_config
+from maxlm.cost.calibration import FIELD, calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
 from maxlm.hardware.published_runs import correction
@@ -190,7 +191,7 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     how = "as compiled" if picked.compiled else "estimated, not compiled"
     remark = f"Chosen by `maxlm plan` for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
     try:
-        _write_config(config, as_yaml(request.name, plan.loaded, picked.layout, config, remark), may_replace=request.out is not None)
+        _write_config(config, as_yaml(request.name, plan.loaded, picked.layout, config, remark, _calibration(request, plan.loaded.config)), may_replace=request.out is not None)
         draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)
     except UserError as error:
         return None, error
@@ -199,12 +200,24 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     return (config, chart), None
 
 
-def as_yaml(name: str, loaded: LoadedConfig, layout: "Layout", out: Path, remark: str) -> str:
-    """The text of a config at `out`: the config called `name`, the overrides that `loaded` remembers, and `layout`; headed by `remark`."""
+def _calibration(request: Request, config: Config) -> dict[str, str]:
+    """`cost.calibration` of the file of --calibration, so that `maxlm compile` says what the plan says; none where training would refuse it."""
+    tiers = config.memory.offload_state
+    if request.calibration is None or config.train.batch_ramp or (tiers is not None and tiers.on_nvme):
+        return {}
+    return {FIELD: str(request.calibration.absolute())}
+
+
+def as_yaml(
+    name: str, loaded: LoadedConfig, layout: "Layout", out: Path, remark: str, more: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The text of a config at `out`: the config called `name`, the overrides that `loaded` remembers, `layout` and `more` settings; headed by
+    `remark`.
+    """
     values = dict(flatten(loaded.config.model_dump(mode="json")))
     overrides = {key: value for key, value in values.items() if loaded.source(key) == COMMAND_LINE}
     sections: dict[str, Any] = {"extends": [_parent(name, out)]}
-    for key, value in {**overrides, **layout.settings(loaded.config)}.items():
+    for key, value in {**overrides, **layout.settings(loaded.config), **more}.items():
         if key == "mesh.across_slices" and loaded.config.mesh.slices == 1 and key not in overrides:
             continue
         *path, last = key.split(".")

@@ -115,6 +115,8 @@ def test_factors_are_seen_in_the_plan(plan, tmp_path):
     arguments = ("tiny", "--topology", "h100:1x8", "--json", "--out", "o.yml")
     given = ((), ("--calibration", "f.json"), ("cost.calibration=f.json",))
     plain, slower, by_config = (json.loads(plan(*arguments, *more)[1]) for more in given)
+    plan(*arguments, *given[1])
+    assert load("o.yml").config.cost.calibration == str(tmp_path / "f.json"), "maxlm compile o.yml is to say the same"
     assert slower["calibration"] == by_config["calibration"] == "node7, 2026-11-25" and plain["calibration"] is None
     assert by_config["chosen"]["step_s"] == slower["chosen"]["step_s"]
     assert 1.5 < slower["chosen"]["step_s"] / plain["chosen"]["step_s"] <= 2.01, "all but attention and latencies takes twice as long"
