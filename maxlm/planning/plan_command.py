@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from maxlm.planning.layouts import Layout
     from maxlm.planning.plan import Plan
 
+CHOSEN = "Chosen by `maxlm plan`"  # the first words of the configs that it writes
+
 
 @dataclass(frozen=True)
 class Request:
@@ -104,6 +106,17 @@ def _check_file(request: Request, loaded: LoadedConfig) -> None:
         raise UserError(f"--out {file}: the plan extends this file, and would replace it; give another name.")
     if file.suffix == ".png":
         raise UserError(f"--out {file} is the file of the chart, which goes beside the config; give a name that ends in .yml.")
+    chart = file.with_suffix(".png")
+    if chart.exists() and not _is_plan(file):
+        raise UserError(f"{chart} exists and is not of a plan in {file}: the chart would replace it; give another name with --out.")
+
+
+def _is_plan(file: Path) -> bool:
+    """True for a config that `maxlm plan` has written."""
+    try:
+        return file.read_text(encoding="utf-8").startswith(f"# {CHOSEN}")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
@@ -189,7 +202,7 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     chart, machine = config.with_suffix(".png"), machine_name(plan.topology)
     size = f"{picked.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
     how = "as compiled" if picked.compiled else "estimated, not compiled"
-    remark = f"Chosen by `maxlm plan` for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
+    remark = f"{CHOSEN} for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
     try:
         _write_config(config, as_yaml(request.name, plan.loaded, picked.layout, config, remark, _calibration(request, plan.loaded.config)), may_replace=request.out is not None)
         draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)

@@ -106,6 +106,16 @@ def test_without_the_compiler_a_plan_is_an_estimate_and_says_so(plan):
     assert code == 0 and "100 Gbit/s" in page
 
 
+def test_a_picture_that_is_of_no_plan_is_kept(plan, tmp_path):
+    picture = tmp_path / "mine.png"
+    picture.write_bytes(b"mine")
+    arguments = ("tiny", "--topology", "h100:1x8", "--out", "mine.yml")
+    code, out, err = plan(*arguments)
+    assert (code, out, picture.read_bytes()) == (2, "", b"mine") and "mine.png exists and is not of a plan" in err.splitlines()[-1]
+    picture.unlink()
+    assert [plan(*arguments)[0] for _ in range(2)] == [0, 0], "its own chart is replaced"
+
+
 def test_factors_are_seen_in_the_plan(plan, tmp_path):
     shares = {"matmul": 0.375, "hbm": 0.425, "links": 0.4}  # half of what is assumed
     measured = {"matmul_dtype": "bfloat16", "matmul_size": 1, "matmul_flops": 1.0, "hbm_bytes_per_s": 1.0}
