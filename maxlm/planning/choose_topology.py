@@ -68,11 +68,18 @@ class Machine:
 
 
 def compare(
-    config: Config, topologies: Sequence[Topology], tokens: float | None, arguments: tuple[str, ...], wanted: Wanted, *, as_json: bool
+    config: Config,
+    topologies: Sequence[Topology],
+    tokens: float | None,
+    arguments: tuple[str, ...],
+    wanted: Wanted,
+    only: str = "",
+    *,
+    as_json: bool,
 ) -> int:
     """Print time and cost of a run of `tokens` on each topology; 0 if one fits, within the limits if there are any, else 2.
 
-    `arguments`: the name of the config, and the overrides.
+    `arguments`: the name of the config, and the overrides; `only`: why other chips are not compared, in a sentence.
     """
     machines: list[Machine] = []
     with progress() as show_progress:
@@ -94,6 +101,8 @@ def compare(
         sys.stdout.write(json.dumps(result) + "\n")
     else:
         _show(arguments, config, fitting, machines, chosen, wanted)
+        if only:
+            output_console().print(only, style="dim")
         if missing:
             output_console().print(f"Stopped, so not predicted: {', '.join(missing)}.", style="bold")
     return 0 if fitting and None not in chosen.values() else 2

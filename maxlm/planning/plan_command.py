@@ -154,6 +154,8 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     if wrong := next((option for option, value in given.items() if value), None):
         raise UserError(f"{wrong} goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)
+    said_by = "--topology" if request.topology is not None else "the config's cluster"
+    only = f"Compared is {families[0].name} alone, the chip of {said_by}." if len(families) == 1 else ""
     _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
@@ -170,7 +172,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     leave_chips_alone()
     from maxlm.planning import choose_topology
 
-    return choose_topology.compare(config, asked, request.tokens, request.arguments, request.wanted, as_json=as_json)
+    return choose_topology.compare(config, asked, request.tokens, request.arguments, request.wanted, only, as_json=as_json)
 
 
 def _check_trained(config: Config) -> None:

@@ -148,6 +148,11 @@ def test_bad_input_is_one_line_with_the_fix(plan, arguments, said):
     assert (code, out) == (2, "") and said in err.splitlines()[-1] and "Traceback" not in err
 
 
+def test_a_comparison_of_one_kind_of_chip_says_so(plan):
+    code, page, _ = plan("tiny", "--topology", "h100:1x8", "--chips-at-most", "4")
+    assert code == 0 and "Compared is H100 alone, the chip of --topology." in page
+
+
 def test_a_rule_of_the_chip_is_the_reason_and_not_its_size(tmp_path, monkeypatch, capfd):
     """A config without a cluster meets the rules of a chip only in the comparison."""
     monkeypatch.chdir(tmp_path)
