@@ -21,7 +21,7 @@ from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout, why_microbatches_stay
 from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
-from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
+from maxlm.planning.run_cost import RunCost, Wanted, ramp_line, run_cost, to_json
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
 
 WIDE = 140  # columns, from which on the table has all figures
@@ -101,6 +101,8 @@ def compare(
         sys.stdout.write(json.dumps(result) + "\n")
     else:
         _show(arguments, config, fitting, machines, chosen, wanted)
+        if ramp := ramp_line(config):
+            output_console().print(ramp, style="dim")
         if only:
             output_console().print(only, style="dim")
         if missing:

@@ -153,6 +153,15 @@ def test_a_comparison_of_one_kind_of_chip_says_so(plan):
     assert code == 0 and "Compared is H100 alone, the chip of --topology." in page
 
 
+@pytest.mark.parametrize("more", [(), ("--chips-at-most", "4")])
+def test_with_growing_batches_the_time_is_said_to_be_of_the_full_one(plan, more):
+    arguments = ("tiny", "--topology", "h100:1x4", *more)
+    ramp = "train.batch_ramp=[{global_batch: 32, until_tokens: 65536}]"
+    assert "train.batch_ramp" not in plan(*arguments)[1]
+    code, page, err = plan(*arguments, *(("--out", "o.yml") if not more else ()), ramp)
+    assert code == 0 and "with the full batch of" in page and "train.batch_ramp" in page, err
+
+
 def test_a_rule_of_the_chip_is_the_reason_and_not_its_size(tmp_path, monkeypatch, capfd):
     """A config without a cluster meets the rules of a chip only in the comparison."""
     monkeypatch.chdir(tmp_path)
