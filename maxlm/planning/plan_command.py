@@ -206,7 +206,11 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     how = "as compiled" if picked.compiled else "estimated, not compiled"
     remark = f"{CHOSEN} for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
     try:
-        _write_config(config, as_yaml(request.name, plan.loaded, picked.layout, config, remark, _calibration(request, plan.loaded.config)), may_replace=request.out is not None)
+        _write_config(
+            config,
+            as_yaml(request.name, plan.loaded, picked.layout, config, remark, _calibration(request, plan.loaded.config)),
+            may_replace=request.out is not None,
+        )
         draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)
     except UserError as error:
         return None, error
@@ -216,7 +220,7 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
 
 
 def _calibration(request: Request, config: Config) -> dict[str, str]:
-    """`cost.calibration` of the file of --calibration, so that `maxlm compile` says what the plan says; none where training would refuse it."""
+    """`cost.calibration` of --calibration, so that `maxlm compile` says what the plan says; none where training would refuse it."""
     tiers = config.memory.offload_state
     if request.calibration is None or config.train.batch_ramp or (tiers is not None and tiers.on_nvme):
         return {}
@@ -226,7 +230,7 @@ def _calibration(request: Request, config: Config) -> dict[str, str]:
 def as_yaml(
     name: str, loaded: LoadedConfig, layout: "Layout", out: Path, remark: str, more: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """The text of a config at `out`: the config called `name`, the overrides that `loaded` remembers, `layout` and `more` settings; headed by
+    """The text of a config at `out`: the config called `name`, overrides that `loaded` remembers, `layout` and `more` settings; headed by
     `remark`.
     """
     values = dict(flatten(loaded.config.model_dump(mode="json")))
