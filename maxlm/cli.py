@@ -142,7 +142,9 @@ def plan_(
     overrides: Overrides = None,
     topology: Topology = None,
     slices: Slices = None,
-    chips_at_most: Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare topologies of up to N chips instead.")] = None,
+    chips_at_most: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Compare topologies of up to N chips, of the config's or --topology's kind.")
+    ] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,

@@ -129,10 +129,10 @@ def _versions() -> str:
 
 
 def compiled(name: str) -> dict[str, Any]:
-    """Compile a recipe in a process of its own. Raises UserError as the compiler does."""
+    """Compile a recipe in a process of its own. Raises UserError as the compiler does, and for a program with loops of unknown length."""
     config = load(f"runs/{name}").config
     with Compiler() as compiler:
-        return figures_of(config, compiler(config, rules.topology_of(config)))
+        return figures_of(config, compiler(config, rules.topology_of(config)).whole())
 
 
 def figures_of(config: Config, verdict: Verdict) -> dict[str, Any]:

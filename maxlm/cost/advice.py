@@ -12,7 +12,7 @@ from maxlm.config import rules
 from maxlm.config.errors import ConfigError, show
 from maxlm.config.schema import Config
 from maxlm.cost.network import AxisLinks
-from maxlm.cost.step_cost import StepCost, Traffic
+from maxlm.cost.step_cost import StepCost, Traffic, unknown_loops_line
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology
 from maxlm.training.matrices import SCOPE as MATRICES
@@ -136,6 +136,7 @@ def remarks(
 ) -> list[str]:
     """Remarks on a step that fits, one sentence each."""
     return [
+        *filter(None, [unknown_loops_line(cost.unknown_loops)]),
         *_not_calibrated(topology),
         *_off_tile(config, topology, sizes),
         *_small_batch(config, topology, sizes, links),

@@ -8,7 +8,7 @@ measured. For GPUs, XLA estimates nothing: see `pricing`.
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ class StepCost:
     kernel_flops: int
     assumed: tuple[str, ...]  # attention kernels that state no cost and are charged by their shapes
     uncharged: tuple[str, ...]  # kernels that state no cost and are charged nothing
-    unknown_loops: tuple[str, ...]  # loops counted once, because their trip count depends on data
+    unknown_loops: tuple[str, ...]  # loops counted once, because their trip count depends on data or is not understood
     top: tuple[OpCost, ...]  # longest first
     traffic: tuple[Traffic, ...]  # longest first
     formats: tuple[FormatCost, ...] = ()  # longest first
@@ -91,6 +91,15 @@ class StepCost:
     @property
     def total_s(self) -> float:
         return self.compute_s + self.exposed_s
+
+
+def unknown_loops_line(loops: Sequence[str]) -> str:
+    """The sentence about `StepCost.unknown_loops`; empty where there are none."""
+    if not loops:
+        return ""
+    others = f" and {len(loops) - 3} others" if len(loops) > 3 else ""
+    which = f"{', '.join(loops[:3])}{others}"
+    return f"How often these loops turn is not in the compiled program: {which}. They count once, so the time is a lower bound."
 
 
 def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: Mapping[str, AxisLinks], top: int = 20) -> StepCost:

@@ -24,6 +24,7 @@ class Verdict:
     parts: tuple[float, ...] | None
     seconds: float  # that the compiler took, when it ran
     cached: bool
+    unknown_loops: tuple[str, ...] = ()  # that count once in `parts`, which are too small then
 
     @property
     def fits(self) -> bool:
@@ -34,6 +35,14 @@ class Verdict:
         """Seconds of a step; infinite when it does not fit."""
         return sum(self.parts) if self.parts else float("inf")
 
+    def whole(self) -> Self:
+        """Itself, if its seconds count every loop. Raises UserError if they do not, so that it is not taken for a fast one."""
+        if self.unknown_loops:
+            from maxlm.cost.step_cost import unknown_loops_line
+
+            raise UserError(unknown_loops_line(self.unknown_loops))
+        return self
+
 
 def verify(config: Config, topology: Topology) -> Verdict:
     """Compile the step of `config`, or read it from the cache. Raises UserError without a compiler."""
@@ -43,13 +52,15 @@ def verify(config: Config, topology: Topology) -> Verdict:
 
     program = build(config, topology)
     step = compile_program(program, topology)
-    parts = None
+    parts: tuple[float, ...] | None = None
+    loops: tuple[str, ...] = ()
     if step.fits:
         cost = program_cost(program, read(step.text), topology)
         host_s = sum(traffic.exposed_s for traffic in cost.traffic if traffic.link == "host")
         matmul_s = cost.matmul_s + cost.kernel_s  # kernels other than attention are matmuls
         parts = (matmul_s, cost.attention_s, cost.memory_s, cost.exposed_s - host_s, host_s)
-    return Verdict(step.needed, step.available, parts, step.seconds, step.cached)
+        loops = cost.unknown_loops
+    return Verdict(step.needed, step.available, parts, step.seconds, step.cached, loops)
 
 
 class Compiler:

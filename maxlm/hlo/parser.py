@@ -45,9 +45,12 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _STATED = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\["([\d",]*)"\]')
 _AT_MOST = re.compile(r"at_most_(\d+)_turns")  # the scope of a loop whose trip count depends on data, in the name of the operation
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
+_INTEGER = re.compile(r"-?\d+")
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PALLAS = "tpu_custom_call"  # target of a Pallas kernel
+INLINED = ("fusion", "call")  # runs another computation once, whose root is its result
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
 
@@ -342,10 +345,10 @@ def _number(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _with_trips(computation: Computation, computations: Mapping[str, Computation]) -> Computation:
-    """`computation` with `trips` of its loops: as XLA states, else from where the counter starts to the constant that ends it.
+    """`computation` with `trips` of loops: as XLA states, else from where the counter starts to the constant that ends it, by its steps.
 
-    XLA may take the first turn out of a loop, which then starts at 1, and unrolls rings of matmuls (windowed einsum), which then step by 2.
-    Further rounds of experts turn 0 times, as under an even load. None stays where data decides otherwise.
+    XLA may take the first turn out of a loop, and unrolls rings of matmuls (windowed einsum), which then step by 2. For GPUs it fuses the
+    comparison and the addition. Further rounds of experts turn 0 times, as under an even load. None stays where data decides otherwise.
     """
     ops = tuple(replace(op, trips=_trips(op, computation, computations)) if op.opcode == "while" else op for op in computation.ops)
     return replace(computation, ops=ops)
@@ -354,29 +357,108 @@ def _with_trips(computation: Computation, computations: Mapping[str, Computation
 def _trips(op: Op, computation: Computation, computations: Mapping[str, Computation]) -> int | None:
     if op.trips is not None:
         return op.trips
-    if FURTHER in op.where:
-        return 0
     body, condition = (computations[name] for name in op.calls[:2])
-    limits = [limit for one in condition.ops if (limit := _integer(one)) is not None]
-    if not limits:
+    if any(FURTHER in one.where for one in (op, *condition.ops)):  # XLA may drop the name of the loop itself
+        return 0
+    end = _end(condition.root, _Scope(condition, computations))
+    if end is None or end.element is None:
         return None
-    counters = [o.index for o in condition.ops if o.opcode == "get-tuple-element" and o.index is not None and not o.shapes[0].dims]
-    first, step = 0, 1
-    if len(counters) == 1:
-        first = _integer(_tuple_element(computation, op.operands[0], counters[0])) or 0
-        added = _tuple_element(body, body.root, counters[0])
-        if added is not None and added.opcode == "add":
-            step = max((_integer(body.source(name)) or 0 for name in added.operands), default=0) or 1
-    return max(0, -(-(max(limits) - first) // step))
+    scope = _Scope(computation, computations)
+    start = _fixed(_element(op.operands[0], end.element, scope), scope)
+    turned = _element(body.root, end.element, _Scope(body, computations))
+    if start is None or turned is None or turned.element != end.element or turned.offset <= 0:
+        return None
+    return max(0, -(-(end.offset - start) // turned.offset))
 
 
-def _tuple_element(computation: Computation, name: str, place: int) -> Op | None:
-    """The operation that makes element `place` of the tuple `name`."""
-    made = computation.source(name)
-    held = made is not None and made.opcode == "tuple" and place < len(made.operands)
-    return computation.source(made.operands[place]) if made is not None and held else None
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """An integer: `offset`, added to element `element` of the state that a loop carries unless that is None."""
+
+    element: int | None
+    offset: int
 
 
-def _integer(op: Op | None) -> int | None:
-    """The value of a scalar integer constant."""
-    return int(op.literal) if op is not None and op.opcode == "constant" and op.literal.isdigit() and not op.shapes[0].dims else None
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """A computation, and what the parameters of a fused one stand for; without `arguments` its parameter is the state of a loop."""
+
+    computation: Computation
+    computations: Mapping[str, Computation]
+    arguments: tuple[_Scalar | None, ...] | None = None
+
+    def inside(self, op: Op) -> "_Scope":
+        """What the fusion or call `op` runs."""
+        arguments = tuple(_scalar(name, self) for name in op.operands)
+        return _Scope(self.computations[op.calls[0]], self.computations, arguments)
+
+
+def _fixed(value: _Scalar | None, scope: _Scope) -> int | None:
+    """The constant that `value` is, also where the loops around it carry it along unchanged; None if it is none."""
+    while value is not None and value.element is not None:
+        body, computations = scope.computation, scope.computations
+        users = [(outer, op) for outer in computations.values() for op in outer.ops if op.opcode == "while" and op.calls[0] == body.name]
+        if _element(body.root, value.element, scope) != _Scalar(value.element, 0) or len(users) != 1:
+            return None
+        scope = _Scope(users[0][0], computations)
+        before, added = _element(users[0][1].operands[0], value.element, scope), value.offset
+        value = _Scalar(before.element, before.offset + added) if before is not None else None
+    return value.offset if value is not None else None
+
+
+def _end(name: str, scope: _Scope) -> _Scalar | None:
+    """The counter of a condition whose result is `name`, and as `offset` the first value that ends the loop; None if it is no count."""
+    op = scope.computation.by_name.get(name)
+    if op is None:
+        return None
+    if op.opcode in INLINED:
+        inner = scope.inside(op)
+        return _end(inner.computation.root, inner)
+    if op.opcode in PLUMBING and op.opcode != "get-tuple-element":
+        return _end(op.operands[0], scope)
+    direction = text_of(_DIRECTION, op.attributes)
+    if op.opcode != "compare" or direction not in ("LT", "LE", "GT", "GE"):
+        return None
+    counter, limit = (_scalar(one, scope) for one in (op.operands if direction[0] == "L" else reversed(op.operands)))
+    if counter is None or limit is None or limit.element is not None:
+        return None
+    return _Scalar(counter.element, limit.offset - counter.offset + direction.endswith("E"))
+
+
+def _scalar(name: str, scope: _Scope) -> _Scalar | None:
+    """The value of `name`, through copies, additions and fusions, where it is a constant or an element of the state and a constant."""
+    op = scope.computation.by_name.get(name)
+    if op is None or any(shape.dims for shape in op.shapes[:1]):
+        return None
+    if op.opcode == "constant":
+        return _Scalar(None, int(op.literal)) if _INTEGER.fullmatch(op.literal) else None
+    if op.opcode == "parameter":
+        return scope.arguments[op.index] if scope.arguments is not None and op.index is not None else None
+    if op.opcode == "get-tuple-element":
+        return _element(op.operands[0], op.index or 0, scope)
+    if op.opcode in PLUMBING or op.opcode in ("copy-start", "copy-done"):
+        return _scalar(op.operands[0], scope)
+    if op.opcode in INLINED:
+        inner = scope.inside(op)
+        return _scalar(inner.computation.root, inner)
+    if op.opcode != "add":
+        return None
+    left, right = (_scalar(one, scope) for one in op.operands)
+    if left is None or right is None or None not in (left.element, right.element):
+        return None
+    return _Scalar(right.element if left.element is None else left.element, left.offset + right.offset)
+
+
+def _element(name: str, place: int, scope: _Scope) -> _Scalar | None:
+    """`_scalar` of element `place` of the tuple `name`."""
+    op = scope.computation.by_name.get(name)
+    if op is None:
+        return None
+    if op.opcode == "parameter" and scope.arguments is None:
+        return _Scalar(place, 0)
+    if op.opcode == "tuple":
+        return _scalar(op.operands[place], scope) if place < len(op.operands) else None
+    if op.opcode in INLINED:
+        inner = scope.inside(op)
+        return _element(inner.computation.root, place, inner)
+    return _element(op.operands[0], place, scope) if op.opcode in PLUMBING and op.opcode != "get-tuple-element" else None

@@ -21,7 +21,7 @@ from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout, why_microbatches_stay
 from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
-from maxlm.planning.run_cost import RunCost, Wanted, run_cost, to_json
+from maxlm.planning.run_cost import RunCost, Wanted, ramp_line, run_cost, to_json
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
 
 WIDE = 140  # columns, from which on the table has all figures
@@ -68,11 +68,18 @@ class Machine:
 
 
 def compare(
-    config: Config, topologies: Sequence[Topology], tokens: float | None, arguments: tuple[str, ...], wanted: Wanted, *, as_json: bool
+    config: Config,
+    topologies: Sequence[Topology],
+    tokens: float | None,
+    arguments: tuple[str, ...],
+    wanted: Wanted,
+    only: str = "",
+    *,
+    as_json: bool,
 ) -> int:
     """Print time and cost of a run of `tokens` on each topology; 0 if one fits, within the limits if there are any, else 2.
 
-    `arguments`: the name of the config, and the overrides.
+    `arguments`: the name of the config, and the overrides; `only`: why other chips are not compared, in a sentence.
     """
     machines: list[Machine] = []
     with progress() as show_progress:
@@ -94,6 +101,10 @@ def compare(
         sys.stdout.write(json.dumps(result) + "\n")
     else:
         _show(arguments, config, fitting, machines, chosen, wanted)
+        if ramp := ramp_line(config):
+            output_console().print(ramp, style="dim")
+        if only:
+            output_console().print(only, style="dim")
         if missing:
             output_console().print(f"Stopped, so not predicted: {', '.join(missing)}.", style="bold")
     return 0 if fitting and None not in chosen.values() else 2

@@ -136,9 +136,9 @@ def explore(
 
 
 def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[Config], Verdict], *, may_fail: bool) -> None:
-    """Move an open layout to the trials or, if it `may_fail`, to those that failed."""
+    """Move an open layout to the trials or, if it `may_fail`, to those that failed, as one does whose time is not known."""
     try:
-        verdict = verify(layout.apply(config))
+        verdict = verify(layout.apply(config)).whole()
     except UserError as error:
         if not may_fail:
             raise

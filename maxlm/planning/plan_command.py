@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
@@ -16,7 +17,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
-from maxlm.cost.calibration import calibrated, of_config
+from maxlm.cost.calibration import FIELD, calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
 from maxlm.hardware.published_runs import correction
@@ -28,6 +29,8 @@ from maxlm.telemetry.formatting import duration
 if TYPE_CHECKING:
     from maxlm.planning.layouts import Layout
     from maxlm.planning.plan import Plan
+
+CHOSEN = "Chosen by `maxlm plan`"  # the first words of the configs that it writes
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,17 @@ def _check_file(request: Request, loaded: LoadedConfig) -> None:
         raise UserError(f"--out {file}: the plan extends this file, and would replace it; give another name.")
     if file.suffix == ".png":
         raise UserError(f"--out {file} is the file of the chart, which goes beside the config; give a name that ends in .yml.")
+    chart = file.with_suffix(".png")
+    if chart.exists() and not _is_plan(file):
+        raise UserError(f"{chart} exists and is not of a plan in {file}: the chart would replace it; give another name with --out.")
+
+
+def _is_plan(file: Path) -> bool:
+    """True for a config that `maxlm plan` has written."""
+    try:
+        return file.read_text(encoding="utf-8").startswith(f"# {CHOSEN}")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
@@ -140,6 +154,8 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     if wrong := next((option for option, value in given.items() if value), None):
         raise UserError(f"{wrong} goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)
+    said_by = "--topology" if request.topology is not None else "the config's cluster"
+    only = f"Compared is {families[0].name} alone, the chip of {said_by}." if len(families) == 1 else ""
     _check_trained(config)
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
@@ -156,7 +172,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     leave_chips_alone()
     from maxlm.planning import choose_topology
 
-    return choose_topology.compare(config, asked, request.tokens, request.arguments, request.wanted, as_json=as_json)
+    return choose_topology.compare(config, asked, request.tokens, request.arguments, request.wanted, only, as_json=as_json)
 
 
 def _check_trained(config: Config) -> None:
@@ -188,9 +204,13 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     chart, machine = config.with_suffix(".png"), machine_name(plan.topology)
     size = f"{picked.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
     how = "as compiled" if picked.compiled else "estimated, not compiled"
-    remark = f"Chosen by `maxlm plan` for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
+    remark = f"{CHOSEN} for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
     try:
-        _write_config(config, as_yaml(request.name, plan.loaded, picked.layout, config, remark), may_replace=request.out is not None)
+        _write_config(
+            config,
+            as_yaml(request.name, plan.loaded, picked.layout, config, remark, _calibration(request, plan.loaded.config)),
+            may_replace=request.out is not None,
+        )
         draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)
     except UserError as error:
         return None, error
@@ -199,12 +219,24 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     return (config, chart), None
 
 
-def as_yaml(name: str, loaded: LoadedConfig, layout: "Layout", out: Path, remark: str) -> str:
-    """The text of a config at `out`: the config called `name`, the overrides that `loaded` remembers, and `layout`; headed by `remark`."""
+def _calibration(request: Request, config: Config) -> dict[str, str]:
+    """`cost.calibration` of --calibration, so that `maxlm compile` says what the plan says; none where training would refuse it."""
+    tiers = config.memory.offload_state
+    if request.calibration is None or config.train.batch_ramp or (tiers is not None and tiers.on_nvme):
+        return {}
+    return {FIELD: str(request.calibration.absolute())}
+
+
+def as_yaml(
+    name: str, loaded: LoadedConfig, layout: "Layout", out: Path, remark: str, more: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The text of a config at `out`: the config called `name`, overrides that `loaded` remembers, `layout` and `more` settings; headed by
+    `remark`.
+    """
     values = dict(flatten(loaded.config.model_dump(mode="json")))
     overrides = {key: value for key, value in values.items() if loaded.source(key) == COMMAND_LINE}
     sections: dict[str, Any] = {"extends": [_parent(name, out)]}
-    for key, value in {**overrides, **layout.settings(loaded.config)}.items():
+    for key, value in {**overrides, **layout.settings(loaded.config), **more}.items():
         if key == "mesh.across_slices" and loaded.config.mesh.slices == 1 and key not in overrides:
             continue
         *path, last = key.split(".")

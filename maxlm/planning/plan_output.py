@@ -65,6 +65,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     for format, predicted_s in plan.quantized.items():
         if format not in plan.formats:
             console.print(f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; --any-format finds its layout.")
+    if ramp := run_cost.ramp_line(plan.loaded.config):
+        console.print(ramp)
     if (cost := plan.cost(wanted)) is not None:
         for line in run_cost.sentences(cost, wanted):
             console.print(line)

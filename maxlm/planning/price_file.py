@@ -11,7 +11,7 @@ from maxlm.config import paths
 from maxlm.config.cost import Currency
 from maxlm.config.errors import UserError
 from maxlm.config.fields import AtLeastOne, NonNegative, PositiveFloat, Section, Text
-from maxlm.config.loader import load_as
+from maxlm.config.loader import find, load_as
 from maxlm.hardware.chips import CHIPS
 from maxlm.hardware.prices import LIST_PRICES, Offer, PriceList
 
@@ -67,6 +67,10 @@ def read_prices(name: str | None) -> PriceList:
     """The prices in the file `name`, or our list prices. Raises UserError for anything that the file should not hold."""
     if name is None:
         return LIST_PRICES
+    try:
+        find(name)
+    except UserError:
+        raise UserError(f"--prices {name}: there is no such file; give the path of a file of prices (docs/cost.md).") from None
     settings = load_as(PriceFile, name)
     source = f"{settings.source}, {settings.date}"
     offers = tuple(Offer(**one.model_dump(), source=source) for one in settings.offers)

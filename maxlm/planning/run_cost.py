@@ -107,6 +107,14 @@ def _grid(offer: Offer | None) -> float | None:
     return offer.kg_co2_per_kwh if offer.kg_co2_per_kwh is not None else GRIDS.get(offer.region)
 
 
+def ramp_line(config: Config) -> str:
+    """A sentence on what the time of a run leaves out with `train.batch_ramp`; empty without."""
+    if not config.train.batch_ramp:
+        return ""
+    full = f"the full batch of {config.train.global_batch:,} all along"
+    return f"Run and cost are with {full}: the smaller batches of train.batch_ramp take more steps, and more time, for as many tokens."
+
+
 def to_json(cost: RunCost, wanted: Wanted) -> dict[str, Any]:
     """Plain values: seconds, hours, prices in `currency`, kWh and kg."""
     offer = cost.offer

@@ -20,11 +20,11 @@ def traffic(opcode="all-gather", axes=("fsdp",), where="jit(train_step)/jvp()/wh
     return Traffic(axes, opcode, where, "sync", "ici", count=2, bytes=size, seconds=1e-3, exposed_s=exposed_s)
 
 
-def remarks(config, *, chip="v5e:2x2", sizes=SIZES, used=14 * GIB, collectives=()) -> list[str]:
+def remarks(config, *, chip="v5e:2x2", sizes=SIZES, used=14 * GIB, collectives=(), loops=()) -> list[str]:
     memory = Memory(argument=used, output=0, alias=0, temp=0, code=0, peak=0, host=0)
     step = CompiledStep("", memory, used, 16 * GIB, 1.0)
     names = ("matmul_s", "attention_s", "kernel_s", "memory_s", "exposed_s", "hidden_s")
-    none = dict.fromkeys(("assumed", "uncharged", "unknown_loops", "top"), ())
+    none = dict.fromkeys(("assumed", "uncharged", "unknown_loops", "top"), ()) | {"unknown_loops": loops}
     flops = dict.fromkeys(("matmul_flops", "attention_flops", "kernel_flops"), 0)
     seconds = {**dict.fromkeys(names, 0.0), "matmul_s": 1.0}
     cost = StepCost(**seconds, **flops, **none, traffic=tuple(collectives))
@@ -44,6 +44,7 @@ def test_a_good_step_gets_no_remark():
     [
         ({"config": config(model={**GOOD, "d_ff": 1056})}, "model.d_ff = 1056"),
         ({"config": config(model={**GOOD, "head_dim": 64})}, "model.head_dim = 64"),
+        ({"loops": tuple("abcde")}, "loops turn is not in the compiled program: a, b, c and 2 others. They count once, so the time is a"),
         ({"chip": "v6e:2x2"}, "fill 50% of it"),  # heads of 128 on a unit of 256
         ({"sizes": {**SIZES, "tensor": 16}}, "model.d_ff = 1024 / mesh.tensor 16"),
         ({"config": config(data={"seq_len": 128})}, "too few to hide gathers over mesh.fsdp"),

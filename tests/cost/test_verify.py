@@ -1,6 +1,7 @@
 """The process of the compiler: another takes its place when it ends."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,12 @@ from maxlm.cost import verify
 from maxlm.cost.verify import Compiler, Verdict
 
 ANSWER = Verdict(1, 2, (1.0,), 3.0, cached=False)
+
+
+def test_a_time_that_misses_turns_of_a_loop_is_no_time():
+    assert ANSWER.whole() is ANSWER
+    with pytest.raises(UserError, match=r"these loops turn is not in the compiled program: while\.2\. They count once"):
+        replace(ANSWER, unknown_loops=("while.2",)).whole()
 
 
 def end_or_answer(line):

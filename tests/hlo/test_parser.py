@@ -114,11 +114,91 @@ ENTRY %main () -> () {
 
 @pytest.mark.parametrize(
     ("start", "step", "turns"),
-    [("constant(0)", 1, 32), ("constant(1)", 1, 31), ("constant(0)", 2, 16), ("constant(1)", 2, 16), ("parameter(1)", 1, 32)],
+    [("constant(0)", 1, 32), ("constant(1)", 1, 31), ("constant(0)", 2, 16), ("constant(1)", 2, 16), ("constant(-1)", 2, 17)],
 )
 def test_a_loop_turns_from_where_its_counter_starts_by_its_steps(start, step, turns):
     times = {run.op.name: run.times for run in parser.read(LOOP.replace("START", start).replace("STEP", str(step))).executed()}
     assert times["turn"] == turns
+
+
+def test_where_the_counter_starts_is_not_guessed():
+    module = parser.read(LOOP.replace("START", "parameter(1)").replace("STEP", "1"))
+    assert next(run.op for run in module.executed() if run.op.opcode == "while").trips is None
+
+
+FUSED = """HloModule fused, is_scheduled=true
+
+%begins () -> s32[] {
+  %one = s32[] constant(1)
+  %two = s32[] constant(2)
+  ROOT %first = s32[] add(%one, %two)
+}
+
+%adds (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %one = s32[] constant(1)
+  ROOT %next = s32[] add(%p, %one)
+}
+
+%compares (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %limit = s32[] constant(15)
+  ROOT %less = pred[] compare(%p, %limit), direction=LT
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %value = f32[8]{0} get-tuple-element(%p), index=1
+  %count = s32[] get-tuple-element(%p), index=0
+  %copied = s32[] copy(%count)
+  %turn = f32[8]{0} negate(%value)
+  %next = s32[] fusion(%copied), kind=kLoop, calls=%adds
+  ROOT %result = (s32[], f32[8]{0}) tuple(%next, %turn)
+}
+
+%ends (p: (s32[], f32[8])) -> pred[] {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %count = s32[] get-tuple-element(%p), index=0
+  ROOT %less = pred[] fusion(%count), kind=kLoop, calls=%compares
+}
+
+ENTRY %main () -> () {
+  %value = f32[8]{0} parameter(0)
+  %first = s32[] fusion(), kind=kLoop, calls=%begins
+  %state = (s32[], f32[8]{0}) tuple(%first, %value)
+  ROOT %loop = (s32[], f32[8]{0}) while(%state), condition=%ends, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "turns"),
+    [
+        ("", "", 12),
+        ("direction=LT", "direction=LE", 13),
+        ("compare(%p, %limit), direction=LT", "compare(%limit, %p), direction=GT", 12),
+        ("constant(2)", "constant(4)", 10),
+    ],
+)
+def test_a_count_is_found_inside_fusions(written, instead, turns):
+    """As XLA for GPUs writes a loop over microbatches, the first of which it takes out; with `known_trip_count` missing."""
+    module = parser.read(FUSED.replace(written, instead))
+    assert {run.op.name: run.times for run in module.executed()}["turn"] == turns
+
+
+def test_a_start_that_a_loop_around_it_carries_along_is_known():
+    outer = LOOP.partition("ENTRY")[0].replace("STEP", "1").replace("HloModule loop, is_scheduled=true", "")
+    outer = outer.replace("%body ", "%outer ").replace("%ends ", "%stops ").replace("(f32[8], s32[])", "(f32[8], s32[], s32[])")
+    outer = outer.replace("(f32[8]{0}, s32[])", "(f32[8]{0}, s32[], s32[])").replace("tuple(%turn, %next)", "tuple(%turn, %next, %kept)")
+    inner = """  %kept = s32[] get-tuple-element(%p), index=2
+  %state = (f32[8]{0}, s32[]) tuple(%value, %kept)
+  %loop = (f32[8]{0}, s32[]) while(%state), condition=%ends, body=%body
+  %turn ="""
+    text, entry = LOOP.replace("STEP", "1").replace("START", "constant(0)").split("ENTRY")
+    entry = entry.replace("(f32[8]{0}, s32[])", "(f32[8]{0}, s32[], s32[])").replace("tuple(%zero, %copied)", "tuple(%zero, %copied, %two)")
+    entry = entry.replace("%copied =", "%two = s32[] constant(2)\n  %copied =").replace("=%ends, body=%body", "=%stops, body=%outer")
+    module = parser.read(text + outer.replace("  %turn =", inner) + "ENTRY" + entry)
+    assert {run.computation: run.times for run in module.executed() if run.op.name == "turn"} == {"outer": 32, "body": 32 * 30}
 
 
 CONDITIONAL = """HloModule choice, is_scheduled=true

@@ -273,7 +273,7 @@ def test_every_kind_of_chip_is_compared(capfd, answers):
         (["--topology", "v5e:2x2", "--days-at-most", "3"], ["--days-at-most", "--chips-at-most N"]),
         (["--topology", "v5e:2x2", "--dollars-at-most", "3"], ["--dollars-at-most", "--chips-at-most N"]),
         (["--topology", "v5e:2x2", "--buy", "auction"], ["--buy auction", "reserved-3y"]),
-        (["--topology", "v5e:2x2", "--prices", "none.yml"], ["none.yml"]),
+        (["--topology", "v5e:2x2", "--prices", "none.yml"], ["--prices none.yml: there is no such file; give the path of a file"]),
         (["--topology", "v5e:2x2", "--prices", "tiny.yml"], ["model", "offers"]),
         (["--topology", "v5e:2x2", "model.d_model=16384", "model.n_layers=64", "model.d_ff=65536"], ["No mesh fits", "GiB more than"]),
         (["--topology", "v5e:1x1", "model.d_model=2048", "model.n_layers=19", "model.d_ff=8192"], ["No layout fits", "data.seq_len"]),

@@ -106,6 +106,16 @@ def test_without_the_compiler_a_plan_is_an_estimate_and_says_so(plan):
     assert code == 0 and "100 Gbit/s" in page
 
 
+def test_a_picture_that_is_of_no_plan_is_kept(plan, tmp_path):
+    picture = tmp_path / "mine.png"
+    picture.write_bytes(b"mine")
+    arguments = ("tiny", "--topology", "h100:1x8", "--out", "mine.yml")
+    code, out, err = plan(*arguments)
+    assert (code, out, picture.read_bytes()) == (2, "", b"mine") and "mine.png exists and is not of a plan" in err.splitlines()[-1]
+    picture.unlink()
+    assert [plan(*arguments)[0] for _ in range(2)] == [0, 0], "its own chart is replaced"
+
+
 def test_factors_are_seen_in_the_plan(plan, tmp_path):
     shares = {"matmul": 0.375, "hbm": 0.425, "links": 0.4}  # half of what is assumed
     measured = {"matmul_dtype": "bfloat16", "matmul_size": 1, "matmul_flops": 1.0, "hbm_bytes_per_s": 1.0}
@@ -115,6 +125,8 @@ def test_factors_are_seen_in_the_plan(plan, tmp_path):
     arguments = ("tiny", "--topology", "h100:1x8", "--json", "--out", "o.yml")
     given = ((), ("--calibration", "f.json"), ("cost.calibration=f.json",))
     plain, slower, by_config = (json.loads(plan(*arguments, *more)[1]) for more in given)
+    plan(*arguments, *given[1])
+    assert load("o.yml").config.cost.calibration == str(tmp_path / "f.json"), "maxlm compile o.yml is to say the same"
     assert slower["calibration"] == by_config["calibration"] == "node7, 2026-11-25" and plain["calibration"] is None
     assert by_config["chosen"]["step_s"] == slower["chosen"]["step_s"]
     assert 1.5 < slower["chosen"]["step_s"] / plain["chosen"]["step_s"] <= 2.01, "all but attention and latencies takes twice as long"
@@ -134,6 +146,20 @@ def test_factors_are_seen_in_the_plan(plan, tmp_path):
 def test_bad_input_is_one_line_with_the_fix(plan, arguments, said):
     code, out, err = plan(*arguments)
     assert (code, out) == (2, "") and said in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_a_comparison_of_one_kind_of_chip_says_so(plan):
+    code, page, _ = plan("tiny", "--topology", "h100:1x8", "--chips-at-most", "4")
+    assert code == 0 and "Compared is H100 alone, the chip of --topology." in page
+
+
+@pytest.mark.parametrize("more", [(), ("--chips-at-most", "4")])
+def test_with_growing_batches_the_time_is_said_to_be_of_the_full_one(plan, more):
+    arguments = ("tiny", "--topology", "h100:1x4", *more)
+    ramp = "train.batch_ramp=[{global_batch: 32, until_tokens: 65536}]"
+    assert "train.batch_ramp" not in plan(*arguments)[1]
+    code, page, err = plan(*arguments, *(("--out", "o.yml") if not more else ()), ramp)
+    assert code == 0 and "with the full batch of" in page and "train.batch_ramp" in page, err
 
 
 def test_a_rule_of_the_chip_is_the_reason_and_not_its_size(tmp_path, monkeypatch, capfd):

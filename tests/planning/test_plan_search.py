@@ -210,6 +210,20 @@ def test_a_layout_at_which_the_compiler_fails_is_dropped():
     assert found.best is not None and not set(found.failed) & {*found.open, *compiler.asked}
 
 
+def test_a_layout_whose_loops_are_not_counted_is_dropped():
+    """Else its step would be the shortest of all."""
+    compiler = Compiler()
+
+    def sometimes(config):
+        verdict = compiler(config)
+        return replace(verdict, parts=(1e-9,), unknown_loops=("while.2",)) if len(compiler.asked) == 2 else verdict
+
+    found = begin(SPACE, MODEL, AVAILABLE)
+    explore(found, CONFIG, None, sometimes, lambda *_: None, MOST_COMPILES)
+    assert list(found.failed) == [compiler.asked[1]] and "while.2" in found.failed[compiler.asked[1]]
+    assert found.best.verdict.step_s > 1e-9
+
+
 def test_a_compiler_that_fails_at_once_is_an_error():
     with pytest.raises(UserError, match="code -9"):
         explore(begin(SPACE, MODEL, AVAILABLE), CONFIG, None, failing(Compiler(), 0), lambda *_: None, MOST_COMPILES)

@@ -165,6 +165,12 @@ def test_a_file_replaces_our_prices(tmp_path):
     assert read_prices(None) is LIST_PRICES
 
 
+def test_a_missing_file_is_no_missing_config(tmp_path):
+    with pytest.raises(UserError, match=r"^--prices \S+none\.yml: there is no such file") as error:
+        read_prices(str(tmp_path / "none.yml"))
+    assert "runs/" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
