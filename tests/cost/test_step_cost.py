@@ -263,7 +263,7 @@ AHEAD = """HloModule ahead, is_scheduled=true
 
 ENTRY %main () -> () {{
   %first = (s32[]) parameter(0)
-  ROOT %loop = (s32[]) while(%first), condition=%condition, body=%body
+  ROOT %loop = (s32[]) while(%first), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"10"}}}}
 }}
 """
 
