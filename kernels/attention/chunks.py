@@ -150,7 +150,7 @@ def _runs_flash(q_BHSK: jax.Array, implementation: str | None) -> bool:
     platform, kind = device()
     problem = "the device is no TPU"
     if platform == "tpu":
-        problem = precision_problem() or tpu.why_not(*q_BHSK.shape[2:], kind, q_BHSK.dtype.itemsize)
+        problem = precision_problem() or tpu.why_not(q_BHSK.shape[2], q_BHSK.shape[3], kind, q_BHSK.dtype.itemsize)
     chosen = implementation or ("xla" if problem else "flash")
     if chosen not in ("flash", "xla"):
         raise ValueError(f"chunk_attention: no implementation {chosen!r}: there are flash, xla")
