@@ -26,7 +26,7 @@ Speeds = Annotated[tuple[MatmulSpeed, ...], Field(min_length=1)]
 
 
 class CpuSpeeds(_Record):
-    """What decides the time of a small model's step on a CPU, beside the speed of a large matmul and of a large copy."""
+    """Measured speeds that decide the time of a small model's step on a CPU, beside the speed of a large matmul and of a large copy."""
 
     matmuls: Speeds  # shortest side first
     transposed_matmuls: Speeds  # the same of matmuls that read their left operand transposed

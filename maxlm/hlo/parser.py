@@ -388,7 +388,7 @@ class _Scope:
     arguments: tuple[_Scalar | None, ...] | None = None
 
     def inside(self, op: Op) -> "_Scope":
-        """What the fusion or call `op` runs."""
+        """Return the scope of the computation that the fusion or call `op` runs."""
         arguments = tuple(_scalar(name, self) for name in op.operands)
         return _Scope(self.computations[op.calls[0]], self.computations, arguments)
 
