@@ -44,6 +44,7 @@ ACCEPTED = {
     "a number typed where text is wanted": "the shell has taken the quotes of run.name='5'",
     "~ is the home of the user": "a path is written out",
     "an empty section": "a section without settings has its defaults",
+    "no mixture": "runs of before sources had names wrote data.mixture: []",
     "as it was": "what was written is what the config said before",
 }
 BIG = 2**63 - 1
@@ -285,6 +286,8 @@ def explain(key: str, said: Any, values: Mapping[str, Any], on_command_line: boo
     """Why `said` may stand for what is meant: "" if it is the same, a reason of ACCEPTED, None if there is no reason."""
     if said == {} and any(name == key or name.startswith(f"{key}.") for name in values):
         return "an empty section"
+    if key == "data.mixture" and said == [] and values.get(key) is None:
+        return "no mixture"
     if key not in values:  # a section that is null, or whose parent was replaced
         return "null is the default, or derived" if said is None else None
     meant = values[key]

@@ -153,8 +153,8 @@ class AttentionBase(nnx.Module):
             attended_BSHV = kernels.attention(q_BSHK, k_BSGK, v_BSGV, **ids, layout=layout, **options)
         attended_BSN = attended_BSHV.reshape(*q_BSHK.shape[:2], -1)
         out_ND = self.out_HKD[...].reshape(attended_BSN.shape[-1], -1)
-        out_BSD = linear("BSN,ND->BSD", constrain(attended_BSN, *_MERGED), out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN)
-        return checkpoint_name(out_BSD, "attention_out"), cache
+        axes: dict[str, Any] = {"reads": _MERGED, "writes": BETWEEN}
+        return linear("BSN,ND->BSD", constrain(attended_BSN, *_MERGED), out_ND, self.out_bias_D, **axes, name="attention_out"), cache
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
         """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
@@ -240,14 +240,14 @@ class Mlp(nnx.Module):
         if self.gate_DF is not None and self.up_bias_F is None:
             out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
             if out_BSD is not None:
-                return checkpoint_name(out_BSD, "mlp_out")
-        up_BSF = checkpoint_name(linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=HIDDEN), "up")
+                return out_BSD
+        up_BSF = linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=HIDDEN, name="up")
         if self.gate_DF is not None:
-            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=HIDDEN)
-            hidden_BSF = gated(self.activation, checkpoint_name(gate_BSF, "gate"), up_BSF, self.clamp)
+            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=HIDDEN, name="gate")
+            hidden_BSF = gated(self.activation, gate_BSF, up_BSF, self.clamp)
         else:
             hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
-        return checkpoint_name(linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN), "mlp_out")
+        return linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN, name="mlp_out")
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -76,18 +77,32 @@ def layers_scanned(scan: Callable[..., tuple[Array, Any]]) -> Iterator[None]:
 
 
 def linear(
-    spec: str, x: Array, w: Weight, bias: nnx.Param | None = None, *, reads: Axes | None, writes: Axes | None, exact: bool = False
+    spec: str,
+    x: Array,
+    w: Weight,
+    bias: nnx.Param | None = None,
+    *,
+    reads: Axes | None,
+    writes: Axes | None,
+    name: str | None = None,
+    exact: bool = False,
 ) -> Array:
     """The matmul jnp.einsum(spec, x, w), plus a bias in x's dtype. `reads` and `writes`: logical axes of x and of the result; None leaves
-    the layout to XLA's partitioner. `exact`: full float32 precision, whatever the setting.
+    the layout to XLA's partitioner. `name`: of the result, for rematerialization. `exact`: full float32 precision, whatever the setting.
     """
     if isinstance(w := w[...], LowRankSum):
-        return w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes))
+        return _named(w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes)), name)
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
-    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence)
-    return y if bias is None else y + bias[...].astype(y.dtype)
+    inside = name if bias is None else None
+    y = _named(multiply(x), inside) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence, inside)
+    return y if bias is None else _named(y + bias[...].astype(y.dtype), name)
+
+
+def _named(x: Array, name: str | None) -> Array:
+    """x as memory.remat knows it."""
+    return x if name is None else checkpoint_name(x, name)
 
 
 def enter(x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
@@ -105,14 +120,15 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
     if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
-    return _fenced(lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout), x_BSD, ENTERING, BETWEEN)
+    multiply = lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout)  # noqa: E731
+    return _fenced(multiply, x_BSD, ENTERING, BETWEEN, name="mlp_out")
 
 
 def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], activation: str) -> Array | None:
     """The same with quantized matrices; None where one is kept high, or for settings that it does not have."""
     twice = (x_BSD, x_BSD) if _scatters_gradient() else (_fence_gradient(x_BSD, ENTERING), _fence_gradient(x_BSD, ENTERING))
     y_BSD = quantized_gated(weights, (ENTERING, HIDDEN, BETWEEN), twice, activation)
-    return None if y_BSD is None else without_gradient(_fence, constrain(y_BSD, *BETWEEN), BETWEEN)
+    return None if y_BSD is None else without_gradient(_fence, _named(constrain(y_BSD, *BETWEEN), "mlp_out"), BETWEEN)
 
 
 def over_layers(config: ModelConfig, scan: Callable, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
@@ -219,10 +235,12 @@ def _fence(x: Array, axes: Axes) -> Array:
     return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
 
 
-def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Any = _fence) -> Array:
-    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Any = _fence, name: str | None = None) -> Array:
+    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input. The output has its
+    name before the fence: jax.checkpoint rounds what it keeps, which XLA then does in the matmul, not by a copy.
+    """
     x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
-    return fence(constrain(multiply(x), *writes), writes)
+    return fence(_named(constrain(multiply(x), *writes), name), writes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
