@@ -126,6 +126,9 @@ def compile_(
     topology: Topology = None,
     slices: Slices = None,
     hlo_out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to write the scheduled program.")] = None,
+    machine_code: Annotated[
+        bool, typer.Option("--machine-code", help="For TPUs, make it too: minutes instead of seconds; finds kernels that the chip refuses.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Compile the training step ahead of time, without the hardware; show its memory and predicted time."""
@@ -133,7 +136,8 @@ def compile_(
     from maxlm.runtime import deadline
 
     with deadline.allow(deadline.KEEP):  # Ctrl-C among the suggestions leaves it at those found
-        raise typer.Exit(compile_command.run(config, overrides or [], topology, slices, hlo_out, as_json=json_))
+        settings = config, overrides or [], topology, slices, hlo_out
+        raise typer.Exit(compile_command.run(*settings, as_json=json_, machine_code=machine_code))
 
 
 @app.command(name="plan")

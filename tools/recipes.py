@@ -131,7 +131,7 @@ def _versions() -> str:
 def compiled(name: str) -> dict[str, Any]:
     """Compile a recipe in a process of its own. Raises UserError as the compiler does, and for a program with loops of unknown length."""
     config = load(f"runs/{name}").config
-    with Compiler() as compiler:
+    with Compiler(machine_code=False) as compiler:
         return figures_of(config, compiler(config, rules.topology_of(config)).whole())
 
 

@@ -71,6 +71,7 @@ class CompiledStep:
     available: int  # bytes of HBM that the runtime leaves to programs on one device
     seconds: float  # that the compiler took, when it ran
     cached: bool = False
+    machine_code: bool = True  # False: scheduled only, so XLA has not stated the cycles of matmuls
 
     @property
     def fits(self) -> bool:
@@ -114,22 +115,56 @@ def compile_step(config: Config, topology: Topology, options: Mapping[str, str |
 
 def compile_program(program: "Program", topology: Topology, options: Mapping[str, str | bool] | None = None) -> CompiledStep:
     """`compile_step` of a program that `build` made."""
+    job = prepare(program, topology, options)
+    step = cached_step(job.key)
+    if step is None:
+        step = compile_job(job)
+        keep_step(job.key, step)
+    return step
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program for the compiler. `key`: of everything its result depends on; `resident`: bytes that are on a device beside the program."""
+
+    lowered: "jax.stages.Lowered"
+    topology: Topology
+    options: Mapping[str, str | bool]
+    key: str
+    resident: int
+
+    @property
+    def available(self) -> int:
+        """Bytes of HBM that it may use with what is beside it."""
+        return available_hbm(self.topology)
+
+
+def prepare(program: "Program", topology: Topology, options: Mapping[str, str | bool] | None = None) -> Job:
+    """Lower a program that `build` made; `options` override those that training passes."""
     with _without_locations():
         lowered = program.lower()
     if not topology.is_tpu:
         gpu_compiler.show_tools()
-    options = {**program.compiler_options, **(options or {})}
+    given = {**program.compiler_options, **(options or {})}
     resident = 0 if program.nvme is None else program.nvme.resident_bytes
-    key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, options, resident)
+    key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, given, resident)
+    return Job(lowered, topology, given, key, resident)
+
+
+def cached_step(key: str) -> CompiledStep | None:
+    """The step that was kept under `key`; None if there is none."""
     cached = program_cache.read(key)
-    if cached is not None:
-        figures, text = cached
-        memory = Memory(**figures["memory"]) if figures["memory"] else None
-        return CompiledStep(text, memory, figures["needed"], figures["available"], figures["seconds"], cached=True)
-    step = _compile(lowered, available_hbm(topology), options, resident)
+    if cached is None:
+        return None
+    figures, text = cached
+    memory, machine_code = Memory(**figures["memory"]) if figures["memory"] else None, figures.get("machine_code", True)
+    return CompiledStep(text, memory, figures["needed"], figures["available"], figures["seconds"], cached=True, machine_code=machine_code)
+
+
+def keep_step(key: str, step: CompiledStep) -> None:
+    """Write `step` to the cache."""
     figures = {"memory": vars(step.memory) if step.memory else None, "needed": step.needed, "available": step.available}
-    program_cache.write(key, {**figures, "seconds": step.seconds}, step.text)
-    return step
+    program_cache.write(key, {**figures, "seconds": step.seconds, "machine_code": step.machine_code}, step.text)
 
 
 @contextmanager
@@ -169,8 +204,8 @@ def available_hbm(topology: Topology) -> int:
     return topology.chip.hbm_bytes_per_device
 
 
-def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, str | bool], resident: int) -> CompiledStep:
-    """`resident`: bytes that are on a device beside the program."""
+def compile_job(job: Job) -> CompiledStep:
+    """The step of `job`, with its machine code. Raises JaxRuntimeError for a flag or a kernel that the compiler refuses."""
     import jax
 
     from maxlm.memory.spaces import peak_on_device
@@ -179,27 +214,31 @@ def _compile(lowered: "jax.stages.Lowered", available: int, options: dict[str, s
     try:
         with warnings.catch_warnings():  # jax's own cache, if JAX_COMPILATION_CACHE_DIR is set, cannot read these programs
             warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
-            compiled = lowered.compile(compiler_options=options)
+            compiled = job.lowered.compile(compiler_options=dict(job.options))
     except jax.errors.JaxRuntimeError as error:
         sizes = _needed_and_available(str(error))
         if sizes is None:  # not about memory: a flag or a kernel that the compiler rejects
             raise
-        return CompiledStep("", None, sizes[0] + resident, sizes[1], seconds=time.monotonic() - started)
+        return CompiledStep("", None, sizes[0] + job.resident, sizes[1], seconds=time.monotonic() - started)
     seconds = time.monotonic() - started
     stats, text = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None and text is not None, "XLA states both for every program"
     memory = Memory(
-        argument=stats.argument_size_in_bytes + resident,
+        argument=stats.argument_size_in_bytes + job.resident,
         output=stats.output_size_in_bytes,
         alias=stats.alias_size_in_bytes,
         temp=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
-        peak=peak + resident if (peak := peak_on_device(stats)) else 0,
+        peak=peak + job.resident if (peak := peak_on_device(stats)) else 0,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     )
-    if memory.used > available:
-        return CompiledStep("", None, memory.used, available, seconds)
-    return CompiledStep(text, memory, memory.used, available, seconds)
+    return in_memory(text, memory, job.available, seconds, machine_code=True)
+
+
+def in_memory(text: str, memory: Memory, available: int, seconds: float, *, machine_code: bool) -> CompiledStep:
+    """The step with that `memory`, without its program if there is less available."""
+    fits = memory.used <= available
+    return CompiledStep(text if fits else "", memory if fits else None, memory.used, available, seconds, machine_code=machine_code)
 
 
 def _needed_and_available(message: str) -> tuple[int, int] | None:

@@ -65,7 +65,7 @@ def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], sh
     """
     suggestions: list[Suggestion] = []
     tried, started = 0, time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt), Compiler() as compiler:
+    with contextlib.suppress(KeyboardInterrupt), Compiler(machine_code=False) as compiler:
         for settings in _candidates(config, sizes):
             if len(suggestions) == WANTED or tried == MOST_COMPILES or time.monotonic() - started > PATIENCE_S:
                 break

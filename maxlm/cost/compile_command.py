@@ -21,8 +21,19 @@ class NoClusterError(UserError):
     """Neither the config nor the command line names a machine."""
 
 
-def run(name: str, overrides: Sequence[str], topology: str | None, slices: int | None, hlo_out: Path | None, *, as_json: bool) -> int:
-    """Compile the step of a config and print its memory, time and communication; 0 if it fits, else 2. Raises UserError."""
+def run(
+    name: str,
+    overrides: Sequence[str],
+    topology: str | None,
+    slices: int | None,
+    hlo_out: Path | None,
+    *,
+    as_json: bool,
+    machine_code: bool,
+) -> int:
+    """Compile the step of a config and print its memory, time and communication; 0 if it fits, else 2. For TPUs XLA is ended once it has
+    scheduled the step, unless `machine_code`. Raises UserError.
+    """
     loaded, machine = load_for_machine(name, overrides, topology, slices, assume=True)
     config = loaded.config
     machine = calibration.of_config(config, machine)
@@ -36,7 +47,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     from maxlm.cost.compile_report import examine, show
 
     with progress() as show_progress:
-        report = examine(config, machine, show_progress)
+        report = examine(config, machine, show_progress, machine_code=machine_code)
     if hlo_out is not None and report.step.fits:
         try:
             hlo_out.write_text(report.step.text, encoding="utf-8")

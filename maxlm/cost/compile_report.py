@@ -16,6 +16,7 @@ from maxlm.cost.advice import Suggestion, place, surprise
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.step_cost import StepCost, program_cost
+from maxlm.cost.verify import scheduled
 from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
@@ -94,7 +95,7 @@ class Report:
             "would_fit": [
                 {"settings": dict(way.settings), "needed_bytes": way.used, "available_bytes": way.available} for way in self.suggestions
             ],
-            "compile": {"seconds": step.seconds, "cached": step.cached},
+            "compile": {"seconds": step.seconds, "cached": step.cached, "machine_code": step.machine_code},
         }
 
     def _time_json(self) -> dict[str, Any] | None:
@@ -112,11 +113,13 @@ class Report:
         return {"calibrated": calibrated, "step_s": self.cost.total_s, **mfu, "tokens_per_s": tokens, **corrected, **cost}
 
 
-def examine(config: Config, topology: Topology, show_progress: Callable[[str], None]) -> Report:
-    """Compile the step of `config` for `topology` and gather its figures; `show_progress` shows progress. Raises UserError."""
+def examine(config: Config, topology: Topology, show_progress: Callable[[str], None], *, machine_code: bool = True) -> Report:
+    """Compile the step of `config` for `topology` and gather its figures; `show_progress` shows progress. Without `machine_code` a step for
+    TPUs is only scheduled. Raises UserError.
+    """
     show_progress(f"compiling the training step of {config.run.name} for {topology.name}")
     program = build(config, topology)
-    step = compile_program(program, topology)
+    step = compile_program(program, topology) if machine_code else scheduled(config, program, topology)
     sizes = dict(program.mesh.shape)
     module = read(step.text) if step.fits else None
     cost, remarks, suggestions = None, [], []
@@ -180,8 +183,10 @@ def _header(report: Report, console: Console) -> None:
     console.print(f"{config.run.name}: {count(report.parameters)} parameters, {count(config.tokens_per_step)} tokens a step ({batch})")
     where = f"{_counted(topology.chips, 'chip')} on {_counted(topology.hosts, 'host')}"
     console.print(f"{slices}{topology.name}: {where}; mesh {mesh}")
-    verb = "compiled" if report.step.fits else "refused by the compiler"
-    console.print(f"{verb}{' before,' if report.step.cached else ''} in {duration(report.step.seconds)}")
+    done = "compiled" if report.step.machine_code else "scheduled"
+    verb = done if report.step.fits else "refused by the compiler"
+    rest = "" if report.step.machine_code or not report.step.fits else "; machine code is not made (--machine-code)"
+    console.print(f"{verb}{' before,' if report.step.cached else ''} in {duration(report.step.seconds)}{rest}")
 
 
 def _memory(report: Report, console: Console) -> None:

@@ -31,6 +31,10 @@ HBM_SHARE = 0.9  # long copies
 # Large matmuls of Llama 3.1 8B as libtpu 0.0.42 compiled them, by which layouts are ranked before they are compiled.
 PREDICTED_MATMUL_SHARES = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}
 PREDICTED_MATMUL_SHARE = 0.88  # other chips: assumed
+# Matmuls as libtpu 0.0.42 says, by which programs are priced that were scheduled and have no machine code yet: share of peak, and share of
+# the shorter of arithmetic and copies that is not hidden where functions are computed on the way (`tools/schedule_error.py`).
+SCHEDULED_MATMULS = {"v5e": (0.98, 0.15), "v5p": (0.98, 0.15), "v6e": (0.9, 0.5)}
+SCHEDULED_MATMUL = (0.9, 0.5)  # other chips: assumed
 
 # GPUs. Measured on one H200 (2026-11-26, docs/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
 # with all that is elementwise in it 0.72, copies 0.85. No whole step was timed.
@@ -42,6 +46,11 @@ GPU_HBM_SHARE = 0.85
 GPU_LAUNCH_S = 2e-6  # from a kernel to the next
 NVLINK_SHARE = 0.8  # NCCL, of a GPU's links
 # Matmuls, copies and links are replaced by what `maxlm plan --calibrate` measured (`Chip.achieved`), where it is given.
+
+
+def scheduled_matmul(chip: Chip) -> tuple[float, float]:
+    """(share of peak, share not hidden) of matmuls without machine code."""
+    return SCHEDULED_MATMULS.get(chip.name, SCHEDULED_MATMUL)
 
 
 def gpu_attention_share(head_dim: int) -> float:

@@ -23,17 +23,18 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
-    from maxlm.compiler.aot import build, compile_program
+    from maxlm.compiler.aot import build
     from maxlm.cost import link_needs
     from maxlm.cost.link_schedule import link_uses, runs_of
     from maxlm.cost.step_cost import program_network, replay
+    from maxlm.cost.verify import scheduled
     from maxlm.hlo.parser import read
     from maxlm.telemetry.formatting import duration, percent
 
     with progress() as show_progress:
         show_progress(f"compiling the training step of {config.run.name} for {machine.name}")
         program = build(config, machine)
-        step = compile_program(program, machine)
+        step = scheduled(config, program, machine)
     if not step.fits:
         raise UserError(f"the step does not fit {machine.name}: see `maxlm compile` of the same settings for what would.")
     network = program_network(program, machine)

@@ -63,6 +63,7 @@ class TpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.HBM_SHARE)
         assert chip.clock_hz is not None, "every TPU has a clock"
         self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
+        self.machine_code = any(op.cycles is not None for computation in module.computations.values() for op in computation.ops)
         self.counted_shares = efficiency.SCALED_MATMUL_SHARES.get(chip.name, {})
         self.rounding_cycles = efficiency.ROUNDING_CYCLES.get(chip.name, (0.0, 0.0))
         self.attention_shares, self.our_shares = efficiency.ATTENTION_SHARES[chip.name], efficiency.OUR_ATTENTION_SHARES.get(chip.name)
@@ -74,8 +75,17 @@ class TpuPricing(_Pricing):
             bounds = op.cycles / self.clock_hz, self._upper_bound(op, computation), self._counted(op, computation)
             return max(min(bounds), self._lower_bound(op, computation))
         if matmul_flops(self.module, op, computation):
-            return self._upper_bound(op, computation)
+            seconds = self._upper_bound(op, computation) if self.machine_code else self._unstated(op, computation)
+            return max(seconds, self._lower_bound(op, computation))
         return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
+
+    def _unstated(self, op: Op, computation: Computation) -> float:
+        """Seconds of a matmul of a program without machine code, for which XLA has not stated cycles yet."""
+        flops = flops_by_operands(self.module, op, computation, self.tile, merged=True)
+        share, beside = efficiency.scheduled_matmul(self.chip)
+        matmuls, moved = self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm
+        exposed = beside * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
+        return HBM_LATENCY_S + max(matmuls, moved) + exposed
 
     def _upper_bound(self, op: Op, computation: Computation) -> float:
         """Upper bound: seconds of its matmuls and of all that it reads and writes, which overlap unless the vector unit holds both up.

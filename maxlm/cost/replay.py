@@ -13,6 +13,7 @@ from maxlm.cost.network import RENDEZVOUS, Collective, Network, is_collective
 from maxlm.hlo.parser import PALLAS, PLUMBING, Computation, Module, Op, text_of
 
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")
+_NO_WORK = PLUMBING | {"parameter", "constant", "tuple", "custom-call"}  # of a fusion with a collective; its custom calls begin and end it
 _CARRIES = "async_collective_fusion"  # the name XLA gives what a fusion calls when it carries a collective
 
 
@@ -179,7 +180,7 @@ class _Turn:
             kernels = [inner for inner in computation.ops if inner.target == PALLAS]
             for kernel in kernels:  # which carries the collective
                 self._compute(kernel, computation)
-            if kernels or op.cycles is None:
+            if kernels or all(inner.opcode in _NO_WORK or is_collective(inner) for inner in computation.ops):
                 return  # it does nothing else
         self._compute(op, self.computation)
 

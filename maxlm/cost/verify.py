@@ -2,15 +2,19 @@
 
 import multiprocessing
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.data.workers import end_with_parent, workers_without_signals
 from maxlm.hardware.topologies import Topology
+
+if TYPE_CHECKING:
+    from maxlm.compiler.aot import CompiledStep
+    from maxlm.training.program import Program
 
 POLL_S = 0.2  # longest delay of Ctrl-C
 
@@ -47,11 +51,15 @@ class Verdict:
 def verify(config: Config, topology: Topology) -> Verdict:
     """Compile the step of `config`, or read it from the cache. Raises UserError without a compiler."""
     from maxlm.compiler.aot import build, compile_program
+
+    program = build(config, topology)
+    return _verdict(program, topology, compile_program(program, topology))
+
+
+def _verdict(program: "Program", topology: Topology, step: "CompiledStep") -> Verdict:
     from maxlm.cost.step_cost import program_cost
     from maxlm.hlo.parser import read
 
-    program = build(config, topology)
-    step = compile_program(program, topology)
     parts: tuple[float, ...] | None = None
     loops: tuple[str, ...] = ()
     if step.fits:
@@ -66,8 +74,14 @@ def verify(config: Config, topology: Topology) -> Verdict:
 class Compiler:
     """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block.
 
+    `machine_code=False`: a step for TPUs is only scheduled, if it was not compiled before, in seconds instead of minutes
+    (`compiler.schedule`). Its memory is what XLA allocates, and its matmuls take what others like them do.
+
     Ctrl-C is remembered within the block: Python drops a KeyboardInterrupt that falls into a finalizer or a callback of its collector.
     """
+
+    def __init__(self, *, machine_code: bool = True) -> None:
+        self._machine_code = machine_code
 
     def __enter__(self) -> Self:
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -98,14 +112,16 @@ class Compiler:
                 self._process.start()
             far.close()
         try:
-            self._line.send((config, topology))
+            self._line.send((config, topology, self._machine_code or not topology.is_tpu))
             while not self._line.poll(POLL_S):
                 if self._stopped:
                     raise KeyboardInterrupt
             answer = self._line.recv()
+            if isinstance(answer, _Last):
+                self._end()
+                answer = answer.verdict
         except (EOFError, OSError):
-            self._process.join()
-            code, self._process = self._process.exitcode, None
+            code = self._end()
             raise UserError(
                 f"The compiler's process ended with code {code}: see its message above; it may have run out of memory."
             ) from None
@@ -113,6 +129,55 @@ class Compiler:
             raise answer
         assert isinstance(answer, Verdict)
         return answer
+
+    def _end(self) -> int | None:
+        """Wait until the process has ended by itself, and return its exit code."""
+        assert self._process is not None
+        self._process.join()
+        code, self._process = self._process.exitcode, None
+        return code
+
+
+def scheduled(config: Config, program: "Program", topology: Topology) -> "CompiledStep":
+    """The step of `program`, which `build` made of `config`: scheduled for TPUs, compiled for GPUs. A schedule comes through the cache,
+    since the compiler's process has to be ended. Raises UserError, also where the cache cannot be written.
+    """
+    from maxlm.compiler import program_cache
+    from maxlm.compiler.aot import compile_program
+    from maxlm.compiler.schedule import scheduled_step
+
+    if not topology.is_tpu:
+        return compile_program(program, topology)
+    if (step := scheduled_step(program, topology)) is not None:
+        return step
+    with Compiler(machine_code=False) as compiler:
+        compiler(config, topology)
+    if (step := scheduled_step(program, topology)) is None:
+        raise UserError(f"{program_cache.folder()} cannot be written: set MAXLM_CACHE_DIR to a folder that can.")
+    return replace(step, cached=False)
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last answer of a process, which ends itself after it."""
+
+    verdict: Verdict
+
+
+def _schedule(config: Config, topology: Topology, line: Connection) -> None:
+    """Answer with the verdict of a schedule, and end the process if the compiler runs on."""
+    from maxlm.compiler.aot import build
+    from maxlm.compiler.schedule import end_process, schedule_program
+
+    program = build(config, topology)
+
+    def answer(step: "CompiledStep") -> None:
+        verdict = _verdict(program, topology, step)
+        line.send(verdict if step.cached else _Last(verdict))
+        if not step.cached:
+            end_process()
+
+    schedule_program(program, topology, answer)
 
 
 def _serve(line: Connection) -> None:
@@ -125,11 +190,14 @@ def _serve(line: Connection) -> None:
 
     while True:
         try:
-            config, topology = line.recv()
+            config, topology, machine_code = line.recv()
         except EOFError:
             return
         try:
-            line.send(verify(config, topology))
+            if machine_code:
+                line.send(verify(config, topology))
+            else:
+                _schedule(config, topology, line)
         except UserError as error:
             line.send(UserError(str(error)))  # a ConfigError cannot be sent: it is made from several arguments
         except JaxRuntimeError as error:

@@ -38,19 +38,20 @@ class Dot:
     flops: int  # 2 a multiply-add
 
 
-def dots(module: Module, op: Op, computation: Computation, tile: int = 1) -> Iterator[Dot]:
-    """The matmuls that `op` is or, fused, contains. `tile`: the width of the matrix unit, to count features padded to whole tiles.
+def dots(module: Module, op: Op, computation: Computation, tile: int = 1, *, merged: bool = False) -> Iterator[Dot]:
+    """The matmuls that `op` is or, fused, contains. `tile`: the width of the matrix unit, to count features padded to whole tiles;
+    `merged`: heads share a tile, each in whole lanes.
 
     Their operands are those of the dot itself: what a fusion converts before its dot counts as what it is converted to.
     """
     if op.opcode in ("dot", "convolution") or op.is_library_matmul:
-        if flops := _flops(op, computation, tile):
+        if flops := _flops(op, computation, tile, merged):
             left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
             yield Dot(_pair(left.dtype, right.dtype), _sides(left, right, op.shapes[0]), flops)
     elif op.opcode == "fusion":
         for body in (module.computations[callee] for callee in op.calls):
             for inner in body.ops:
-                yield from dots(module, inner, body, tile)
+                yield from dots(module, inner, body, tile, merged=merged)
 
 
 def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1) -> int:
@@ -58,10 +59,10 @@ def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1
     return sum(dot.flops for dot in dots(module, op, computation, tile))
 
 
-def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1) -> Mapping[str, int]:
+def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1, *, merged: bool = False) -> Mapping[str, int]:
     """The same by what they read."""
     total: Counter[str] = Counter()
-    for dot in dots(module, op, computation, tile):
+    for dot in dots(module, op, computation, tile, merged=merged):
         total[dot.operands] += dot.flops
     return total
 
@@ -151,16 +152,16 @@ def _pair(left: str, right: str) -> str:
     return left if left == right else " x ".join(sorted((left, right)))
 
 
-def _flops(op: Op, computation: Computation, tile: int) -> int:
+def _flops(op: Op, computation: Computation, tile: int, merged: bool) -> int:
     left, right = (computation.operand(op, place).shapes[0] for place in (0, 1))
     result = op.shapes[0]
     if op.opcode != "convolution":
         contracted = _CONTRACTED.search(op.attributes)
         return 2 * result.elements * math.prod(left.dims[int(i)] for i in contracted.group(1).split(",") if i) if contracted else 0
-    return _convolution_flops(op.attributes, left, right, result, tile)
+    return _convolution_flops(op.attributes, left, right, result, tile, merged)
 
 
-def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape, tile: int) -> int:
+def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape, tile: int, merged: bool) -> int:
     """A convolution, as which XLA:TPU writes every matmul: batch dims become spatial ones, padded or dilated so that most of the window
     falls on nothing. Only what falls on numbers counts (as in XLA's own HloCostAnalysis).
     """
@@ -174,8 +175,19 @@ def _convolution_flops(attributes: str, left: Shape, right: Shape, result: Shape
     )
     grouped = _GROUPED.search(attributes)
     batch_group = int(grouped.group(1)) if grouped else 1
-    inputs, outputs = (-(-dim // tile) * tile for dim in (right.dims[right_labels.index("i")], result.dims[result_labels.index("f")]))
+    summed, kept = (  # heads of both arrays, over which it sums, and heads of one of them
+        math.prod(right.dims[right_labels.index(d)] for d in window if merged and side.dims[labels.index(d)] == 1)
+        for side, labels in ((result, result_labels), (left, left_labels))
+    )
+    lanes = min(_LANES, tile)
+    inputs = _whole(summed * _whole(right.dims[right_labels.index("i")], lanes), tile) // summed
+    outputs = _whole(kept * _whole(result.dims[result_labels.index("f")], lanes), tile) // kept
     return 2 * pairs * left.dims[left_labels.index("b")] * outputs * inputs // batch_group
+
+
+def _whole(size: int, tile: int) -> int:
+    """`size`, padded to whole tiles."""
+    return -(-size // tile) * tile
 
 
 def _window(attributes: str, right: Shape, right_labels: str) -> dict[str, dict[str, int]]:

@@ -154,7 +154,7 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
 
     Raises UserError if the first compile of all fails.
     """
-    with Compiler() as compiler:
+    with Compiler(machine_code=False) as compiler:
         for number in range(CHECKED):
             rank = (lambda one: (one.breaks_a_limit, one.dear)) if number % 2 else (lambda one: (one.breaks_a_limit, (False, one.wall_s)))
             some = (one for one in machines if one.point and not one.search.tried and not why_not(one.topology))

@@ -112,7 +112,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
     config's own. Raises UserError if none can fit.
     """
     config, started = loaded.config, time.monotonic()
-    with progress() as show_progress, Compiler() as compiler:
+    with progress() as show_progress, Compiler(machine_code=False) as compiler:
         show_progress(f"enumerating layouts of {config.run.name} for {topology.name}")
         model = analytic_model(config, topology)
         own = _own_layout(config, topology)
