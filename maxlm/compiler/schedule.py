@@ -32,8 +32,8 @@ _HOST = "5"  # memory space of arrays in host memory; HBM is written without a n
 
 
 def scheduled_step(program: "Program", topology: Topology) -> CompiledStep | None:
-    """The step of `program`, compiled or scheduled, as kept; None if it is not."""
-    return _kept(prepare(program, topology))
+    """The scheduled step of `program` as it was kept; None if it was not."""
+    return cached_step(_key(prepare(program, topology)))
 
 
 def schedule_program(program: "Program", topology: Topology, then: Callable[[CompiledStep], None]) -> None:
@@ -41,7 +41,7 @@ def schedule_program(program: "Program", topology: Topology, then: Callable[[Com
     called in another thread, and has to end the process by `end_process`. Raises what the compiler does.
     """
     job = prepare(program, topology)
-    if (kept := _kept(job)) is not None:
+    if (kept := cached_step(_key(job))) is not None:
         then(kept)
         return
     started, over = time.monotonic(), threading.Event()
@@ -70,10 +70,6 @@ def schedule_program(program: "Program", topology: Topology, then: Callable[[Com
 
 def _key(job: Job) -> str:
     return f"{job.key}-scheduled"
-
-
-def _kept(job: Job) -> CompiledStep | None:
-    return cached_step(job.key) or cached_step(_key(job))
 
 
 def _written(folder: Path) -> tuple[str, str] | None:

@@ -74,8 +74,8 @@ def _verdict(program: "Program", topology: Topology, step: "CompiledStep") -> Ve
 class Compiler:
     """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block.
 
-    `machine_code=False`: a step for TPUs is only scheduled, if it was not compiled before, in seconds instead of minutes
-    (`compiler.schedule`). Its memory is what XLA allocates, and its matmuls take what others like them do.
+    `machine_code=False`: a step for TPUs is only scheduled, in seconds instead of minutes (`compiler.schedule`). Its memory is what XLA
+    allocates, and its matmuls take what others like them do.
 
     Ctrl-C is remembered within the block: Python drops a KeyboardInterrupt that falls into a finalizer or a callback of its collector.
     """

@@ -23,7 +23,7 @@ from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.layouts import Layout
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
-MIN_COMPILES, MOST_COMPILES = 3, 10
+MIN_COMPILES, MOST_COMPILES = 3, 24
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled

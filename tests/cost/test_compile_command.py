@@ -163,7 +163,7 @@ def test_a_step_that_does_not_fit_says_by_how_much(capfd, monkeypatch):
         )
 
     monkeypatch.setattr(advice.Compiler, "__call__", stand_in)
-    code, out, _ = run(capfd, *HUGE, "--json")
+    code, out, _ = run(capfd, *HUGE, "--json", "--machine-code")
     report = json.loads(out)
     hbm = report["hbm"]
     assert (code, report["fits"], report["time"]) == (2, False, None)
@@ -288,7 +288,7 @@ def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch):
 
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(aot, "available_hbm", lambda topology: GIB)
-    monkeypatch.setattr(aot, "_compile", lambda lowered, available, options, resident: aot.CompiledStep("text", None, 0, available, 1.0))
+    monkeypatch.setattr(aot, "compile_job", lambda job: aot.CompiledStep("text", None, 0, job.available, 1.0))
     assert lower(0).as_text() != lower(1).as_text(), "lines are in the kernel's bytecode"
     assert [cached(0), cached(1), cached(0, source.replace("2", "3"))] == [False, True, False]
 
@@ -317,7 +317,7 @@ def test_json_is_all_that_a_process_prints(folder):
 def test_a_model_alone_is_compiled_and_what_is_assumed_is_said(capfd, monkeypatch):
     asked = []
 
-    def examine(config, *_):
+    def examine(config, *_, **__):
         asked.append(config)
         raise UserError("not here")
 

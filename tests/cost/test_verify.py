@@ -21,7 +21,7 @@ def test_a_time_that_misses_turns_of_a_loop_is_no_time():
 def end_or_answer(line):
     """Stand-in for the process: ends at the first request, or answers each."""
     while True:
-        config, _ = line.recv()
+        config, *_ = line.recv()
         if config == "end":
             os._exit(9)
         line.send(ANSWER)

@@ -16,7 +16,7 @@ from maxlm.compiler import aot
 from maxlm.config.errors import UserError
 from maxlm.config.loader import find, load
 from maxlm.config.schema import AXES
-from maxlm.cost.verify import Compiler, Verdict, verify
+from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.published_runs import Correction
 from maxlm.hardware.topologies import parse
 from maxlm.planning import explore, plan as planning
@@ -84,7 +84,8 @@ def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
     assert set(loaded.sources) - {"run.name"} <= set(load("tiny").sources) | set(chosen["settings"]) | {
         "train.global_batch", "model.rope.theta", "cluster.topology", "cluster.accelerator",
     }  # fmt: skip
-    verdict = verify(loaded.config, parse("v5e:2x2"))
+    with Compiler(machine_code=False) as compiler:
+        verdict = compiler(loaded.config, parse("v5e:2x2"))
     assert verdict.cached
     assert (verdict.step_s, verdict.needed) == (chosen["step_s"], chosen["needed_bytes"])
     picture = Path(plan["chart"]).read_bytes()

@@ -183,7 +183,7 @@ def test_a_comparison_that_is_stopped_forgets_no_layout_that_does_not_fit(monkey
         search.end = "1 are enough" if most == 1 else STOPPED
 
     monkeypatch.setattr(choose_topology, "explore", explore_some)
-    monkeypatch.setattr(choose_topology, "Compiler", lambda: contextlib.nullcontext(print))
+    monkeypatch.setattr(choose_topology, "Compiler", lambda **_: contextlib.nullcontext(print))
     with pytest.raises(KeyboardInterrupt):
         choose_topology._check([machine], lambda _: None)
     assert machine.point is None
@@ -232,7 +232,7 @@ def test_a_compiler_that_fails_at_once_is_an_error():
 @pytest.mark.parametrize("fails", [(0,), (1, 2)])
 def test_a_comparison_outlives_a_failed_compile(monkeypatch, fails):
     """The second machine has only its prediction then, of another layout than the compiler failed at."""
-    monkeypatch.setattr(choose_topology, "Compiler", lambda: contextlib.nullcontext(failing(Compiler(), *fails)))
+    monkeypatch.setattr(choose_topology, "Compiler", lambda **_: contextlib.nullcontext(failing(Compiler(), *fails)))
     machines = [
         choose_topology.Machine(parse("v5p:4x4x4"), CONFIG, search, None, None, point=points(search)[0])
         for search in (begin(SPACE[start : start + 50], MODEL, AVAILABLE) for start in (0, 50))
