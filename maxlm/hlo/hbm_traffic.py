@@ -11,6 +11,8 @@ MOVES = {
     "reduce-window", "reshape", "rsqrt", "scatter", "select", "slice", "sort", "sqrt", "subtract", "transpose",
 }  # fmt: skip
 
+_IN_PLACE = "output_to_operand_aliasing={{}: ("  # followed by the operand whose memory a fusion's result is: the same with other tiles
+
 
 def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
     """Bytes that `op` of `computation` reads and writes in any memory; of an array sliced or updated in place, only the slice."""
@@ -32,7 +34,7 @@ def _read(module: Module, body: Computation, value: Op) -> int:
     """
     total = 0
     for user, place in _users(body, value):
-        if user.opcode == "bitcast":
+        if user.opcode == "bitcast" or (user.opcode == "fusion" and f"{_IN_PLACE}{place}," in user.attributes):
             total += _read(module, body, user)
         elif user.opcode == "tuple" or user.groups:
             continue
