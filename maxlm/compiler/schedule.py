@@ -7,8 +7,6 @@ has to be ended with its process.
 
 import os
 import re
-import shutil
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -36,34 +34,33 @@ def scheduled_step(program: "Program", topology: Topology) -> CompiledStep | Non
     return cached_step(_key(prepare(program, topology)))
 
 
-def schedule_program(program: "Program", topology: Topology, then: Callable[[CompiledStep], None]) -> None:
+def schedule_program(program: "Program", topology: Topology, folder: Path, then: Callable[[CompiledStep], None]) -> None:
     """Call `then` with the scheduled step of `program`, which is kept. If it was not kept before, the compiler goes on meanwhile: `then` is
-    called in another thread, and has to end the process by `end_process`. Raises what the compiler does.
+    called in another thread, and has to end the process by `end_process`. XLA writes to `folder`, which is empty, until then. Raises what
+    the compiler does.
     """
     job = prepare(program, topology)
     if (kept := cached_step(_key(job))) is not None:
         then(kept)
         return
     started, over = time.monotonic(), threading.Event()
-    with tempfile.TemporaryDirectory(prefix="maxlm-schedule-") as name:
 
-        def watch() -> None:
-            files = None
-            while files is None and not over.wait(_POLL_S):
-                files = _written(Path(name))
-            if files is not None:
-                step = _read(*files, job, time.monotonic() - started)
-                shutil.rmtree(name, ignore_errors=True)
-                keep_step(_key(job), step)
-                then(step)
+    def watch() -> None:
+        files = None
+        while files is None and not over.wait(_POLL_S):
+            files = _written(folder)
+        if files is not None:
+            step = _read(*files, job, time.monotonic() - started)
+            keep_step(_key(job), step)
+            then(step)
 
-        watcher = threading.Thread(target=watch, daemon=True, name="maxlm-schedule")
-        watcher.start()
-        try:
-            step = compile_job(replace(job, options={**job.options, "xla_dump_to": name, "xla_dump_hlo_as_text": True}))
-        finally:
-            over.set()
-            watcher.join()
+    watcher = threading.Thread(target=watch, daemon=True, name="maxlm-schedule")
+    watcher.start()
+    try:
+        step = compile_job(replace(job, options={**job.options, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}))
+    finally:
+        over.set()
+        watcher.join()
     keep_step(_key(job), step)  # it does not fit, or was compiled before the files were seen
     then(step)
 

@@ -2,8 +2,10 @@
 
 import multiprocessing
 import signal
+import tempfile
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -85,6 +87,7 @@ class Compiler:
 
     def __enter__(self) -> Self:
         self._process: multiprocessing.process.BaseProcess | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="maxlm-schedule-")  # outlives the process, in which XLA writes to it to the end
         self._stopped = False
         self._handler = signal.signal(signal.SIGINT, self._stop)
         return self
@@ -99,6 +102,7 @@ class Compiler:
         if self._process is not None:
             self._process.kill()
             self._process.join()
+        self._folder.cleanup()
 
     def __call__(self, config: Config, topology: Topology) -> Verdict:
         """Call `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does or when its process ends: the next
@@ -112,7 +116,8 @@ class Compiler:
                 self._process.start()
             far.close()
         try:
-            self._line.send((config, topology, self._machine_code or not topology.is_tpu))
+            folder = None if self._machine_code or not topology.is_tpu else tempfile.mkdtemp(dir=self._folder.name)
+            self._line.send((config, topology, folder))
             while not self._line.poll(POLL_S):
                 if self._stopped:
                     raise KeyboardInterrupt
@@ -164,7 +169,7 @@ class _Last:
     verdict: Verdict
 
 
-def _schedule(config: Config, topology: Topology, line: Connection) -> None:
+def _schedule(config: Config, topology: Topology, folder: Path, line: Connection) -> None:
     """Answer with the verdict of a schedule, and end the process if the compiler runs on."""
     from maxlm.compiler.aot import build
     from maxlm.compiler.schedule import end_process, schedule_program
@@ -177,7 +182,7 @@ def _schedule(config: Config, topology: Topology, line: Connection) -> None:
         if not step.cached:
             end_process()
 
-    schedule_program(program, topology, answer)
+    schedule_program(program, topology, folder, answer)
 
 
 def _serve(line: Connection) -> None:
@@ -190,14 +195,14 @@ def _serve(line: Connection) -> None:
 
     while True:
         try:
-            config, topology, machine_code = line.recv()
+            config, topology, folder = line.recv()
         except EOFError:
             return
         try:
-            if machine_code:
+            if folder is None:
                 line.send(verify(config, topology))
             else:
-                _schedule(config, topology, line)
+                _schedule(config, topology, Path(folder), line)
         except UserError as error:
             line.send(UserError(str(error)))  # a ConfigError cannot be sent: it is made from several arguments
         except JaxRuntimeError as error:

@@ -174,6 +174,73 @@ def test_of_an_array_that_is_sliced_and_updated_in_place_only_the_slice_moves():
     assert moved_bytes(module, entry.by_name["f"], entry) == row + index + vector + row
 
 
+TILES = """HloModule tiles, is_scheduled=true
+
+%look (stack.1: bf16[32,1000]) -> bf16[32,1000] {
+  %stack.1 = bf16[32,1000]{1,0} parameter(0)
+  ROOT %as.1 = bf16[32,1000]{0,1} copy(%stack.1)
+}
+
+%part (stack.2: bf16[32,1000], at.2: s32[]) -> bf16[1,1000] {
+  %stack.2 = bf16[32,1000]{1,0} parameter(0)
+  %at.2 = s32[] parameter(1)
+  ROOT %row.2 = bf16[1,1000]{1,0} dynamic-slice(%stack.2, %at.2), dynamic_slice_sizes={1,1000}
+}
+
+%fused (stack: bf16[32,1000], at: s32[], shard: bf16[8,1000], whole: bf16[32,1000]) -> (bf16[1,1000], bf16[8,1000], bf16[32,1000]) {
+  %stack = bf16[32,1000]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %shard = bf16[8,1000]{1,0} parameter(2)
+  %whole = bf16[32,1000]{1,0} parameter(3)
+  %other = bf16[32,1000]{0,1} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%look
+  %row = bf16[1,1000]{1,0} fusion(%other, %at), kind=kLoop, calls=%part
+  %sent = bf16[32,1000]{1,0} all-gather(%shard), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %all = (bf16[1,1000]{1,0}, bf16[8,1000]{1,0}, bf16[32,1000]{1,0}) tuple(%row, %shard, %sent)
+}
+
+ENTRY %main () -> () {
+  %s = bf16[32,1000]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %h = bf16[8,1000]{1,0} parameter(2)
+  %w = bf16[32,1000]{1,0} parameter(3)
+  ROOT %f = (bf16[1,1000]{1,0}, bf16[8,1000]{1,0}, bf16[32,1000]{1,0}) fusion(%s, %i, %h, %w), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_what_a_fusion_hands_on_looks_at_or_sends_does_not_move_in_it():
+    """The slice that a fusion inside reads, and the index, not the stack in other tiles nor the shard that is gathered meanwhile."""
+    module = parser.read(TILES)
+    entry = module.computations[module.entry]
+    row, index = 2000, 4
+    assert moved_bytes(module, entry.by_name["f"], entry) == row + index + row
+
+
+BRANCHES = """HloModule branches, is_scheduled=true
+
+%short (a: f32[10]) -> f32[10] {
+  ROOT %a = f32[10]{0} parameter(0)
+}
+
+%long (b: f32[10]) -> f32[10] {
+  %b = f32[10]{0} parameter(0)
+  ROOT %twice = f32[10]{0} add(%b, %b)CYCLES
+}
+
+ENTRY %main (p: pred[], x: f32[10]) -> f32[10] {
+  %p = pred[] parameter(0)
+  %x = f32[10]{0} parameter(1)
+  ROOT %c = f32[10]{0} conditional(%p, %x, %x), true_computation=%short, false_computation=%long
+}
+"""
+
+
+@pytest.mark.parametrize("cycles", ["", ', backend_config={"estimated_cycles":"100"}'])
+def test_the_longer_branch_is_known_without_cycles(cycles):
+    names = [run.op.name for run in parser.read(BRANCHES.replace("CYCLES", cycles)).executed()]
+    assert "twice" in names and "a" not in names
+
+
 def test_what_runs_alone_is_exposed_and_what_runs_beside_is_not():
     by_how = {row.how: row for row in price("exchanges").traffic}
     assert by_how["sync"].exposed_s == by_how["sync"].seconds > 0

@@ -1,0 +1,91 @@
+"""A step that is only scheduled is that of its machine code: the same program, arguments and results, in a process that is ended."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from maxlm.compiler import aot, program_cache, schedule
+from maxlm.config import UserError, load
+from maxlm.cost.verify import Compiler, scheduled, verify
+from maxlm.hardware.topologies import parse
+
+TINY = """
+model: {vocab_size: 256, d_model: 128, n_layers: 2, n_heads: 1, head_dim: 128, d_ff: 256}
+data: {store: unused, seq_len: 256}
+train: {steps: 10, global_batch: 8}
+cluster: {topology: "v5e:2x2"}
+"""
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
+PLACE = parse("v5e:2x2")
+BUFFERS = """BufferAssignment:
+allocation 0: size 512, thread-local:
+ value: <2 reduce @0> (size=512,offset=0): s32[]
+allocation 1: size 1000, parameter 10, shape |f32[250]| at ShapeIndex {}, maybe-live-out:
+allocation 2: size 200, parameter 11, shape |f32[50]| at ShapeIndex {}:
+allocation 3: size 4000, color 5, parameter 12, shape |f32[1000]| at ShapeIndex {}, maybe-live-out:
+allocation 4: size 30, maybe-live-out:
+allocation 5: size 7000, preallocated-temp:
+allocation 6: size 9000, color 1, preallocated-temp:
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("schedule")
+
+
+@pytest.fixture(autouse=True)
+def place(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "cache"))
+    (folder / "tiny.yml").write_text(TINY, encoding="utf-8")
+
+
+def without_settings(text: str) -> str:
+    return re.sub(r", backend_config=.*", "", text)
+
+
+@needs_libtpu
+def test_the_schedule_is_that_of_the_machine_code(tmp_path, monkeypatch):
+    config = load("tiny").config
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with Compiler(machine_code=False) as compiler:
+        first = compiler(config, PLACE)
+        assert (first.cached, compiler._process) == (False, None), "the compiler that runs on is ended"
+        again = compiler(config, PLACE)
+        assert again.cached and (again.step_s, again.needed) == (first.step_s, first.needed)
+    assert not list(temporary.iterdir()), "nothing is left behind"
+    program = aot.build(config, PLACE)
+    step, whole = scheduled(config, program, PLACE), aot.compile_program(program, PLACE)
+    assert (step.machine_code, whole.machine_code) == (False, True)
+    assert without_settings(step.text) == without_settings(whole.text)
+    parts = "argument", "output", "alias"
+    assert [getattr(step.memory, part) for part in parts] == [getattr(whole.memory, part) for part in parts]
+    assert step.memory.argument < step.needed < whole.needed, "without its code"
+    exact = verify(config, PLACE)
+    assert exact.parts is not None and first.parts is not None
+    assert first.parts[3] == pytest.approx(exact.parts[3], rel=0.1), "communication"
+    assert 0.5 * exact.step_s < first.step_s < 1.5 * exact.step_s, "of arrays so small"
+
+
+def test_memory_is_what_is_allocated():
+    """Of an array that is read and returned once, nothing of other memories than HBM, but that of hosts."""
+    job = aot.Job(lowered=None, topology=PLACE, options={}, key="", resident=50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "available_hbm", lambda topology: 8280)
+        step = schedule._read("HloModule", BUFFERS, job, 1.0)
+        patch.setattr(aot, "available_hbm", lambda topology: 8279)
+        refused = schedule._read("HloModule", BUFFERS, job, 1.0)
+    assert vars(step.memory) == {"argument": 1250, "output": 1030, "alias": 1000, "temp": 7000, "code": 0, "peak": 0, "host": 4000}
+    assert (step.needed, step.fits, refused.fits, refused.needed) == (8280, True, False, 8280)
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
+    monkeypatch.setattr("maxlm.compiler.schedule.scheduled_step", lambda program, topology: None)
+    monkeypatch.setattr(Compiler, "__call__", lambda self, config, topology: None)
+    with pytest.raises(UserError, match=re.escape(f"{program_cache.folder()} cannot be written: set MAXLM_CACHE_DIR")):
+        scheduled(None, None, PLACE)
