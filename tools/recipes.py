@@ -43,18 +43,19 @@ RECIPE = re.compile(r".+?-(?:\d+x-)?(?:v\d|tpu)\w*-\d+(?:-int8|-fp8)?")
 TOKENS = 1e12  # that the last columns are of
 HEAD = """# Recipes
 
-Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. Each training step was compiled ahead of time for its machine,
-on the day of the last column; rows of earlier days are of the code of then. Nothing was measured on a chip.
+Run one with `maxlm train runs/NAME`, or copy the file under configs/runs. Each training step was scheduled by XLA for its machine, without
+machine code ([schedule.md](schedule.md)), on the day of the last column; rows of earlier days are of the code of then. Nothing was measured
+on a chip.
 
     python tools/recipes.py          compiles again what has changed, and writes this page
 
 | column | |
 |---|---|
-| step | estimate of the compiled program, as `maxlm compile` prints it |
+| step | estimate of the scheduled program, as `maxlm compile` prints it |
 | as published runs | step by the ratios of published runs ([truth.md](truth.md#what-estimates-say-of-it)); in parentheses: of others |
 | MFU | of the estimate, causal attention counted half, as a share of the peak of the matmuls' format |
 | exposed | share of the step in which chips wait for each other or for their hosts |
-| HBM | memory of a device: what the program needs by the compiler, of what there is |
+| HBM | memory of a device: what the compiler allocates, of what there is |
 | days, cost | of 1 T tokens, by the median of published runs, with failures; list price on demand ([cost.md](cost.md)), which tpu7x lacks |
 
 `llama3-70b-v5e-64` and `llama3-405b-v5p-256` have state or layers' inputs in host memory: [memory_tiers.md](memory_tiers.md).
