@@ -33,7 +33,7 @@ PREDICTED_MATMUL_SHARES = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}
 PREDICTED_MATMUL_SHARE = 0.88  # other chips: assumed
 # Matmuls as libtpu 0.0.42 says, by which programs are priced that were scheduled and have no machine code yet: share of peak, and share of
 # the shorter of arithmetic and copies that is not hidden where functions are computed on the way (`tools/schedule_error.py`).
-SCHEDULED_MATMULS = {"v5e": (0.98, 0.15), "v5p": (0.98, 0.15), "v6e": (0.88, 0.5)}
+SCHEDULED_MATMULS = {"v5e": (0.98, 0.15), "v5p": (0.98, 0.15), "v6e": (0.88, 0.5), "tpu7x": (0.84, 0.7)}
 SCHEDULED_MATMUL = (0.9, 0.5)  # other chips: assumed
 
 # GPUs. Measured on one H200 (2026-11-26, docs/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B

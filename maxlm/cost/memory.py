@@ -47,7 +47,8 @@ def divide_memory(program: "Program", step: CompiledStep, module: Module | None)
     temporaries = max(0, step.needed - code - sum(part.bytes for part in parts))
     if module is None:
         return (*parts, MemoryPart("temporaries", "activations, gradients and the rest", temporaries))
-    return (*parts, *_temporaries(program, at_peak(module), temporaries), MemoryPart("code", "program", code))
+    made = (MemoryPart("code", "program", code),) if step.machine_code else ()
+    return (*parts, *_temporaries(program, at_peak(module), temporaries), *made)
 
 
 def state_parts(program: "Program") -> tuple[MemoryPart, ...]:

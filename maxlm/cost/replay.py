@@ -154,10 +154,9 @@ class _Turn:
             self._fly(op.name, host)
         how = "sparsecore" if 'async_execution_thread="sparsecore"' in op.attributes else "async"
         for callee in module.called(op):
-            computation = module.computations[callee]
-            for inner in computation.ops:
-                if is_collective(inner):
-                    self._fly(op.name, network.collective(inner, how, computation))
+            for run in module.executed(callee):  # in programs for several slices it is in a call of the call
+                if is_collective(run.op):
+                    self._fly(op.name, network.collective(run.op, how, module.computations[run.computation]))
 
     def _fusion(self, op: Op) -> None:
         """A fusion may begin a collective, carry one that is under way, wait for it, or hold one from beginning to end."""
