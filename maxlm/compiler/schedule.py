@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.compiler.aot import CompiledStep, Job, Memory, cached_step, compile_job, in_memory, keep_step, prepare
+from maxlm.config.errors import UserError
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _LAST = "after_optimizations-memory-usage-report.txt"  # of the files that XLA w
 _PROGRAM, _BUFFERS = "after_optimizations.txt", "after_optimizations-buffer-assignment.txt"
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(.*):$", re.MULTILINE)
 _COLOR = re.compile(r" color (\d+),")
+_TOTAL = re.compile(r"^Memory Space: default .*\nTotal bytes: (\d+)", re.MULTILINE)
+_FORMAT = 2  # of what is kept: raise it when `_read` changes
 _HOST = "5"  # memory space of arrays in host memory; HBM is written without a number
 
 
@@ -34,53 +37,71 @@ def scheduled_step(program: "Program", topology: Topology) -> CompiledStep | Non
     return cached_step(_key(prepare(program, topology)))
 
 
-def schedule_program(program: "Program", topology: Topology, folder: Path, then: Callable[[CompiledStep], None]) -> None:
-    """Call `then` with the scheduled step of `program`, which is kept. If it was not kept before, the compiler goes on meanwhile: `then` is
-    called in another thread, and has to end the process by `end_process`. XLA writes to `folder`, which is empty, until then. Raises what
-    the compiler does.
+def schedule_program(program: "Program", topology: Topology, folder: Path, then: Callable[[CompiledStep | Exception, bool], None]) -> None:
+    """Call `then` with the scheduled step of `program`, which is kept, or with why there is none, and with whether the compiler goes on
+    meanwhile: then it is another thread that calls, and `then` has to end the process by `end_process`. XLA writes to `folder`, which is
+    empty, until it is ended. Raises what the compiler does.
     """
     job = prepare(program, topology)
     if (kept := cached_step(_key(job))) is not None:
-        then(kept)
+        then(kept, False)
         return
     started, over = time.monotonic(), threading.Event()
 
+    def found() -> CompiledStep | None:
+        files = _written(folder)
+        if files is None:
+            return None
+        step = _read(*files, job, time.monotonic() - started)
+        keep_step(_key(job), step)
+        return step
+
     def watch() -> None:
-        files = None
-        while files is None and not over.wait(_POLL_S):
-            files = _written(folder)
-        if files is not None:
-            step = _read(*files, job, time.monotonic() - started)
-            keep_step(_key(job), step)
-            then(step)
+        answer: CompiledStep | Exception | None = None
+        try:
+            while answer is None and not over.wait(_POLL_S):
+                answer = found()
+        except Exception as error:  # nobody would hear of it in this thread, while the compiler goes on for minutes
+            answer = error
+        if answer is not None:
+            then(answer, True)
 
     watcher = threading.Thread(target=watch, daemon=True, name="maxlm-schedule")
     watcher.start()
     try:
-        step = compile_job(replace(job, options={**job.options, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}))
+        step = compile_job(replace(job, options={**job.options, **_writing_to(folder)}))
     finally:
         over.set()
         watcher.join()
-    keep_step(_key(job), step)  # it does not fit, or was compiled before the files were seen
-    then(step)
+    then(found() or step, False)  # it does not fit, or was compiled before the files were seen
+
+
+def _writing_to(folder: Path) -> dict[str, str | bool]:
+    """Options by which XLA writes to `folder` there what is read here, and no more, whatever the user's XLA_FLAGS say."""
+    return {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_module_re": ".*train_step.*",
+        "xla_dump_hlo_pass_re": "",
+    }
 
 
 def _key(job: Job) -> str:
-    return f"{job.key}-scheduled"
+    return f"{job.key}-scheduled-{_FORMAT}"
 
 
-def _written(folder: Path) -> tuple[str, str] | None:
-    """(program, buffers) once XLA has written both."""
-    last = next(iter(folder.glob(f"*train_step*{_LAST}")), None)
+def _written(folder: Path) -> tuple[str, str, str] | None:
+    """(program, buffers, total) once XLA has written all three; those of its last attempt."""
+    last = max(folder.glob(f"*train_step*{_LAST}"), default=None)
     if last is None:
         return None
     module = last.name.removesuffix(_LAST)
-    program, buffers = ((folder / f"{module}{name}").read_text(encoding="utf-8") for name in (_PROGRAM, _BUFFERS))
-    return program, buffers
+    program, buffers, total = ((folder / f"{module}{name}").read_text(encoding="utf-8") for name in (_PROGRAM, _BUFFERS, _LAST))
+    return program, buffers, total
 
 
-def _read(program: str, buffers: str, job: Job, seconds: float) -> CompiledStep:
-    """The step in what XLA wrote. Its memory is what is allocated, with the gaps between arrays."""
+def _read(program: str, buffers: str, total: str, job: Job, seconds: float) -> CompiledStep:
+    """The step in what XLA wrote. Its memory is what is allocated, with the gaps between arrays. Raises UserError if it is cut short."""
     sizes: Counter[str] = Counter()
     for size, said in _ALLOCATION.findall(buffers):
         color = _COLOR.search(f"{said},")
@@ -89,7 +110,12 @@ def _read(program: str, buffers: str, job: Job, seconds: float) -> CompiledStep:
         if space == _HOST:
             sizes["host"] += int(size)
         elif not space:
+            sizes["all"] += int(size)
             sizes.update({kind: int(size) for kind in kinds} | ({"alias": int(size)} if len(kinds) > 1 else {}))
+    stated = _TOTAL.search(total)
+    whole = "\nENTRY " in program and program.rstrip().endswith("}")
+    if not whole or stated is None or int(stated.group(1)) != sizes["all"]:
+        raise UserError("What XLA writes of the schedule is incomplete; give TMPDIR a folder with 100 MB free.")
     memory = Memory(
         argument=sizes["parameter"] + job.resident,
         output=sizes["maybe-live-out"],

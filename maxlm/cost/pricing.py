@@ -8,7 +8,7 @@ from maxlm.cost import efficiency, expert_matmuls
 from maxlm.hardware.chips import HBM_LATENCY_S, Chip, MatmulFormat
 from maxlm.hardware.cpu_speeds import CpuSpeeds, matmul_flops_per_s
 from maxlm.hlo.cpu_work import cpu_dots, function_values, transposes
-from maxlm.hlo.hbm_traffic import MOVES, moved_bytes
+from maxlm.hlo.hbm_traffic import MOVES, moved_bytes, works
 from maxlm.hlo.op_flops import (
     ATTENTION,
     OURS,
@@ -63,7 +63,6 @@ class TpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.HBM_SHARE)
         assert chip.clock_hz is not None, "every TPU has a clock"
         self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
-        self.machine_code = any(op.cycles is not None for computation in module.computations.values() for op in computation.ops)
         self.counted_shares = efficiency.SCALED_MATMUL_SHARES.get(chip.name, {})
         self.rounding_cycles = efficiency.ROUNDING_CYCLES.get(chip.name, (0.0, 0.0))
         self.attention_shares, self.our_shares = efficiency.ATTENTION_SHARES[chip.name], efficiency.OUR_ATTENTION_SHARES.get(chip.name)
@@ -75,9 +74,10 @@ class TpuPricing(_Pricing):
             bounds = op.cycles / self.clock_hz, self._upper_bound(op, computation), self._counted(op, computation)
             return max(min(bounds), self._lower_bound(op, computation))
         if matmul_flops(self.module, op, computation):
-            seconds = self._upper_bound(op, computation) if self.machine_code else self._unstated(op, computation)
+            seconds = self._upper_bound(op, computation) if self.module.has_cycles else self._unstated(op, computation)
             return max(seconds, self._lower_bound(op, computation))
-        return moved_bytes(self.module, op, computation) / self.hbm if op.opcode in MOVES else 0.0
+        moves = op.opcode in MOVES if self.module.has_cycles else works(op)
+        return moved_bytes(self.module, op, computation) / self.hbm if moves else 0.0
 
     def _unstated(self, op: Op, computation: Computation) -> float:
         """Seconds of a matmul of a program without machine code, for which XLA has not stated cycles yet."""

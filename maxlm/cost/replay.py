@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maxlm.cost.network import RENDEZVOUS, Collective, Network, is_collective
+from maxlm.hlo.hbm_traffic import works
 from maxlm.hlo.parser import PALLAS, PLUMBING, Computation, Module, Op, text_of
 
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+),")
-_NO_WORK = PLUMBING | {"parameter", "constant", "tuple", "custom-call"}  # of a fusion with a collective; its custom calls begin and end it
 _CARRIES = "async_collective_fusion"  # the name XLA gives what a fusion calls when it carries a collective
 
 
@@ -179,7 +179,8 @@ class _Turn:
             kernels = [inner for inner in computation.ops if inner.target == PALLAS]
             for kernel in kernels:  # which carries the collective
                 self._compute(kernel, computation)
-            if kernels or all(inner.opcode in _NO_WORK or is_collective(inner) for inner in computation.ops):
+            stated = op.cycles is not None if self.replay.module.has_cycles else any(works(inner) for inner in computation.ops)
+            if kernels or not stated:
                 return  # it does nothing else
         self._compute(op, self.computation)
 

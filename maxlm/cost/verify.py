@@ -1,6 +1,7 @@
 """Compile a config to find its real cost, in a process of its own: the compiler ignores Ctrl-C, but a process can be killed."""
 
 import multiprocessing
+import shutil
 import signal
 import tempfile
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ class Compiler:
 
     def __enter__(self) -> Self:
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="maxlm-schedule-")  # outlives the process, in which XLA writes to it to the end
+        self._folder: str | None = None  # that XLA writes a schedule to; it outlives the process, in which XLA writes until the end
         self._stopped = False
         self._handler = signal.signal(signal.SIGINT, self._stop)
         return self
@@ -101,13 +102,23 @@ class Compiler:
         signal.signal(signal.SIGINT, self._handler)
         if self._process is not None:
             self._process.kill()
-            self._process.join()
-        self._folder.cleanup()
+            self._end()
 
     def __call__(self, config: Config, topology: Topology) -> Verdict:
         """Call `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does or when its process ends: the next
         call starts another.
         """
+        verdict = self._ask(config, topology, steps=False).verdict
+        assert verdict is not None, "there is no error"
+        return verdict
+
+    def step(self, config: Config, topology: Topology) -> "CompiledStep":
+        """The scheduled step itself."""
+        step = self._ask(config, topology, steps=True).step
+        assert step is not None, "it was asked for"
+        return step
+
+    def _ask(self, config: Config, topology: Topology, *, steps: bool) -> "_Answer":
         if self._process is None:
             spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
             self._line, far = spawn.Pipe()
@@ -115,39 +126,42 @@ class Compiler:
             with workers_without_signals():
                 self._process.start()
             far.close()
+        if self._folder is None and not self._machine_code and topology.is_tpu:
+            try:
+                self._folder = tempfile.mkdtemp(prefix="maxlm-schedule-")
+            except OSError as error:
+                raise UserError(f"XLA writes schedules to TMPDIR, which cannot be written ({error.strerror}): set it to another.") from None
         try:
-            folder = None if self._machine_code or not topology.is_tpu else tempfile.mkdtemp(dir=self._folder.name)
-            self._line.send((config, topology, folder))
+            self._line.send(_Request(config, topology, self._folder if not self._machine_code and topology.is_tpu else None, steps))
             while not self._line.poll(POLL_S):
                 if self._stopped:
                     raise KeyboardInterrupt
             answer = self._line.recv()
-            if isinstance(answer, _Last):
+            if answer.last:
                 self._end()
-                answer = answer.verdict
         except (EOFError, OSError):
             code = self._end()
             raise UserError(
                 f"The compiler's process ended with code {code}: see its message above; it may have run out of memory."
             ) from None
-        if isinstance(answer, UserError):
-            raise answer
-        assert isinstance(answer, Verdict)
+        if answer.error:
+            raise UserError(answer.error)
+        assert isinstance(answer, _Answer)
         return answer
 
     def _end(self) -> int | None:
-        """Wait until the process has ended by itself, and return its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         assert self._process is not None
         self._process.join()
         code, self._process = self._process.exitcode, None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
         return code
 
 
 def scheduled(config: Config, program: "Program", topology: Topology) -> "CompiledStep":
-    """The step of `program`, which `build` made of `config`: scheduled for TPUs, compiled for GPUs. A schedule comes through the cache,
-    since the compiler's process has to be ended. Raises UserError, also where the cache cannot be written.
-    """
-    from maxlm.compiler import program_cache
+    """The step of `program`, which `build` made of `config`: scheduled for TPUs, in another process, and compiled for GPUs."""
     from maxlm.compiler.aot import compile_program
     from maxlm.compiler.schedule import scheduled_step
 
@@ -156,33 +170,49 @@ def scheduled(config: Config, program: "Program", topology: Topology) -> "Compil
     if (step := scheduled_step(program, topology)) is not None:
         return step
     with Compiler(machine_code=False) as compiler:
-        compiler(config, topology)
-    if (step := scheduled_step(program, topology)) is None:
-        raise UserError(f"{program_cache.folder()} cannot be written: set MAXLM_CACHE_DIR to a folder that can.")
-    return replace(step, cached=False)
+        return replace(compiler.step(config, topology), cached=False)
 
 
 @dataclass(frozen=True)
-class _Last:
-    """The last answer of a process, which ends itself after it."""
+class _Request:
+    """`folder`: empty, for XLA to write a schedule to; None where machine code is wanted. `steps`: the scheduled step is, too."""
 
-    verdict: Verdict
+    config: Config
+    topology: Topology
+    folder: str | None
+    steps: bool
 
 
-def _schedule(config: Config, topology: Topology, folder: Path, line: Connection) -> None:
-    """Answer with the verdict of a schedule, and end the process if the compiler runs on."""
+@dataclass(frozen=True)
+class _Answer:
+    """A verdict and, if asked for, its step, or why there is none. `last`: the process ends itself after it."""
+
+    verdict: Verdict | None = None
+    step: "CompiledStep | None" = None
+    error: str = ""
+    last: bool = False
+
+
+def _schedule(request: _Request, folder: Path, line: Connection) -> None:
+    """Answer with a schedule, and end the process if the compiler runs on."""
     from maxlm.compiler.aot import build
     from maxlm.compiler.schedule import end_process, schedule_program
 
-    program = build(config, topology)
+    program = build(request.config, request.topology)
 
-    def answer(step: "CompiledStep") -> None:
-        verdict = _verdict(program, topology, step)
-        line.send(verdict if step.cached else _Last(verdict))
-        if not step.cached:
+    def then(step: "CompiledStep | Exception", last: bool) -> None:
+        try:
+            if isinstance(step, Exception):
+                raise step
+            answer = _Answer(_verdict(program, request.topology, step), step if request.steps else None, last=last)
+        except Exception as error:
+            said = str(error) if isinstance(error, UserError) else f"The schedule cannot be read: {error!r}"
+            answer = _Answer(error=said, last=last)
+        line.send(answer)
+        if last:
             end_process()
 
-    schedule_program(program, topology, folder, answer)
+    schedule_program(program, request.topology, folder, then)
 
 
 def _serve(line: Connection) -> None:
@@ -195,15 +225,15 @@ def _serve(line: Connection) -> None:
 
     while True:
         try:
-            config, topology, folder = line.recv()
+            request = line.recv()
         except EOFError:
             return
         try:
-            if folder is None:
-                line.send(verify(config, topology))
+            if request.folder is None:
+                line.send(_Answer(verify(request.config, request.topology)))
             else:
-                _schedule(config, topology, Path(folder), line)
+                _schedule(request, Path(request.folder), line)
         except UserError as error:
-            line.send(UserError(str(error)))  # a ConfigError cannot be sent: it is made from several arguments
+            line.send(_Answer(error=str(error)))
         except JaxRuntimeError as error:
-            line.send(UserError(f"XLA refuses this program: {str(error).splitlines()[0]}"))
+            line.send(_Answer(error=f"XLA refuses this program: {str(error).splitlines()[0]}"))

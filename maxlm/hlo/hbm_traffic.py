@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator
 
-from maxlm.hlo.parser import Computation, Module, Op
+from maxlm.hlo.parser import PLUMBING, Computation, Module, Op
 
 # Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
-MOVES = {
-    "abs", "add", "and", "broadcast", "compare", "concatenate", "convert", "copy", "divide", "dynamic-slice", "dynamic-update-slice",
-    "exponential", "fusion", "gather", "iota", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "reduce", "reduce-precision",
-    "reduce-window", "reshape", "rsqrt", "scatter", "select", "slice", "sort", "sqrt", "subtract", "transpose",
-}  # fmt: skip
+MOVES = {"fusion", "copy", "reshape", "transpose", "sort", "scatter", "gather", "reduce", "pad", "dynamic-slice", "dynamic-update-slice"}
 
+_PASSIVE = (PLUMBING - {"copy"}) | {
+    "add-dependency", "after-all", "call", "conditional", "constant", "custom-call", "domain", "infeed", "outfeed", "parameter",
+    "partition-id", "recv", "replica-id", "send", "tuple", "while",
+}  # fmt: skip
 _IN_PLACE = "output_to_operand_aliasing={{}: ("  # followed by the operand whose memory a fusion's result is: the same with other tiles
+
+
+def works(op: Op) -> bool:
+    """True if `op` makes its results itself, and does not call, begin, await or hand on something."""
+    return op.opcode not in _PASSIVE and not op.opcode.endswith(("-start", "-done", "-update")) and not op.groups
 
 
 def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
@@ -21,7 +26,7 @@ def moved_bytes(module: Module, op: Op, computation: Computation) -> int:
         return sum(_read(module, body, inner) for inner in body.ops if inner.opcode == "parameter") + _written(body, op)
     if op.opcode == "dynamic-update-slice":
         return 2 * computation.operand(op, 1).bytes
-    if op.opcode == "dynamic-slice":
+    if op.opcode in ("dynamic-slice", "slice"):
         return 2 * op.bytes
     scratch = op.shapes[-1] if op.is_library_matmul else None
     unwritten = scratch.bytes if scratch is not None and scratch.dtype == "s8" and len(scratch.dims) == 1 else 0
@@ -34,18 +39,27 @@ def _read(module: Module, body: Computation, value: Op) -> int:
     """
     total = 0
     for user, place in _users(body, value):
-        if user.opcode == "bitcast" or (user.opcode == "fusion" and f"{_IN_PLACE}{place}," in user.attributes):
+        if user.opcode == "bitcast" or _looks(module, user, place):
             total += _read(module, body, user)
         elif user.opcode == "tuple" or user.groups:
             continue
         elif user.opcode == "fusion":
             inner = module.computations[user.calls[0]]
             total += _read(module, inner, next(op for op in inner.ops if op.opcode == "parameter" and op.index == place))
-        elif user.opcode == "dynamic-slice" and place == 0:
+        elif user.opcode in ("dynamic-slice", "slice") and place == 0:
             total += user.bytes
         elif user.opcode != "dynamic-update-slice" or place != 0:
             return value.bytes
     return min(total, value.bytes)
+
+
+def _looks(module: Module, op: Op, place: int) -> bool:
+    """True for a fusion that is its operand at `place` as it is, in other tiles."""
+    if op.opcode != "fusion" or f"{_IN_PLACE}{place}," not in op.attributes:
+        return False
+    inner = module.computations[op.calls[0]]
+    made = inner.source(inner.root)
+    return made is not None and made.opcode == "parameter" and made.index == place
 
 
 def _users(body: Computation, value: Op) -> Iterator[tuple[Op, int]]:

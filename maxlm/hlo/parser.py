@@ -163,6 +163,11 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
 
+    @cached_property
+    def has_cycles(self) -> bool:
+        """True if XLA has estimated operations, as it does of a TPU's program with its machine code."""
+        return any(op.cycles is not None for computation in self.computations.values() for op in computation.ops)
+
     def executed(self, computation: str = "", times: int = 1) -> Iterator[Executed]:
         """Every operation that runs with `computation`, by default the entry, into loops, calls, and the longer branch of a conditional.
 
@@ -190,7 +195,9 @@ class Module:
 
     def _work(self, computation: str) -> tuple[int, int]:
         """The same, and the bytes that it makes: where XLA has not estimated anything yet, these say which is longer."""
-        return self.cycles(computation), sum(run.times * run.op.bytes for run in self.executed(computation))
+        handed_on = PLUMBING | {"parameter", "constant", "tuple"}
+        made = (run for run in self.executed(computation) if run.op.opcode not in handed_on)
+        return self.cycles(computation), sum(run.times * run.op.bytes for run in made)
 
 
 def read(text: str) -> Module:

@@ -2,12 +2,15 @@
 
 import importlib.util
 import re
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from maxlm.compiler import aot, program_cache, schedule
 from maxlm.config import UserError, load
+from maxlm.cost import verify as verify_module
 from maxlm.cost.verify import Compiler, scheduled, verify
 from maxlm.hardware.topologies import parse
 
@@ -19,6 +22,8 @@ cluster: {topology: "v5e:2x2"}
 """
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
 PLACE = parse("v5e:2x2")
+PROGRAM = "HloModule step\n\nENTRY %main () -> f32[] {\n}\n"
+TOTAL = "Memory Space: default (color=0)\nTotal bytes: 8742 (8.5KiB)\n"
 BUFFERS = """BufferAssignment:
 allocation 0: size 512, thread-local:
  value: <2 reduce @0> (size=512,offset=0): s32[]
@@ -72,20 +77,58 @@ def test_the_schedule_is_that_of_the_machine_code(tmp_path, monkeypatch):
     assert 0.5 * exact.step_s < first.step_s < 1.5 * exact.step_s, "of arrays so small"
 
 
-def test_memory_is_what_is_allocated():
-    """Of an array that is read and returned once, nothing of other memories than HBM, but that of hosts."""
+def read(program: str, buffers: str, total: str, available: int) -> aot.CompiledStep:
     job = aot.Job(lowered=None, topology=PLACE, options={}, key="", resident=50)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aot, "available_hbm", lambda topology: 8280)
-        step = schedule._read("HloModule", BUFFERS, job, 1.0)
-        patch.setattr(aot, "available_hbm", lambda topology: 8279)
-        refused = schedule._read("HloModule", BUFFERS, job, 1.0)
+        patch.setattr(aot, "available_hbm", lambda topology: available)
+        return schedule._read(program, buffers, total, job, 1.0)
+
+
+def test_memory_is_what_is_allocated():
+    """Of an array that is read and returned once, nothing of other memories than HBM, but that of hosts."""
+    step, refused = (read(PROGRAM, BUFFERS, TOTAL, available) for available in (8280, 8279))
     assert vars(step.memory) == {"argument": 1250, "output": 1030, "alias": 1000, "temp": 7000, "code": 0, "peak": 0, "host": 4000}
     assert (step.needed, step.fits, refused.fits, refused.needed) == (8280, True, False, 8280)
 
 
-def test_a_cache_that_cannot_be_written_is_said(monkeypatch):
-    monkeypatch.setattr("maxlm.compiler.schedule.scheduled_step", lambda program, topology: None)
-    monkeypatch.setattr(Compiler, "__call__", lambda self, config, topology: None)
-    with pytest.raises(UserError, match=re.escape(f"{program_cache.folder()} cannot be written: set MAXLM_CACHE_DIR")):
-        scheduled(None, None, PLACE)
+@pytest.mark.parametrize(
+    "files",
+    [
+        (PROGRAM[:-3], BUFFERS, TOTAL),
+        (PROGRAM, BUFFERS[: BUFFERS.index("allocation 5")], TOTAL),
+        (PROGRAM, "", TOTAL),
+        (PROGRAM, BUFFERS, ""),
+    ],
+    ids=["program", "buffers", "no buffers", "no total"],
+)
+def test_what_is_cut_short_is_no_schedule(files):
+    with pytest.raises(UserError, match="incomplete; give TMPDIR a folder"):
+        read(*files, 10**6)
+
+
+@needs_libtpu
+def test_a_full_disk_ends_the_compiler_and_nothing_is_kept(tmp_path, monkeypatch):
+    """As XLA does, which goes on in silence when it cannot write."""
+    config = load("tiny").config
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("maxlm.cost.verify._serve", serve_on_a_full_disk)
+    with Compiler(machine_code=False) as compiler:
+        with pytest.raises(UserError, match="incomplete; give TMPDIR a folder"):
+            compiler(config, PLACE)
+        assert compiler._process is None
+    assert not list(program_cache.folder().glob("*")), "nothing is kept"
+
+
+def serve_on_a_full_disk(line) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    verify_module._serve(line)
+
+
+@needs_libtpu
+def test_without_a_cache_it_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "file"))
+    config = load("tiny").config
+    step = scheduled(config, aot.build(config, PLACE), PLACE)
+    assert (step.fits, step.cached, step.machine_code) == (True, False, False)

@@ -21,10 +21,9 @@ def test_a_time_that_misses_turns_of_a_loop_is_no_time():
 def end_or_answer(line):
     """Stand-in for the process: ends at the first request, or answers each."""
     while True:
-        config, *_ = line.recv()
-        if config == "end":
+        if line.recv().config == "end":
             os._exit(9)
-        line.send(ANSWER)
+        line.send(verify._Answer(ANSWER))
 
 
 def test_after_its_end_the_next_call_starts_another_process(monkeypatch):
