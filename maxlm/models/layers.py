@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -151,10 +152,9 @@ class AttentionBase(nnx.Module):
             layout = Layout(batch=mesh_axes("batch", mesh), heads=mesh_axes("heads", mesh))  # mesh axes that split the operands
             ids: dict[str, Any] = {"query_segments_BS": ids_BS, "key_segments_BT": ids_BS, "prefix_BT": prefix_BS}
             attended_BSHV = kernels.attention(q_BSHK, k_BSGK, v_BSGV, **ids, layout=layout, **options)
-        attended_BSN = attended_BSHV.reshape(*q_BSHK.shape[:2], -1)
+        attended_BSN = constrain(attended_BSHV.reshape(*q_BSHK.shape[:2], -1), *_MERGED)
         out_ND = self.out_HKD[...].reshape(attended_BSN.shape[-1], -1)
-        axes: dict[str, Any] = {"reads": _MERGED, "writes": BETWEEN}
-        return linear("BSN,ND->BSD", constrain(attended_BSN, *_MERGED), out_ND, self.out_bias_D, **axes, name="attention_out"), cache
+        return linear("BSN,ND->BSD", attended_BSN, out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN, name="attention_out"), cache
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
         """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
@@ -241,12 +241,10 @@ class Mlp(nnx.Module):
             out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
             if out_BSD is not None:
                 return out_BSD
-        up_BSF = linear("BSD,DF->BSF", x_BSD, self.up_DF, self.up_bias_F, reads=ENTERING, writes=HIDDEN, name="up")
-        if self.gate_DF is not None:
-            gate_BSF = linear("BSD,DF->BSF", x_BSD, self.gate_DF, self.gate_bias_F, reads=ENTERING, writes=HIDDEN, name="gate")
-            hidden_BSF = gated(self.activation, gate_BSF, up_BSF, self.clamp)
-        else:
-            hidden_BSF = ACTIVATIONS[self.activation](up_BSF)
+        into = partial(linear, "BSD,DF->BSF", x_BSD, reads=ENTERING, writes=HIDDEN)
+        up_BSF = into(self.up_DF, self.up_bias_F, name="up")
+        gate_BSF = None if self.gate_DF is None else into(self.gate_DF, self.gate_bias_F, name="gate")
+        hidden_BSF = ACTIVATIONS[self.activation](up_BSF) if gate_BSF is None else gated(self.activation, gate_BSF, up_BSF, self.clamp)
         return linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN, name="mlp_out")
 
     def flops_per_token(self) -> float:

@@ -26,6 +26,7 @@ from maxlm.precision import ExpertWeight, QuantizedWeight, grouped_dot
 # B batch, S sequence, D width, F feed-forward width, V vocabulary, R rows sorted by expert, E experts
 
 Axes = tuple[str | None, ...]  # a logical axis a dim
+Bias = nnx.Param | None
 Weight = nnx.Param | Array | QuantizedWeight | LowRankSum  # the last: a frozen matrix with adapters (LoRA)
 BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, between tensor-parallel regions (arXiv 2205.05198)
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
@@ -77,32 +78,20 @@ def layers_scanned(scan: Callable[..., tuple[Array, Any]]) -> Iterator[None]:
 
 
 def linear(
-    spec: str,
-    x: Array,
-    w: Weight,
-    bias: nnx.Param | None = None,
-    *,
-    reads: Axes | None,
-    writes: Axes | None,
-    name: str | None = None,
-    exact: bool = False,
+    spec: str, x: Array, w: Weight, bias: Bias = None, *, reads: Axes | None, writes: Axes | None, name: str = "", exact: bool = False
 ) -> Array:
-    """The matmul jnp.einsum(spec, x, w), plus a bias in x's dtype. `reads` and `writes`: logical axes of x and of the result; None leaves
-    the layout to XLA's partitioner. `name`: of the result, for rematerialization. `exact`: full float32 precision, whatever the setting.
-    """
+    """jnp.einsum(spec, x, w) plus a bias. `reads`, `writes`: axes of x and the result, or XLA's choice; `name` for remat, `exact` in float32."""
     if isinstance(w := w[...], LowRankSum):
         return _named(w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes)), name)
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
-    inside = name if bias is None else None
-    y = _named(multiply(x), inside) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence, inside)
+    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence, name if bias is None else "")
     return y if bias is None else _named(y + bias[...].astype(y.dtype), name)
 
 
-def _named(x: Array, name: str | None) -> Array:
-    """x as memory.remat knows it."""
-    return x if name is None else checkpoint_name(x, name)
+def _named(x: Array, name: str) -> Array:
+    return checkpoint_name(x, name) if name else x
 
 
 def enter(x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
@@ -120,8 +109,11 @@ def gated_linear(x_BSD: Float[Array, "B S D"], gate_DF: nnx.Param, up_DF: nnx.Pa
     other = any(isinstance(w, LowRankSum | QuantizedWeight) for w in weights)
     if other or activation not in GATES or kernels.gated_mlp_problem(x_BSD.shape, up_DF.shape[-1], x_BSD.dtype, layout):
         return None
-    multiply = lambda x_BSD: kernels.gated_mlp(x_BSD, *weights, activation=GATES[activation], layout=layout)  # noqa: E731
-    return _fenced(multiply, x_BSD, ENTERING, BETWEEN, name="mlp_out")
+    return _fenced(partial(_gated, weights, GATES[activation], layout), x_BSD, ENTERING, BETWEEN, name="mlp_out")
+
+
+def _gated(weights: tuple[Array, ...], activation: str, layout: kernels.MlpLayout, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    return kernels.gated_mlp(x_BSD, *weights, activation=activation, layout=layout)
 
 
 def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], activation: str) -> Array | None:
@@ -235,12 +227,10 @@ def _fence(x: Array, axes: Axes) -> Array:
     return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
 
 
-def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Any = _fence, name: str | None = None) -> Array:
-    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input. The output has its
-    name before the fence: jax.checkpoint rounds what it keeps, which XLA then does in the matmul, not by a copy.
-    """
+def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: Axes, fence: Any = _fence, name: str = "") -> Array:
+    """`multiply(x)`, which begins and ends in matmuls, with fences after its output and after the gradient of its input."""
     x = x if reads == ENTERING and _scatters_gradient() else _fence_gradient(x, reads)
-    return fence(_named(constrain(multiply(x), *writes), name), writes)
+    return fence(_named(constrain(multiply(x), *writes), name), writes)  # jax.checkpoint rounds what is named: in the matmul, not after it
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
