@@ -80,7 +80,7 @@ def layers_scanned(scan: Callable[..., tuple[Array, Any]]) -> Iterator[None]:
 def linear(
     spec: str, x: Array, w: Weight, bias: Bias = None, *, reads: Axes | None, writes: Axes | None, name: str = "", exact: bool = False
 ) -> Array:
-    """jnp.einsum(spec, x, w) plus a bias. `reads`, `writes`: axes of x and the result, else XLA chooses. `name`: for remat. `exact`: f32."""
+    """jnp.einsum(spec, x, w) plus bias. `reads`, `writes`: axes of x and the result, else XLA chooses. `name`: for remat. `exact`: f32."""
     if isinstance(w := w[...], LowRankSum):
         return _named(w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes)), name)
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
