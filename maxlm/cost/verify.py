@@ -175,7 +175,7 @@ def scheduled(config: Config, program: "Program", topology: Topology) -> "Compil
 
 @dataclass(frozen=True)
 class _Request:
-    """`folder`: empty, for XLA to write a schedule to; None where machine code is wanted. `steps`: the scheduled step is, too."""
+    """`folder`: in which XLA writes a schedule; None where machine code is wanted. `steps`: the scheduled step is, too."""
 
     config: Config
     topology: Topology
@@ -212,7 +212,8 @@ def _schedule(request: _Request, folder: Path, line: Connection) -> None:
         if last:
             end_process()
 
-    schedule_program(program, request.topology, folder, then)
+    empty = tempfile.mkdtemp(dir=folder)  # a step that did not fit has left its files, which are no others'
+    schedule_program(program, request.topology, Path(empty), then)
 
 
 def _serve(line: Connection) -> None:

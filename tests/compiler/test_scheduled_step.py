@@ -125,6 +125,21 @@ def serve_on_a_full_disk(line) -> None:
     verify_module._serve(line)
 
 
+def test_no_step_finds_the_files_of_another(tmp_path, monkeypatch):
+    """Where the compiler ends by itself, since a step does not fit, its process schedules the next one."""
+    seen = []
+
+    def schedule_program(program, topology, folder, then):
+        seen.append((folder, list(folder.iterdir())))
+        (folder / "module_0000.jit_train_step.txt").write_text("of this step")
+
+    monkeypatch.setattr("maxlm.compiler.aot.build", lambda config, topology: None)
+    monkeypatch.setattr(schedule, "schedule_program", schedule_program)
+    for _ in range(2):
+        verify_module._schedule(verify_module._Request(None, PLACE, str(tmp_path), steps=False), tmp_path, None)
+    assert [files for _, files in seen] == [[], []] and seen[0][0] != seen[1][0]
+
+
 @needs_libtpu
 def test_without_a_cache_it_costs_only_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
