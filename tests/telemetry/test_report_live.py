@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,11 @@ from maxlm.telemetry.report import live, write_report
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.text_server import Text, TextServer
+
+
+def sleep_by(sleep, monkeypatch):
+    """Has the report sleep by `sleep`; other threads, such as a watchdog's, go on with their own."""
+    monkeypatch.setattr(live, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
 
 
 @pytest.fixture
@@ -70,7 +76,7 @@ def test_what_could_not_be_read_once_is_read_again(run, server, monkeypatch, fai
         assert server.served < 5
 
     monkeypatch.setattr(live, "load_run", load)
-    monkeypatch.setattr(live.time, "sleep", sleep)
+    sleep_by(sleep, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         live.follow(report, server, told.append)
     assert len(told) == 1 and str(failure) in told[0]
@@ -141,7 +147,7 @@ def test_pages_are_made_while_somebody_looks_and_a_lost_run_is_told_once(run, se
             raise KeyboardInterrupt
         turn()
 
-    monkeypatch.setattr(live.time, "sleep", sleep)
+    sleep_by(sleep, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         live.follow(report, server, told.append)
     shown = [int(page.partition(" steps")[0].rpartition(" ")[2]) for page in pages]
@@ -212,7 +218,7 @@ def test_pages_take_a_tenth_of_the_time(run, server, monkeypatch):
 
     report = live.LiveReport([run.path])
     monkeypatch.setattr(report, "update", lambda: 8.0)
-    monkeypatch.setattr(live.time, "sleep", sleep)
+    sleep_by(sleep, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         live.follow(report, server, print)
     assert slept == [live.LEAST_S, 80.0, 80.0]
