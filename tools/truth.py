@@ -1,10 +1,10 @@
 """Compare our estimate of MaxText's own compiled steps with the step times that its public runs logged.
 
-    python tools/truth.py FOLDER              reads FOLDER/ROW.hlo, the scheduled program of MaxText's step, of each row of
-                                              tools/truth_rows.yml, and writes docs/truth.md
-    python tools/truth.py --arguments ROW     prints what to give MaxText's train_compile to make that program
+    python tools/truth.py FOLDER --maxtext-python ENV/bin/python
 
-A row without a program is listed as not compiled yet. No factor is fitted to what was published.
+ENV is a virtual environment of its own, of Python 3.12, with MaxText in it: `pip install 'maxtext[tpu]==0.2.5'`. FOLDER/ROW.hlo, the
+scheduled program of MaxText's step of each row of tools/truth_rows.yml, is made where it is missing, and docs/truth.md is written. A row
+without a program is listed as not compiled yet. No factor is fitted to what was published.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from maxtext_schedule import schedule_missing
 from ruamel.yaml import YAML
 
 from maxlm.cost import step_cost
@@ -64,6 +65,11 @@ class Row:
         """MaxText's name of the topology: Cloud TPU's, but for v5e, which that calls v5litepod."""
         return str(topologies.accelerator(topologies.parse(self.topology))).replace("v5litepod", "v5e")
 
+    @property
+    def to_compile(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(settings, flags) for MaxText's train_compile."""
+        return (f"compile_topology={self.compile_topology}", *self.settings), self.flags
+
 
 @dataclass(frozen=True)
 class Result:
@@ -84,22 +90,14 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--arguments", metavar="ROW")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--maxtext-python", type=Path)
     given = parser.parse_args()
     rows = read_rows()
-    if given.arguments:
-        row = next((row for row in rows if row.name == given.arguments), None)
-        if row is None:
-            parser.error(f"--arguments {given.arguments}: no such row; there are {', '.join(row.name for row in rows)}")
-        flags = f'compile_xla_flags="{" ".join(row.flags)}"'
-        sys.stdout.write("\n".join((f"compile_topology={row.compile_topology}", *row.settings, flags)) + "\n")
-    elif given.folder:
-        page = REPOSITORY / "docs" / "truth.md"
-        page.write_text(_page(rows, given.folder))
-        sys.stdout.write(page.read_text())
-    else:
-        parser.error("give a FOLDER of programs, or --arguments ROW")
+    schedule_missing(given.maxtext_python, {row.name: row.to_compile for row in rows}, given.folder)
+    page = REPOSITORY / "docs" / "truth.md"
+    page.write_text(_page(rows, given.folder))
+    sys.stdout.write(page.read_text())
 
 
 def read_rows() -> list[Row]:

@@ -1,7 +1,9 @@
 """MaxText's step as an expert tunes it, for docs/benchmarks.md: what to give its compiler, and its time by our cost model.
 
-    python tools/tuned_peer.py --arguments ROW    prints what to give MaxText's train_compile, a line each
-    python tools/tuned_peer.py FOLDER             reads FOLDER/ROW.hlo, the scheduled program, of each row; prints its time and ours as JSON
+    python tools/tuned_peer.py FOLDER --maxtext-python ENV/bin/python
+
+ENV is a virtual environment of its own, of Python 3.12, with MaxText in it: `pip install 'maxtext[tpu]==0.2.5'`. FOLDER/ROW.hlo, the
+scheduled program of a row, is made where it is missing. Both steps are priced by our cost model, and a line of JSON tells of each row.
 
 Tuned is what anybody can copy from us: collectives on the SparseCore and scoped VMEM (`maxlm.hardware.xla_flags`), splash attention with a
 fused backward pass in blocks of 1,024 queries, a list of the activations to keep, two accumulation steps.
@@ -12,7 +14,8 @@ import json
 import sys
 from pathlib import Path
 
-from truth import Row, predict
+from maxtext_schedule import schedule_missing
+from truth import REPOSITORY, Row, predict
 
 from maxlm.hardware.xla_flags import SPARSE_CORE, VMEM, Flag
 
@@ -38,38 +41,35 @@ def flag_text(flag: Flag) -> str:
 
 FLAGS = tuple(flag_text(flag) for flag in (*VMEM, *SPARSE_CORE))
 SOURCE = "docs/benchmarks.md"
+RECIPES = REPOSITORY / "docs" / "recipes.json"
+PARTS = ("total_s", "matmul_s", "attention_s", "kernel_s", "memory_s", "exposed_s")
+DENSE, EXPERTS = "model_name=llama3.1-8b", "model_name=mixtral-8x7b"
 ROWS = {
-    row.name: (row, ours_s)
-    for row, ours_s in (
-        (Row("llama3-8b-v5p-128", "v5p:4x4x4", {"fsdp": 64}, ("model_name=llama3.1-8b", *tuned("dense", 4, 8192)), FLAGS, SOURCE), 5.11),
+    row.name: (row, recipe)
+    for recipe, row in (
+        ("llama3-8b-v5p-128", Row("8b-v5p", "v5p:4x4x4", {"fsdp": 64}, (DENSE, *tuned("dense", 4, 8192)), FLAGS, SOURCE)),
+        ("mixtral-8x7b-v5p-256", Row("8x7b-v5p", "v5p:4x4x8", {"fsdp": 128}, (EXPERTS, *tuned("experts", 4, 4096)), FLAGS, SOURCE)),
+        ("llama3-8b-v6e-256", Row("8b-v6e", "v6e:16x16", {"fsdp": 256}, (DENSE, *tuned("dense", 2, 8192)), FLAGS, SOURCE)),
         (
-            Row("mixtral-8x7b-v5p-256", "v5p:4x4x8", {"fsdp": 128}, ("model_name=mixtral-8x7b", *tuned("experts", 4, 4096)), FLAGS, SOURCE),
-            4.87,
+            "llama3-8b-v6e-256",
+            Row("8b-v6e-default", "v6e:16x16", {"fsdp": 256}, (DENSE, "per_device_batch_size=2", "max_target_length=8192"), (), SOURCE),
         ),
     )
-}  # and the seconds of our step, of the day of the comparison
+}  # and our recipe, which trains as many tokens in a step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--arguments", metavar="ROW", choices=ROWS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--maxtext-python", type=Path)
     given = parser.parse_args()
-    if given.arguments:
-        row, _ = ROWS[given.arguments]
-        flags = f'compile_xla_flags="{" ".join(row.flags)}"'
-        sys.stdout.write("\n".join((f"compile_topology={row.compile_topology}", *row.settings, flags)) + "\n")
-        return
-    if given.folder is None:
-        parser.error("give a FOLDER of programs, or --arguments ROW")
-    found = {name: given.folder / f"{name}.hlo" for name in ROWS}
-    if not any(path.exists() for path in found.values()):
-        parser.error(f"{given.folder} has none of {', '.join(path.name for path in found.values())}; compile one with --arguments")
-    for name, path in found.items():
-        if path.exists():
-            row, ours_s = ROWS[name]
-            peer_s = predict(row, path).total_s
-            sys.stdout.write(json.dumps({"row": name, "peer_s": peer_s, "maxlm_s": ours_s, "ratio": ours_s / peer_s}) + "\n")
+    schedule_missing(given.maxtext_python, {name: row.to_compile for name, (row, _) in ROWS.items()}, given.folder)
+    ours = json.loads(RECIPES.read_text(encoding="utf-8"))
+    for name, (row, recipe) in ROWS.items():
+        if (path := given.folder / f"{name}.hlo").exists():
+            peer, our_s = predict(row, path), ours[recipe]["step_s"]
+            parts = {part: getattr(peer, part) for part in PARTS}
+            sys.stdout.write(json.dumps({"row": name, "recipe": recipe, "maxlm_s": our_s, "ratio": our_s / peer.total_s, **parts}) + "\n")
 
 
 if __name__ == "__main__":

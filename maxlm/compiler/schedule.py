@@ -49,7 +49,7 @@ def schedule_program(program: "Program", topology: Topology, folder: Path, then:
     started, over = time.monotonic(), threading.Event()
 
     def found() -> CompiledStep | None:
-        files = _written(folder)
+        files = written(folder)
         if files is None:
             return None
         step = _read(*files, job, time.monotonic() - started)
@@ -69,14 +69,14 @@ def schedule_program(program: "Program", topology: Topology, folder: Path, then:
     watcher = threading.Thread(target=watch, daemon=True, name="maxlm-schedule")
     watcher.start()
     try:
-        step = compile_job(replace(job, options={**job.options, **_writing_to(folder)}))
+        step = compile_job(replace(job, options={**job.options, **options_to_write(folder)}))
     finally:
         over.set()
         watcher.join()
     then(found() or step, False)  # it does not fit, or was compiled before the files were seen
 
 
-def _writing_to(folder: Path) -> dict[str, str | bool]:
+def options_to_write(folder: Path) -> dict[str, str | bool]:
     """Options by which XLA writes to `folder` there what is read here, and no more, whatever the user's XLA_FLAGS say."""
     return {
         "xla_dump_to": str(folder),
@@ -90,13 +90,15 @@ def _key(job: Job) -> str:
     return f"{job.key}-scheduled-{_FORMAT}"
 
 
-def _written(folder: Path) -> tuple[str, str, str] | None:
+def written(folder: Path) -> tuple[str, str, str] | None:
     """(program, buffers, total) once XLA has written all three; those of its last attempt."""
     last = max(folder.glob(f"*train_step*{_LAST}"), default=None)
     if last is None:
         return None
-    module = last.name.removesuffix(_LAST)
-    program, buffers, total = ((folder / f"{module}{name}").read_text(encoding="utf-8") for name in (_PROGRAM, _BUFFERS, _LAST))
+    files = [last.with_name(last.name.removesuffix(_LAST) + name) for name in (_PROGRAM, _BUFFERS, _LAST)]
+    if not all(file.exists() for file in files):  # libtpu 0.0.52 writes the program after the report
+        return None
+    program, buffers, total = (file.read_text(encoding="utf-8") for file in files)
     return program, buffers, total
 
 

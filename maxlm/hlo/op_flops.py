@@ -14,6 +14,7 @@ from maxlm.hlo.parser import Computation, Module, Op, Shape
 OURS = re.compile(r"attention_(forward|backward)")  # the names of our kernels
 ATTENTION = re.compile(r"attention|flash|splash|mha|mqa", re.IGNORECASE)
 _LANES = 128  # of a TPU's vector
+_SMALL = 1000  # times smaller than the largest operand: no matrix of a matmul
 INDICES = ("s32", "u32", "pred")  # dtypes of arrays that no matmul reads
 
 _PASSED_ON = {"parameter", "constant", "bitcast", "copy", "reshape", "get-tuple-element", "tuple"}  # a copy: to other tiles
@@ -95,9 +96,13 @@ def _scales(module: Module, op: Op, body: Computation) -> bool:
 
 
 def kernel_operands(op: Op, computation: Computation) -> str:
-    """Dtypes of the two narrowest matrices that a kernel reads, as `Dot` writes them: scales and what it adds are wider."""
+    """Dtypes of the two narrowest matrices that a kernel reads, as `Dot` writes them: scales and what it adds are wider, and what says
+    which blocks of a mask are empty (splash attention has it in 8 bits) is far smaller than the largest.
+    """
     arrays = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
-    matrices = sorted((shape for shape in arrays if len(shape.dims) >= 2 and shape.dtype not in INDICES), key=lambda shape: shape.bits)
+    least = max((shape.elements for shape in arrays), default=0) / _SMALL
+    large = (shape for shape in arrays if len(shape.dims) >= 2 and shape.dtype not in INDICES and shape.elements >= least)
+    matrices = sorted(large, key=lambda shape: shape.bits)
     return _pair(*(shape.dtype for shape in matrices[:2])) if len(matrices) > 1 else ""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from maxlm.config.errors import UserError
+from maxlm.hlo.elements import written_out
 from maxlm.parallel.expert_rows import FURTHER
 
 VMEM, HOST = 1, 5  # memory spaces as layouts write them, S(1) and S(5); 0, the default, is HBM
@@ -264,7 +265,7 @@ def _computations(text: str) -> tuple[dict[str, Computation], str]:
 
 def _computation(name: str, statements: list[str]) -> Computation:
     roots = [statement for statement in statements if statement.lstrip().startswith("ROOT ")]
-    plain = Computation(name, tuple(map(_op, statements)), "")
+    plain = Computation(name, tuple(map(_op, written_out(statements))), "")
     root = _op(roots[-1]).name if roots else ""
     ops = tuple(_with_start(op, plain) if op.opcode.endswith("-done") else op for op in plain.ops)
     return Computation(name, ops, root)

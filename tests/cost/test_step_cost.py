@@ -442,6 +442,21 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
     assert flops("splash_mha_dkv", f"({shape}, {shape.replace('bf16', 'f32')}, {shape})", turned) == 5 * pairs
 
 
+def test_the_mask_of_an_attention_kernel_is_no_operand_of_its_matmuls():
+    text = """HloModule m, is_scheduled=true
+
+ENTRY %main (mask: s8[1,8,8], q: bf16[2,8,4096,128], k: bf16[2,8,4096,128]) -> bf16[2,8,4096,128] {
+  %mask = s8[1,8,8]{2,1,0} parameter(0)
+  %q = bf16[2,8,4096,128]{3,2,1,0} parameter(1)
+  %k = bf16[2,8,4096,128]{3,2,1,0} parameter(2)
+  ROOT %splash_fwd = bf16[2,8,4096,128]{3,2,1,0} custom-call(%mask, %q, %k), custom_call_target="tpu_custom_call"
+}
+"""
+    cost = estimate(parser.read(text), chip_named("v5p"), {}, {})
+    flops = 2 * 2 * 8 * 4096**2 * 128
+    assert cost.attention_s == pytest.approx(flops / (ATTENTION_SHARES["v5p"][0] * chip_named("v5p").peak_bf16_flops))
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "lanes"), [(20, 20, (128, 128)), (64, 64, (128, 128)), (96, 96, (128, 128)), (192, 128, (256, 128))]
 )
