@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from maxlm.training.program import Program
 
 _POLL_S = 0.1
+_WRITES_S = 20.0  # at most, from the creation of a file to its end
 _LAST = "after_optimizations-memory-usage-report.txt"  # of the files that XLA writes together
 _PROGRAM, _BUFFERS = "after_optimizations.txt", "after_optimizations-buffer-assignment.txt"
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(.*):$", re.MULTILINE)
@@ -30,6 +31,10 @@ _COLOR = re.compile(r" color (\d+),")
 _TOTAL = re.compile(r"^Memory Space: default .*\nTotal bytes: (\d+)", re.MULTILINE)
 _FORMAT = 2  # of what is kept: raise it when `_read` changes
 _HOST = "5"  # memory space of arrays in host memory; HBM is written without a number
+
+
+class _IncompleteError(UserError):
+    """A file of XLA's ends too early."""
 
 
 def scheduled_step(program: "Program", topology: Topology) -> CompiledStep | None:
@@ -58,11 +63,15 @@ def schedule_program(program: "Program", topology: Topology, folder: Path, then:
 
     def watch() -> None:
         answer: CompiledStep | Exception | None = None
-        try:
-            while answer is None and not over.wait(_POLL_S):
+        waits = round(_WRITES_S / _POLL_S)
+        while answer is None and not over.wait(_POLL_S):
+            try:
                 answer = found()
-        except Exception as error:  # nobody would hear of it in this thread, while the compiler goes on for minutes
-            answer = error
+            except _IncompleteError as error:  # is being written, or the disk is full
+                waits -= 1
+                answer = None if waits else error
+            except Exception as error:  # nobody would hear of it in this thread, while the compiler goes on for minutes
+                answer = error
         if answer is not None:
             then(answer, True)
 
@@ -103,7 +112,9 @@ def written(folder: Path) -> tuple[str, str, str] | None:
 
 
 def _read(program: str, buffers: str, total: str, job: Job, seconds: float) -> CompiledStep:
-    """The step in what XLA wrote. Its memory is what is allocated, with the gaps between arrays. Raises UserError if it is cut short."""
+    """The step in what XLA wrote. Its memory is what is allocated, with the gaps between arrays. Raises _IncompleteError if it is cut
+    short.
+    """
     sizes: Counter[str] = Counter()
     for size, said in _ALLOCATION.findall(buffers):
         color = _COLOR.search(f"{said},")
@@ -117,7 +128,7 @@ def _read(program: str, buffers: str, total: str, job: Job, seconds: float) -> C
     stated = _TOTAL.search(total)
     whole = "\nENTRY " in program and program.rstrip().endswith("}")
     if not whole or stated is None or int(stated.group(1)) != sizes["all"]:
-        raise UserError("What XLA writes of the schedule is incomplete; give TMPDIR a folder with 100 MB free.")
+        raise _IncompleteError("What XLA writes of the schedule is incomplete; give TMPDIR a folder with 100 MB free.")
     memory = Memory(
         argument=sizes["parameter"] + job.resident,
         output=sizes["maybe-live-out"],

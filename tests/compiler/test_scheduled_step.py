@@ -4,6 +4,8 @@ import importlib.util
 import re
 import resource
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -122,7 +124,35 @@ def test_a_full_disk_ends_the_compiler_and_nothing_is_kept(tmp_path, monkeypatch
 def serve_on_a_full_disk(line) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    schedule._WRITES_S = 1.0
     verify_module._serve(line)
+
+
+def test_a_file_that_is_being_written_is_read_once_it_is_whole(tmp_path, monkeypatch):
+    """XLA creates a file and writes to it bit by bit, on a busy machine for seconds."""
+    names = (schedule._PROGRAM, schedule._BUFFERS, schedule._LAST)
+    files = [tmp_path / f"module_0000.jit_train_step.1.{name}" for name in names]
+    answered, answers = threading.Event(), []
+
+    def compile_job(job):
+        for file in reversed(files):
+            file.write_text("")
+        for file, text in zip(files, (PROGRAM, BUFFERS, TOTAL), strict=True):
+            time.sleep(0.3)
+            file.write_text(text)
+        assert answered.wait(10)
+
+    def then(answer, compiling):
+        answers.append((answer, compiling))
+        answered.set()
+
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(aot, "available_hbm", lambda topology: 10**6)
+    monkeypatch.setattr(schedule, "prepare", lambda program, topology: aot.Job(None, PLACE, {}, "a-key", 50))
+    monkeypatch.setattr(schedule, "compile_job", compile_job)
+    schedule.schedule_program(None, PLACE, tmp_path, then)
+    (step, compiling), *_ = answers
+    assert compiling and step.text == PROGRAM and step.fits
 
 
 def test_no_step_finds_the_files_of_another(tmp_path, monkeypatch):

@@ -4,19 +4,19 @@ from maxlm.hlo import parser
 
 OLDER = """HloModule jit_train_step, is_scheduled=true
 
-%body (state: (s32[], (f32[8,4], bf16[4]), f32[8])) -> (s32[], (f32[8,4], bf16[4]), f32[8]) {
+%body (state: (s32[], (f32[8,4], s8[4]), f32[8])) -> (s32[], (f32[8,4], s8[4]), f32[8]) {
   %one = s32[]{:T(128)} constant(1)
-  %state = (s32[]{:T(128)}, (f32[8,4]{1,0:T(8,128)S(1)}, bf16[4]{0:T(256)}), /*index=2*/f32[8]{0:T(128)}) parameter(0)
+  %state = (s32[]{:T(128)}, (f32[8,4]{1,0:S(1)}, s8[4]{0}), /*index=2*/f32[8]{0:T(128)}) parameter(0)
   %state.element.0 = s32[]{:T(128)} get-tuple-element(%state), index=0
   %next = s32[]{:T(128)} add(%state.element.0, %one)
-  %state.element.1 = (f32[8,4]{1,0:T(8,128)S(1)}, bf16[4]{0:T(256)}) get-tuple-element(%state), index=1
+  %state.element.1 = (f32[8,4]{1,0:S(1)}, s8[4]{0}) get-tuple-element(%state), index=1
   %state.element.2 = /*index=2*/f32[8]{0:T(128)} get-tuple-element(%state), index=2
-  ROOT %turned = (s32[]{:T(128)}, (f32[8,4]{1,0:T(8,128)S(1)}, bf16[4]{0:T(256)}), f32[8]{0:T(128)}) tuple(%next, %state.element.1, %state.element.2)
+  ROOT %now = (s32[]{:T(128)}, (f32[8,4]{1,0:S(1)}, s8[4]{0}), f32[8]{0:T(128)}) tuple(%next, %state.element.1, %state.element.2)
 }
 
-%condition (state.1: (s32[], (f32[8,4], bf16[4]), f32[8])) -> pred[] {
+%condition (state.1: (s32[], (f32[8,4], s8[4]), f32[8])) -> pred[] {
   %end = s32[]{:T(128)} constant(7)
-  %state.1 = (s32[]{:T(128)}, (f32[8,4]{1,0:T(8,128)S(1)}, bf16[4]{0:T(256)}), f32[8]{0:T(128)}) parameter(0)
+  %state.1 = (s32[]{:T(128)}, (f32[8,4]{1,0:S(1)}, s8[4]{0}), f32[8]{0:T(128)}) parameter(0)
   %state.1.element.0 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
   ROOT %less = pred[]{:T(512)} compare(%state.1.element.0, %end), direction=LT, metadata={op_name="a#0/b"}
 }
