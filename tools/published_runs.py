@@ -25,6 +25,8 @@ PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml", "lo
 FORMATS = {"fp8_full": "fp8", "int8": "int8"}  # MaxText's names
 FORMAT = re.compile(r"(?<!\w)quantization=(?P<theirs>\w+)|precision.matmul={format: (?P<ours>\w+)")
 ROW = re.compile(r"\| (?P<name>[\w.-]+) \|(?: \w[\w-]*:[\dx]+ \|)? (?P<published>\d+\.\d+)[^|]*\| (?P<predicted>\d+\.\d+) \| [+-]")
+HOST = re.compile(r"\| (?P<name>[\w.-]+) \|(?: [\d.]+%? \|){5} (?P<host>[\d.]+) \| [\d.]+ \|$", re.MULTILINE)  # of its second table
+WAITS = 0.1  # of a step, for the host
 CASES: tuple[tuple[MatmulFormat, bool], ...] = (("bf16", False), ("int8", False), ("e4m3", False), ("bf16", True), ("e4m3", True))
 
 
@@ -33,11 +35,16 @@ def rows() -> list[PublishedRun]:
     found = []
     for page, file in PAGES.items():
         entries = _entries(YAML(typ="safe", pure=True).load(Path(__file__).with_name(file)))
-        for line in (REPOSITORY / "docs" / page).read_text(encoding="utf-8").splitlines():
+        text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+        hosts = {row["name"]: float(row["host"]) for row in HOST.finditer(text)}
+        for line in text.splitlines():
             if (row := ROW.match(line)) and (entry := entries.pop(row["name"], None)):  # its first table is of seconds
                 chip = topologies.parse(entry["topology"]).chip.name
                 seconds = float(row["predicted"]), float(row["published"])
-                found.append(PublishedRun(row["name"], chip, entry["format"], *seconds, entry.get("experts", False), page != "truth.md"))
+                waits = hosts.get(row["name"], 0.0) > WAITS * seconds[0]
+                found.append(
+                    PublishedRun(row["name"], chip, entry["format"], *seconds, entry.get("experts", False), page != "truth.md", waits)
+                )
     return found
 
 
@@ -60,7 +67,7 @@ def _format(settings: str) -> str:
 def python(runs: Sequence[PublishedRun]) -> Iterator[str]:
     """Lines of the module."""
     for run in runs:
-        flags = "".join(f", {name}=True" for name in ("experts", "modelled") if getattr(run, name))
+        flags = "".join(f", {name}=True" for name in ("experts", "modelled", "waits") if getattr(run, name))
         yield f'    PublishedRun("{run.name}", "{run.chip}", "{run.format}", {run.predicted_s:.3f}, {run.published_s:.3f}{flags}),\n'
 
 

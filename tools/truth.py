@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from maxtext_schedule import schedule_missing
@@ -23,6 +23,7 @@ from maxlm.cost import step_cost
 from maxlm.cost.network import AxisLinks
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology
+from maxlm.hardware.xla_flags import VMEM
 from maxlm.hlo import parser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -109,7 +110,8 @@ def read_rows() -> list[Row]:
 def predict(row: Row, program: Path) -> step_cost.StepCost:
     """The step of `program`, on the row's mesh as MaxText lays it over the torus."""
     topology = topologies.parse(row.topology)
-    return step_cost.estimate(parser.read(program.read_text()), topology.chip, row.mesh, dict(_links(row.mesh, topology)))
+    module = replace(parser.read(program.read_text()), raised_vmem=any(flag.startswith(f"--{VMEM[0].name}=") for flag in row.flags))
+    return step_cost.estimate(module, topology.chip, row.mesh, dict(_links(row.mesh, topology)))
 
 
 def _row(entry: dict, document: dict) -> Row:
@@ -125,13 +127,13 @@ def _row(entry: dict, document: dict) -> Row:
 
 def _links(mesh: Mapping[str, int], topology: Topology) -> Iterator[tuple[str, AxisLinks]]:
     """Links of each axis as jax's mesh_utils assigns them: the innermost axis first, over the whole torus dims that make up its size."""
-    left = list(range(len(topology.sides)))
+    left, cores = list(range(len(topology.sides))), topology.devices // math.prod(topology.sides)  # tpu7x: two devices of a chip
     for axis, size in reversed(tuple(mesh.items())):
         if size == topology.devices:
             yield axis, AxisLinks(dims=len(left), wrapped=all(topology.wraps))
             return
         choices = (dims for count in range(len(left), 0, -1) for dims in itertools.combinations(left, count))
-        taken = next(dims for dims in choices if math.prod(topology.sides[dim] for dim in dims) == size)
+        taken = next(dims for dims in choices if math.prod(topology.sides[dim] for dim in dims) in (size, size // cores))
         left = [dim for dim in left if dim not in taken]
         yield axis, AxisLinks(dims=len(taken), wrapped=all(topology.wraps[dim] for dim in taken))
 
@@ -195,11 +197,12 @@ def _notes(row: Row) -> Iterator[str]:
 
 INTRO = """# Predicted and published step times
 
-{date}. Each program is MaxText 0.2.5's own step, compiled ahead of time for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.51).
-The estimator is `maxlm.cost.step_cost`. Settings and XLA flags are those of the published run (`tools/truth_rows.yml`). No factor is
-fitted to the published times. **{within} of {rows} within 15%.**
+{date}. Each program is MaxText 0.2.5's own step, scheduled for the topology by its own stack (jax 0.12.0.1, libtpu 0.0.52),
+without machine code ([schedule.md](schedule.md)): half a minute each. The estimator is `maxlm.cost.step_cost`; where a run did not raise
+the limit of scoped VMEM, matmuls are charged what XLA states for such programs. Settings and XLA flags are those of the published run
+(`tools/truth_rows.yml`). No factor is fitted to the published times. **{within} of {rows} within 15%.**
 
-    python tools/truth.py FOLDER_OF_HLO
+    python tools/truth.py FOLDER --maxtext-python ENV/bin/python
 
 The published runs are from 2024 to 2026, with the compilers of the time. Our compiler is from November 2026 and does not accept all of
 their flags. Some runs fused their all-gathers with compute, which libtpu now accepts only on v5e; elsewhere the SparseCore gathers

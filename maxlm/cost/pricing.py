@@ -82,7 +82,7 @@ class TpuPricing(_Pricing):
     def _unstated(self, op: Op, computation: Computation) -> float:
         """Seconds of a matmul of a program without machine code, for which XLA has not stated cycles yet."""
         flops = flops_by_operands(self.module, op, computation, self.tile, merged=True)
-        share, beside = efficiency.scheduled_matmul(self.chip)
+        share, beside = efficiency.scheduled_matmul(self.chip, raised_vmem=self.module.raised_vmem)
         matmuls, moved = self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm
         exposed = beside * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
         return HBM_LATENCY_S + max(matmuls, moved) + exposed

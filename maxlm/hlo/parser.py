@@ -52,6 +52,7 @@ _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PALLAS = "tpu_custom_call"  # target of a Pallas kernel
 INLINED = ("fusion", "call")  # runs another computation once, whose root is its result
+_ESTIMATED = ("fusion", "dot", "convolution")
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
 
@@ -163,11 +164,13 @@ class Module:
 
     computations: Mapping[str, Computation]
     entry: str
+    raised_vmem: bool = True  # compiled with more scoped VMEM than XLA's default (`maxlm.hardware.xla_flags`)
 
     @cached_property
     def has_cycles(self) -> bool:
-        """True if XLA has estimated operations, as it does of a TPU's program with its machine code."""
-        return any(op.cycles is not None for computation in self.computations.values() for op in computation.ops)
+        """True if XLA has estimated operations, as it does of a TPU's program with its machine code; before, of single numbers alone."""
+        ops = (op for computation in self.computations.values() for op in computation.ops)
+        return any(op.cycles is not None for op in ops if op.opcode in _ESTIMATED)
 
     def executed(self, computation: str = "", times: int = 1) -> Iterator[Executed]:
         """Every operation that runs with `computation`, by default the entry, into loops, calls, and the longer branch of a conditional.
@@ -228,7 +231,7 @@ def read(text: str) -> Module:
 
 def with_bounds(module: Module) -> Module:
     """`module`, its loops that depend on data turning as often as the scope that they stand in says they do at most."""
-    return Module({name: _bounded(computation) for name, computation in module.computations.items()}, module.entry)
+    return replace(module, computations={name: _bounded(computation) for name, computation in module.computations.items()})
 
 
 def _bounded(computation: Computation) -> Computation:

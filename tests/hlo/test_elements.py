@@ -43,3 +43,10 @@ def test_an_element_by_its_number_is_a_get_tuple_element():
     loop = next(op for op in read.computations["main"].ops if op.opcode == "while")
     assert loop.trips == 7
     assert next(op.where for op in read.computations["condition"].ops if op.opcode == "compare") == "a#0/b"
+
+
+def test_cycles_of_single_numbers_are_not_those_of_a_program():
+    """The newer compiler states those of sums of two numbers before it has any machine code."""
+    stated = OLDER.replace("add(%state.element.0, %one)", 'add(%state.element.0, %one), backend_config={"estimated_cycles":"1290"}')
+    module = parser.read(stated)
+    assert module.computations["body"].by_name["next"].cycles == 1290 and not module.has_cycles
