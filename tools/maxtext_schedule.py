@@ -29,7 +29,7 @@ def schedule(python: Path, settings: Sequence[str], flags: Sequence[str], out: P
         kept, named = Path(folder), {setting.partition("=")[0] for setting in settings}
         more = (one for one in (*DEFAULTS, f"base_output_directory={kept}") if one.partition("=")[0] not in named)
         xla = " ".join((*flags, *(f"--{name}={value}" for name, value in options_to_write(kept / "xla").items() if value != "")))
-        command = [python, "-m", "maxtext.trainers.pre_train.train_compile", base, *settings, *more, f"compile_xla_flags={xla}"]
+        command = [str(python), "-m", "maxtext.trainers.pre_train.train_compile", str(base), *settings, *more, f"compile_xla_flags={xla}"]
         with subprocess.Popen(command, env=_environment(), stdout=said, stderr=subprocess.STDOUT) as process:
             try:
                 while not (found := _whole(kept / "xla")) and process.poll() is None:

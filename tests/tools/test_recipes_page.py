@@ -52,7 +52,7 @@ def test_figures_outlive_a_recipe_that_fails_and_the_exit_code_says_so(monkeypat
     figures = {name: json.loads(FIGURES.read_text(encoding="utf-8"))[name] for name in ("gpt2-124m-v5e-8", "gpt2-124m-v6e-8")}
     for name in ("FIGURES", "PAGE"):
         monkeypatch.setattr(recipes, name, tmp_path / name)
-    recipes.FIGURES.write_text(json.dumps(figures))
+    recipes.FIGURES.write_text(json.dumps({name: {**row, "digest": "of older code"} for name, row in figures.items()}))
     monkeypatch.setattr(recipes, "recipes", lambda: list(figures))
 
     def compiled(name):
