@@ -24,7 +24,11 @@ def schedule(python: Path, settings: Sequence[str], flags: Sequence[str], out: P
     """Write the scheduled program of MaxText's step to `out`. `python`: of an environment with MaxText; `settings`: key=value, as it takes
     them; `flags`: XLA's, each --name=value. Raises RuntimeError with the end of what it printed if it fails.
     """
-    base = Path(subprocess.run([python, "-c", WHERE], check=True, capture_output=True, text=True).stdout.strip()) / "configs" / "base.yml"
+    try:
+        where = subprocess.run([python, "-c", WHERE], check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"--maxtext-python {python}: must be the Python of an environment with MaxText in it ({error})") from None
+    base = Path(where) / "configs" / "base.yml"
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         kept, named = Path(folder), {setting.partition("=")[0] for setting in settings}
         more = (one for one in (*DEFAULTS, f"base_output_directory={kept}") if one.partition("=")[0] not in named)
@@ -47,7 +51,8 @@ def schedule_missing(python: Path | None, wanted: Mapping[str, tuple[Sequence[st
     """Write FOLDER/NAME.hlo of each of `wanted`, {name: (settings, flags)}, that is missing there; the end of what fails goes to stderr.
     Ends the program with status 2 if there is none in the end.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if python is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     for name, (settings, flags) in wanted.items():
         out = folder / f"{name}.hlo"
         if python is None or out.exists():
