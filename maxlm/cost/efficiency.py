@@ -35,9 +35,8 @@ PREDICTED_MATMUL_SHARE = 0.88  # other chips: assumed
 # the shorter of arithmetic and copies that is not hidden where functions are computed on the way (`tools/schedule_error.py`).
 SCHEDULED_MATMULS = {"v5e": (0.98, 0.15), "v5p": (0.98, 0.15), "v6e": (0.88, 0.5), "tpu7x": (0.84, 0.7)}
 SCHEDULED_MATMUL = (0.9, 0.5)  # other chips: assumed
-SMALL_VMEM_SHARE = (
-    0.87  # with XLA's own limit of scoped VMEM: its cycles of MaxText's programs for v5e and v5p (docs/truth.md of 21 November)
-)
+# The same at most where a program keeps XLA's own limit of scoped VMEM: XLA's cycles of MaxText's programs for v5e and v5p (2026-11-21).
+SMALL_VMEM_SHARE = 0.87
 
 # GPUs. Measured on one H200 (2026-11-26, docs/benchmarks.md): matmuls of 8,192^3 reach 0.83 of peak, a gated layer of Llama 3.1 8B
 # with all that is elementwise in it 0.72, copies 0.85. No whole step was timed.

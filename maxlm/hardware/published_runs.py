@@ -22,7 +22,7 @@ class PublishedRun:
     """A row: chip, format of its matmuls, seconds of a step as predicted and as published.
 
     `experts`: of a mixture of experts. `modelled`: predicted by the analytic model, not from a compiled program. `waits`: for its host, by
-    the estimate, for more than a tenth of the step, which is wrong by another measure (docs/truth.md): in no correction.
+    the estimate, for more than a tenth of the step; such estimates err in copies that others lack, so no correction counts it.
     """
 
     name: str

@@ -52,7 +52,7 @@ _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PALLAS = "tpu_custom_call"  # target of a Pallas kernel
 INLINED = ("fusion", "call")  # runs another computation once, whose root is its result
-_ESTIMATED = ("fusion", "dot", "convolution")
+_ESTIMATED = ("fusion", "dot", "convolution")  # have cycles once a TPU's machine code is made
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
 

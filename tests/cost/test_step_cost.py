@@ -445,11 +445,12 @@ def test_an_attention_kernel_that_states_nothing_is_charged_for_causal_attention
 def test_the_mask_of_an_attention_kernel_is_no_operand_of_its_matmuls():
     text = """HloModule m, is_scheduled=true
 
-ENTRY %main (mask: s8[1,8,8], q: bf16[2,8,4096,128], k: bf16[2,8,4096,128]) -> bf16[2,8,4096,128] {
+ENTRY %main (mask: s8[1,8,8], next: s8[1,8,8], q: bf16[2,8,4096,128], k: bf16[2,8,4096,128]) -> bf16[2,8,4096,128] {
   %mask = s8[1,8,8]{2,1,0} parameter(0)
-  %q = bf16[2,8,4096,128]{3,2,1,0} parameter(1)
-  %k = bf16[2,8,4096,128]{3,2,1,0} parameter(2)
-  ROOT %splash_fwd = bf16[2,8,4096,128]{3,2,1,0} custom-call(%mask, %q, %k), custom_call_target="tpu_custom_call"
+  %next = s8[1,8,8]{2,1,0} parameter(1)
+  %q = bf16[2,8,4096,128]{3,2,1,0} parameter(2)
+  %k = bf16[2,8,4096,128]{3,2,1,0} parameter(3)
+  ROOT %splash_fwd = bf16[2,8,4096,128]{3,2,1,0} custom-call(%mask, %next, %q, %k), custom_call_target="tpu_custom_call"
 }
 """
     cost = estimate(parser.read(text), chip_named("v5p"), {}, {})
