@@ -17,6 +17,7 @@ WIDE = ("TPU v6 lite", "TPU7x")  # their matrix unit is 256 wide: a result as na
 VMEM_BYTES = {"TPU v5 lite": 100 << 20, "TPU v6 lite": 100 << 20, "TPU v5": 50 << 20, "TPU7x": 50 << 20}  # of 128 or 64 MiB a core
 GPUS = ("gpu", "cuda")  # names of platforms with NVIDIA's GPUs
 CORES = {"TPU v5": 2}  # of a device, where more than one: a parallel dim of the grid is split between them
+RARELY = "rarely_turns"  # scope of a loop that a step enters hardly ever: `maxlm.hlo` counts no turn of it
 _ONE_PASS = (None, "default", "fastest", "bfloat16")  # jax's names of the precision at which float32 is multiplied as bfloat16
 
 _log = logging.getLogger(__name__)

@@ -1,7 +1,11 @@
 """Linear cross-entropy: the loss of logits x w^T against target ids, without ever holding all logits.
 
-The cotangent of a loss is a scalar, so the forward pass forms both input gradients chunk by chunk while the logits
-of a chunk exist, and the backward pass only scales them: nothing is computed twice.
+The cotangent of a loss is a scalar, so the forward pass forms both input gradients chunk by chunk while the exponentials of a chunk
+exist, and the backward pass only scales them: nothing is computed twice.
+
+No logits are written where a compiler ends their matmul with exp(logit - shift), its sum and the target's logit, as XLA:TPU
+does. So the shift has to be known before: it is the largest logit among the first words of the vocabulary. Where another word
+is so much more likely (by e^69) that a sum is too large, the loss is computed again, with the largest logit of all words.
 """
 
 import functools
@@ -15,10 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.kernels.linear_cross_entropy.quantized import LossFormats, QuantizedTable, largest, quantized_table
-from maxlm.kernels.platform import computed_again, multiplied
+from maxlm.kernels.platform import RARELY, multiplied
 
 # B batch, S sequence, D model width, V vocabulary (one device's share where it is split), C chunks, s positions of one chunk
 
+_SAMPLED = 1024  # words of every 65,536 that are looked at for the shift
+_LARGEST_SUM = 1e30  # of exponentials: its inverse is a float32 as well
 _Sums = tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
 
 
@@ -105,6 +111,7 @@ def token_scores(
     """
     _check_shapes(x_BSD, w_VD, targets_BS, targets_BS, chunks)
     layout = layout or Layout()
+    static = _Static(chunks, 0.0, softcap, layout, formats)
 
     def local(x: jax.Array, w: jax.Array, targets: jax.Array) -> TokenScores:
         x, table = _gathered(layout, x, w, formats)
@@ -112,8 +119,10 @@ def token_scores(
         parts = (_split(x, chunks), _split(targets, chunks))
 
         def one(part: tuple[jax.Array, jax.Array]) -> TokenScores:
-            scores = _scores(part[0], table, part[1], first_id, softcap, layout.vocab)
-            return TokenScores(scores.lse_Bs - scores.target_Bs, scores.target_Bs >= scores.top_Bs)
+            logits_BsV = logits(part[0], table, softcap)
+            top_Bs = _shift(part[0], table, logits_BsV, None, static)
+            scores = _scores(logits_BsV, top_Bs, part[1], first_id, layout.vocab)
+            return TokenScores(scores.lse_Bs - scores.target_Bs, scores.target_Bs >= top_Bs)
 
         scores_CBs = jax.lax.map(one, parts)
         return jax.tree.map(lambda a_CBs: jnp.moveaxis(a_CBs, 0, 1).reshape(targets.shape), scores_CBs)
@@ -195,12 +204,24 @@ def _local(
 ) -> tuple[_Sums, jax.Array, jax.Array]:
     """One device's share: gather what is split, work through the chunks, reduce what is partial."""
     layout = static.layout
-    options: dict[str, Any] = {"chunks": static.chunks, "z_loss": static.z_loss, "softcap": static.softcap}
-    x, table = _gathered(layout, x, w, static.formats)
-    sums, dx, dw = _chunked(x, table, targets, weights, vocab_axes=layout.vocab, gradients=gradients, **options)
     token_axes = (*layout.batch, *layout.seq)
-    if token_axes:
-        sums = jax.lax.psum(sums, token_axes)
+    x, table = _gathered(layout, x, w, static.formats)
+
+    def attempt(words: int | None, x: jax.Array = x) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
+        sums, dx, dw, too_large = _chunked(static, x, table, targets, weights, words, gradients=gradients)
+        sums, too_large = jax.lax.psum((sums, too_large), token_axes) if token_axes else (sums, too_large)
+        return sums, dx, dw, too_large > 0
+
+    vocab = table.shape[0] * (jax.lax.axis_size(layout.vocab) if layout.vocab else 1)
+    words = _SAMPLED * -(-vocab // 2**16)
+    if words >= vocab:
+        sums, dx, dw, _ = attempt(None)
+    else:
+        # Without an operand that the loop carries, XLA computes what the loop would before the loop, always.
+        again = lambda found: attempt(vocab, jnp.where(found[-1], x, 0))  # noqa: E731
+        found = attempt(words)
+        with jax.named_scope(RARELY):
+            sums, dx, dw, _ = jax.lax.while_loop(lambda found: found[-1], again, found)
     if not gradients:
         return sums, dx, dw
     if layout.vocab:
@@ -213,88 +234,116 @@ def _local(
 
 
 def _chunked(
+    static: _Static,
     x_BSD: Float[Array, "B S D"],
     w_VD: Float[Array, "V D"] | QuantizedTable,
     targets_BS: Int[Array, "B S"],
     weights_BS: Float[Array, "B S"],
+    words: int | None,
     *,
-    chunks: int,
-    z_loss: float,
-    softcap: float | None,
-    vocab_axes: tuple[str, ...],
     gradients: bool,
-) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "V D"]]:
-    """(total, nll, z) sums of one device's share and, if asked for, the gradients of `total`: dx in x's dtype, dw in float32.
+) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "V D"], Float[Array, ""]]:
+    """(total, nll, z) sums of one device's share; if asked for, the gradients of `total`: dx in x's dtype, dw in float32; and the number
+    of tokens whose exponentials have too large a sum. `words`: see `_shift`.
 
-    With the vocabulary split over `vocab_axes`, dx is this shard's part and must be summed over them by the caller.
+    With the vocabulary split over axes of a mesh, dx is this shard's part and must be summed over them by the caller.
     """
-    first_id = _first_id(w_VD, vocab_axes)
-    parts = tuple(_split(a, chunks) for a in (x_BSD, targets_BS, weights_BS))
+    first_id = _first_id(w_VD, static.layout.vocab)
+    parts = tuple(_split(a, static.chunks) for a in (x_BSD, targets_BS, weights_BS))
     zero = jnp.zeros((), jnp.float32)
     dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
 
-    def one(x_BsD: jax.Array, targets_Bs: jax.Array, weights_Bs: jax.Array) -> tuple[_Sums, jax.Array, jax.Array]:
-        scores = _scores(x_BsD, w_VD, targets_Bs, first_id, softcap, vocab_axes)
-        logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, lse_Bs, target_Bs = scores
-        nll, z = jnp.sum(weights_Bs * (lse_Bs - target_Bs)), jnp.sum(weights_Bs * lse_Bs**2)
-        sums = (nll + z_loss * z, nll, z)
+    def body(carry: tuple[Any, jax.Array], part: tuple[jax.Array, ...]) -> tuple[tuple[Any, jax.Array], jax.Array]:
+        (x_BsD, targets_Bs, weights_Bs), (sums, dw) = part, carry
+        logits_BsV = logits(x_BsD, w_VD, static.softcap)
+        shift_Bs = _shift(x_BsD, w_VD, logits_BsV, words, static)
+        scores = _scores(logits_BsV, shift_Bs, targets_Bs, first_id, static.layout.vocab)
+        nll, z = jnp.sum(weights_Bs * (scores.lse_Bs - scores.target_Bs)), jnp.sum(weights_Bs * scores.lse_Bs**2)
+        too_large = jnp.sum(scores.total_Bs > _LARGEST_SUM, dtype=jnp.float32)
+        sums = jax.tree.map(jnp.add, sums, ((nll + static.z_loss * z, nll, z), too_large))
         if not gradients:
-            return sums, jnp.zeros(()), jnp.zeros(())
-        share_Bs = (1 + 2 * z_loss * lse_Bs) / total_Bs
-        exp_again_BsV = jnp.exp(computed_again(logits_BsV) - top_Bs[..., None])
-        dlogits_BsV = exp_again_BsV * share_Bs[..., None] - is_target_BsV
-        slope_BsV = None if softcap is None else 1 - (logits_BsV / softcap) ** 2
-        if slope_BsV is not None:
-            dlogits_BsV *= slope_BsV
-        if isinstance(w_VD, QuantizedTable):
-            largest_Bs = largest(exp_BsV, is_target_BsV, slope_BsV, share_Bs, w_VD.scale_V) * jnp.abs(weights_Bs)
-            return sums, *w_VD.gradients(x_BsD, dlogits_BsV * weights_Bs[..., None], largest_Bs)
-        dlogits_BsV = (dlogits_BsV * weights_Bs[..., None]).astype(x_BsD.dtype)
-        dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
-        # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
-        dw_DV = jnp.einsum("BsD,BsV->DV", *multiplied(x_BsD, dlogits_BsV), preferred_element_type=jnp.float32)
-        return sums, dx_BsD, dw_DV.T
+            return (sums, dw), zero
+        dx_BsD, chunk_dw = _gradients(static, x_BsD, w_VD, logits_BsV, scores, targets_Bs - first_id, weights_Bs)
+        return (sums, dw + chunk_dw), dx_BsD
 
-    def body(carry: tuple[_Sums, jax.Array], part: tuple[jax.Array, ...]) -> tuple[tuple[_Sums, jax.Array], jax.Array]:
-        sums, dw = carry
-        chunk_sums, dx_BsD, chunk_dw = one(*part)
-        return (jax.tree.map(jnp.add, sums, chunk_sums), dw + chunk_dw), dx_BsD
-
-    (sums, dw_VD), dx_CBsD = jax.lax.scan(body, ((zero, zero, zero), dw_VD), parts)
+    ((sums, too_large), dw_VD), dx_CBsD = jax.lax.scan(body, (((zero, zero, zero), zero), dw_VD), parts)
     dx_BSD = jnp.moveaxis(dx_CBsD, 0, 1).reshape(x_BSD.shape) if gradients else zero
-    return sums, dx_BSD, dw_VD
+    return sums, dx_BSD, dw_VD, too_large
+
+
+def _gradients(
+    static: _Static,
+    x_BsD: jax.Array,
+    w_VD: jax.Array | QuantizedTable,
+    logits_BsV: jax.Array,
+    scores: "_Scores",
+    row_Bs: jax.Array,
+    weights_Bs: jax.Array,
+) -> tuple[Float[Array, "B s D"], Float[Array, "V D"]]:
+    """Gradients of a chunk's `total`, by that of the logits: (exp * share - is_target) * slope * weight. Exponentials times slopes are
+    kept, in x's dtype; of the target, where a likely one leaves little of the difference, float32. `row_Bs`: of w, of the targets.
+    """
+    softcap = static.softcap
+    slope_BsV, of_target_Bs = (
+        (None, weights_Bs) if softcap is None else (_slope(logits_BsV, softcap), weights_Bs * _slope(scores.target_Bs, softcap))
+    )
+    kept_BsV = scores.exp_BsV if slope_BsV is None else scores.exp_BsV * slope_BsV
+    kept_BsV = jax.lax.optimization_barrier(kept_BsV.astype(jnp.float32 if x_BsD.dtype == jnp.float16 else x_BsD.dtype))
+    share_Bs = (1 + 2 * static.z_loss * scores.lse_Bs) / scores.total_Bs
+    of_target_Bs *= scores.target_exp_Bs * share_Bs - 1
+    of_others_BsV = kept_BsV.astype(jnp.float32) * (share_Bs * weights_Bs)[..., None]
+    dlogits_BsV = jnp.where(_is_row(row_Bs, kept_BsV), of_target_Bs[..., None], of_others_BsV)
+    if isinstance(w_VD, QuantizedTable):
+        largest_Bs = largest(scores.exp_BsV, _is_row(row_Bs, logits_BsV), slope_BsV, share_Bs, w_VD.scale_V) * jnp.abs(weights_Bs)
+        return w_VD.gradients(x_BsD, dlogits_BsV, largest_Bs)
+    dlogits_BsV = dlogits_BsV.astype(x_BsD.dtype)
+    dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
+    # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
+    dw_DV = jnp.einsum("BsD,BsV->DV", *multiplied(x_BsD, dlogits_BsV), preferred_element_type=jnp.float32)
+    return dx_BsD, dw_DV.T
+
+
+def _slope(capped: jax.Array, softcap: float) -> jax.Array:
+    """Slope of the soft cap where it gives `capped`."""
+    return 1 - (capped / softcap) ** 2
+
+
+def _shift(
+    x_BsD: jax.Array, w_VD: jax.Array | QuantizedTable, logits_BsV: jax.Array, words: int | None, static: _Static
+) -> Float[Array, "B s"]:
+    """The largest logit of each token among the first words of the vocabulary, on whatever shards: the same on every layout. Computed apart
+    from `logits_BsV`, which then need not wait; or, for None, of all of these.
+    """
+    axes, shift_Bs = static.layout.vocab, logits_BsV
+    if words is not None:
+        rows = min(words, w_VD.shape[0])
+        shift_Bs = logits(jax.lax.optimization_barrier(x_BsD), w_VD[:rows], static.softcap)
+    shift_Bs = jnp.max(shift_Bs, axis=-1)
+    if not axes:
+        return shift_Bs
+    return jax.lax.pmax(shift_Bs if words is None else jnp.where(_first_id(w_VD, axes) < words, shift_Bs, -jnp.inf), axes)
 
 
 class _Scores(NamedTuple):
-    """Logits of a chunk of tokens and what the loss is made of: the largest, exp(logits - it), its sum, logsumexp, logit of the
-    target.
-    """
+    """Of a chunk of tokens: exp(logit - shift), its sum and that of the target, logsumexp, and the logit of the target."""
 
-    logits_BsV: jax.Array
-    top_Bs: jax.Array
     exp_BsV: jax.Array
-    is_target_BsV: jax.Array
     total_Bs: jax.Array
+    target_exp_Bs: jax.Array
     lse_Bs: jax.Array
     target_Bs: jax.Array
 
 
-def _scores(
-    x_BsD: jax.Array,
-    w_VD: jax.Array | QuantizedTable,
-    targets_Bs: jax.Array,
-    first_id: Any,
-    softcap: float | None,
-    vocab_axes: tuple[str, ...],
-) -> _Scores:
-    logits_BsV = logits(x_BsD, w_VD, softcap)
-    top_Bs = jnp.max(logits_BsV, axis=-1)
-    top_Bs = jax.lax.pmax(top_Bs, vocab_axes) if vocab_axes else top_Bs
-    exp_BsV = jnp.exp(logits_BsV - top_Bs[..., None])
-    is_target_BsV = jax.lax.broadcasted_iota(jnp.int32, logits_BsV.shape, 2) + first_id == targets_Bs[..., None]
-    partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(is_target_BsV, logits_BsV, 0.0), axis=-1)
+def _scores(logits_BsV: jax.Array, shift_Bs: jax.Array, targets_Bs: jax.Array, first_id: Any, vocab_axes: tuple[str, ...]) -> _Scores:
+    exp_BsV = jnp.exp(logits_BsV - shift_Bs[..., None])
+    partial = jnp.sum(exp_BsV, axis=-1), jnp.sum(jnp.where(_is_row(targets_Bs - first_id, logits_BsV), logits_BsV, 0.0), axis=-1)
     total_Bs, target_Bs = jax.lax.psum(partial, vocab_axes) if vocab_axes else partial
-    return _Scores(logits_BsV, top_Bs, exp_BsV, is_target_BsV, total_Bs, top_Bs + jnp.log(total_Bs), target_Bs)
+    return _Scores(exp_BsV, total_Bs, jnp.exp(target_Bs - shift_Bs), shift_Bs + jnp.log(total_Bs), target_Bs)
+
+
+def _is_row(row_Bs: jax.Array, of_BsV: jax.Array) -> Bool[Array, "B s V"]:
+    """True in the row of w that is the target's, if it is of this shard."""
+    return jax.lax.broadcasted_iota(jnp.int32, of_BsV.shape, 2) == row_Bs[..., None]
 
 
 def _first_id(w_VD: jax.Array | QuantizedTable, vocab_axes: tuple[str, ...]) -> Any:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from maxlm.config.errors import UserError
 from maxlm.hlo.elements import written_out
-from maxlm.parallel.expert_rows import FURTHER
+from maxlm.kernels.platform import RARELY
 
 VMEM, HOST = 1, 5  # memory spaces as layouts write them, S(1) and S(5); 0, the default, is HBM
 
@@ -363,7 +363,7 @@ def _with_trips(computation: Computation, computations: Mapping[str, Computation
     """`computation` with `trips` of loops: as XLA states, else from where the counter starts to the constant that ends it, by its steps.
 
     XLA may take the first turn out of a loop, and unrolls rings of matmuls (windowed einsum), which then step by 2. For GPUs it fuses the
-    comparison and the addition. Further rounds of experts turn 0 times, as under an even load. None stays where data decides otherwise.
+    comparison and the addition. Loops in the scope `RARELY` turn 0 times. None stays where data decides otherwise.
     """
     ops = tuple(replace(op, trips=_trips(op, computation, computations)) if op.opcode == "while" else op for op in computation.ops)
     return replace(computation, ops=ops)
@@ -373,7 +373,7 @@ def _trips(op: Op, computation: Computation, computations: Mapping[str, Computat
     if op.trips is not None:
         return op.trips
     body, condition = (computations[name] for name in op.calls[:2])
-    if any(FURTHER in one.where for one in (op, *condition.ops)):  # XLA may drop the name of the loop itself
+    if any(RARELY in one.where for one in (op, *condition.ops)):  # XLA may drop the name of the loop itself
         return 0
     end = _end(condition.root, _Scope(condition, computations))
     if end is None or end.element is None:

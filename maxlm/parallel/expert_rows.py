@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxlm.kernels.platform import RARELY
+
 # T tokens, D width, K choices of a token, N all choices, E experts, R rows: choices, sorted by expert
 
-# Named scopes by which cost models, which assume an even load, find loops that it does not enter, and the rows that it fills of a round.
-FURTHER = "further_rounds_of_experts"
+# Named scope by which cost models, which assume an even load, find the rows that it fills of a round.
 EVEN = re.compile(r"experts_of_(\d+)_rows")
 
 Weights = Mapping[str, Any]  # arrays, or quantized (`maxlm.precision.grouped.ExpertWeight`)
@@ -142,5 +143,5 @@ def _further(rows: int, due: Array, another: Callable[[Array, Any], Any], first:
         start, total = carry
         return start + rows, another(start, total)
 
-    with jax.named_scope(FURTHER):
+    with jax.named_scope(RARELY):
         return jax.lax.while_loop(lambda carry: carry[0] < due, body, (jnp.int32(rows), first))[1]

@@ -427,7 +427,8 @@ class Analytic:
         numbers, computed, summed = numbers - far, computed - self._hosted(layout, "weights"), summed - far
         stack = self._waits_bytes(layout, self._stack_bytes(layout, rows))
         vocab = model.vocab_size // (sizes["tensor"] * sizes["stage"])
-        loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * 6) + 6 * number * rows * model.d_model
+        logits = number if self.topology.is_tpu else number + 4  # exponentials, and what a TPU does not write
+        loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * logits) + 6 * number * rows * model.d_model
         scores = gpu_attention.score_bytes(self.config, rows) // sizes["tensor"] if self.writes_scores else 0
         backward = self._inside(layout.mesh, rows) + scores + (4 * numbers if layout.zero == 3 else number * summed)
         gradients = 4 * summed if self._accumulates(layout) else 0

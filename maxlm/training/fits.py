@@ -159,7 +159,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
-    logits = FLOAT32 * rows // train.loss_chunks * model.vocab_size // split
+    logits = number * rows // train.loss_chunks * model.vocab_size // split  # their exponentials
     gradient = FLOAT32 if train.microbatches > 1 else number
     if model.lora is not None:  # of adapters there are few
         each, gradient = FLOAT32, 0
