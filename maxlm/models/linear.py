@@ -86,8 +86,12 @@ def linear(
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
-    y = multiply(x) if reads is None or writes is None else _fenced(multiply, x, reads, writes, fence, name if bias is None else "")
-    return y if bias is None else _named(y + bias[...].astype(y.dtype), name)
+    biased = multiply if bias is None else lambda x: _plus(multiply(x), bias)
+    return biased(x) if reads is None or writes is None else _fenced(biased, x, reads, writes, fence, name)
+
+
+def _plus(y: Array, bias: nnx.Param) -> Array:
+    return y + bias[...].astype(y.dtype)
 
 
 def _named(x: Array, name: str) -> Array:
