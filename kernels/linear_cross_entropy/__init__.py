@@ -208,29 +208,29 @@ def _local(
     x, table = _gathered(layout, x, w, static.formats)
 
     def attempt(words: int | None, x: jax.Array = x) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
-        sums, dx, dw, too_large = _chunked(static, x, table, targets, weights, words, gradients=gradients)
+        sums, dx, dw_DV, too_large = _chunked(static, x, table, targets, weights, words, gradients=gradients)
         sums, too_large = jax.lax.psum((sums, too_large), token_axes) if token_axes else (sums, too_large)
-        return sums, dx, dw, too_large > 0
+        return sums, dx, dw_DV, too_large > 0
 
     vocab = table.shape[0] * (jax.lax.axis_size(layout.vocab) if layout.vocab else 1)
     words = _SAMPLED * -(-vocab // 2**16)
     if words >= vocab:
-        sums, dx, dw, _ = attempt(None)
+        sums, dx, dw_DV, _ = attempt(None)
     else:
         # Without an operand that the loop carries, XLA computes what the loop would before the loop, always.
         again = lambda found: attempt(vocab, jnp.where(found[-1], x, 0))  # noqa: E731
         found = attempt(words)
         with jax.named_scope(RARELY):
-            sums, dx, dw, _ = jax.lax.while_loop(lambda found: found[-1], again, found)
+            sums, dx, dw_DV, _ = jax.lax.while_loop(lambda found: found[-1], again, found)
     if not gradients:
-        return sums, dx, dw
+        return sums, dx, dw_DV
     if layout.vocab:
         dx = jax.lax.psum_scatter(dx, layout.vocab, scatter_dimension=1, tiled=True)
     if layout.embed:
-        dw = scatter_sum(dw, layout.embed, 1)
+        dw_DV = scatter_sum(dw_DV, layout.embed, 0)
     whole = tuple(axis for axis in token_axes if axis not in layout.embed)
-    dw = jax.lax.psum(dw, whole) if whole else dw
-    return sums, dx, dw if w.dtype == jnp.float16 else dw.astype(w.dtype)
+    dw_DV = jax.lax.psum(dw_DV, whole) if whole else dw_DV
+    return sums, dx, (dw_DV if w.dtype == jnp.float16 else dw_DV.astype(w.dtype)).T
 
 
 def _chunked(
@@ -242,7 +242,7 @@ def _chunked(
     words: int | None,
     *,
     gradients: bool,
-) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "V D"], Float[Array, ""]]:
+) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "D V"], Float[Array, ""]]:
     """(total, nll, z) sums of one device's share; if asked for, the gradients of `total`: dx in x's dtype, dw in float32; and the number
     of tokens whose exponentials have too large a sum. `words`: see `_shift`.
 
@@ -251,10 +251,10 @@ def _chunked(
     first_id = _first_id(w_VD, static.layout.vocab)
     parts = tuple(_split(a, static.chunks) for a in (x_BSD, targets_BS, weights_BS))
     zero = jnp.zeros((), jnp.float32)
-    dw_VD = jnp.zeros(w_VD.shape if gradients else (), jnp.float32)
+    dw_DV = jnp.zeros(w_VD.shape[::-1] if gradients else (), jnp.float32)
 
     def body(carry: tuple[Any, jax.Array], part: tuple[jax.Array, ...]) -> tuple[tuple[Any, jax.Array], jax.Array]:
-        (x_BsD, targets_Bs, weights_Bs), (sums, dw) = part, carry
+        (x_BsD, targets_Bs, weights_Bs), (sums, dw_DV) = part, carry
         logits_BsV = logits(x_BsD, w_VD, static.softcap)
         shift_Bs = _shift(x_BsD, w_VD, logits_BsV, words, static)
         scores = _scores(logits_BsV, shift_Bs, targets_Bs, first_id, static.layout.vocab)
@@ -262,13 +262,13 @@ def _chunked(
         too_large = jnp.sum(scores.total_Bs > _LARGEST_SUM, dtype=jnp.float32)
         sums = jax.tree.map(jnp.add, sums, ((nll + static.z_loss * z, nll, z), too_large))
         if not gradients:
-            return (sums, dw), zero
-        dx_BsD, chunk_dw = _gradients(static, x_BsD, w_VD, logits_BsV, scores, targets_Bs - first_id, weights_Bs)
-        return (sums, dw + chunk_dw), dx_BsD
+            return (sums, dw_DV), zero
+        dx_BsD, chunk_dw_DV = _gradients(static, x_BsD, w_VD, logits_BsV, scores, targets_Bs - first_id, weights_Bs)
+        return (sums, dw_DV + chunk_dw_DV), dx_BsD
 
-    ((sums, too_large), dw_VD), dx_CBsD = jax.lax.scan(body, (((zero, zero, zero), zero), dw_VD), parts)
+    ((sums, too_large), dw_DV), dx_CBsD = jax.lax.scan(body, (((zero, zero, zero), zero), dw_DV), parts)
     dx_BSD = jnp.moveaxis(dx_CBsD, 0, 1).reshape(x_BSD.shape) if gradients else zero
-    return sums, dx_BSD, dw_VD, too_large
+    return sums, dx_BSD, dw_DV, too_large
 
 
 def _gradients(
@@ -279,7 +279,7 @@ def _gradients(
     scores: "_Scores",
     row_Bs: jax.Array,
     weights_Bs: jax.Array,
-) -> tuple[Float[Array, "B s D"], Float[Array, "V D"]]:
+) -> tuple[Float[Array, "B s D"], Float[Array, "D V"]]:
     """Gradients of a chunk's `total`, by that of the logits: (exp * share - is_target) * slope * weight. Exponentials times slopes are
     kept, in x's dtype; of the target, where a likely one leaves little of the difference, float32. `row_Bs`: of w, of the targets.
     """
@@ -298,9 +298,9 @@ def _gradients(
         return w_VD.gradients(x_BsD, dlogits_BsV, largest_Bs)
     dlogits_BsV = dlogits_BsV.astype(x_BsD.dtype)
     dx_BsD = jnp.einsum("BsV,VD->BsD", dlogits_BsV, w_VD)
-    # Written so that x and dw are turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
+    # Written so that x is turned, not the far larger dlogits: on a CPU that copy is a quarter of the loss's time.
     dw_DV = jnp.einsum("BsD,BsV->DV", *multiplied(x_BsD, dlogits_BsV), preferred_element_type=jnp.float32)
-    return dx_BsD, dw_DV.T
+    return dx_BsD, dw_DV
 
 
 def _slope(capped: jax.Array, softcap: float) -> jax.Array:

@@ -52,7 +52,7 @@ class QuantizedTable:
 
     def gradients(
         self, x_BsD: Float[Array, "B s D"], dlogits_BsV: Float[Array, "B s V"], largest_Bs: Float[Array, "B s"]
-    ) -> tuple[Float[Array, "B s D"], Float[Array, "V D"]]:
+    ) -> tuple[Float[Array, "B s D"], Float[Array, "D V"]]:
         """(dx in x's dtype, dw in float32). `largest_Bs`: magnitudes of dlogits times the scales of the table, as `largest` has them."""
         of_rows_Bs1 = scale_of(largest_Bs[..., None], self.formats.gradient)
         scaled_BsV = dlogits_BsV * self.scale_V * (1 / of_rows_Bs1)
@@ -65,7 +65,7 @@ class QuantizedTable:
         tokens = folded_BsD.shape[0] * folded_BsD.shape[1]
         folded_DT = _row_major(jax.lax.optimization_barrier(folded_BsD).reshape(tokens, -1).T)
         dw_DV = _sums(folded_DT, values_BsV.reshape(tokens, -1), 1, 0) * of_columns_11D[0, 0, :, None] / self.scale_V
-        return dx_BsD, dw_DV.T
+        return dx_BsD, dw_DV
 
 
 def quantized_table(w_VD: Float[Array, "V D"], embed: tuple[str, ...], formats: LossFormats) -> QuantizedTable:
