@@ -75,7 +75,7 @@ def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
     plan = json.loads(out)
     chosen = plan["chosen"]
     assert code == 0
-    assert plan["layouts"]["compiled"] == sum(row["compiled"] for row in plan["frontier"]) <= 2
+    assert plan["layouts"]["compiled"] == sum(row["compiled"] for row in plan["frontier"]) <= 3  # the last of them without a loop over layers
     assert plan["own"]["step_s"] >= chosen["step_s"]
     loaded = load(plan["config"])
     assert (loaded.config.train.global_batch, loaded.config.model.rope.theta) == (16, 5e5)
