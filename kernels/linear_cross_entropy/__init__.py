@@ -23,7 +23,8 @@ from maxlm.kernels.platform import RARELY, multiplied
 
 # B batch, S sequence, D model width, V vocabulary (one device's share where it is split), C chunks, s positions of one chunk
 
-_SAMPLED = 1024  # words of every 65,536 that are looked at for the shift
+_SMALL = 1024  # words of a vocabulary of which all are looked at for the shift
+_SAMPLED = 128  # of every 8,192 words of a larger one
 _LARGEST_SUM = 1e30  # of exponentials: its inverse is a float32 as well
 _Sums = tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
 
@@ -213,8 +214,8 @@ def _local(
         return sums, dx, dw_DV, too_large > 0
 
     vocab = table.shape[0] * (jax.lax.axis_size(layout.vocab) if layout.vocab else 1)
-    words = _SAMPLED * -(-vocab // 2**16)
-    if words >= vocab:
+    words = _SAMPLED * -(-vocab // 8192)
+    if vocab <= _SMALL:
         sums, dx, dw_DV, _ = attempt(None)
     else:
         # Without an operand that the loop carries, XLA computes what the loop would before the loop, always.

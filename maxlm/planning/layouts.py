@@ -42,6 +42,7 @@ class Layout:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     chunks: int = 1  # of the depth on a stage
     attention: ContextAttention = "ring"
+    unroll: bool = False  # layers one after another, without a loop: what the config says, or what is tried last
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -74,6 +75,8 @@ class Layout:
             settings["mesh.context_attention"] = self.attention
         if self.zero != config.mesh.zero:
             settings["mesh.zero"] = self.zero
+        if self.unroll != config.memory.unrolled:
+            settings["memory.loop"] = {"unroll": self.unroll}
         return {
             **settings,
             **self._pipeline_settings(config),
@@ -113,6 +116,7 @@ def layout_of(config: Config, devices: int) -> Layout:
         schedule=pipeline.schedule,
         chunks=pipeline.chunks,
         attention=config.mesh.context_attention if sizes["context"] > 1 else "ring",
+        unroll=config.memory.unrolled,
     )
 
 
@@ -173,7 +177,7 @@ def meshes(config: Config, devices: int) -> Iterator[Layout]:
         if slices > 1:
             crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
         for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
-            layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
+            layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention, unroll=config.memory.unrolled)
             numbers = divisors(config.train.global_batch // layout.shards) if _reads_microbatches(config) else [1]
             if any(_allowed(config, replace(layout, microbatches=number).settings(config), devices) for number in numbers):
                 yield layout

@@ -1,5 +1,6 @@
 """The search for a layout, from a config and a machine to a `Plan`. Nothing is printed but progress, and nothing is written."""
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,13 +124,15 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
 
         def compiling(search: Search, layout: Layout) -> None:
             best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            number = f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
+            number = "at last" if search.end else f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
             spent = duration(time.monotonic() - started)
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
         uncompiled = why_not(topology)
         if not uncompiled:
-            explore.explore(search, config, first, lambda candidate: compiler(candidate, topology), compiling, explore.MOST_COMPILES)
+            verify = functools.partial(compiler, topology=topology)
+            explore.explore(search, config, first, verify, compiling, explore.MOST_COMPILES)
+            explore.try_unrolled(search, config, verify, compiling)
         scale, quantized = scale_of(config, topology, tokens), _quantized(config, topology, search)
         return Plan(loaded, topology, search, own, scale, points(search), quantized, uncompiled=uncompiled)
 
@@ -206,7 +209,8 @@ def describe(layout: Layout) -> str:
     microbatches = f", {layout.microbatches} microbatches" if layout.microbatches > 1 else ""
     saved = layout.remat if isinstance(layout.remat, str) else " ".join(SHORT.get(name, name) for name in layout.remat)
     host = f", on the host: {' '.join(SHORT.get(name, name) for name in layout.offload)}" if layout.offload else ""
-    return f"{mesh}{ways}{microbatches}, loss in {layout.loss_chunks}; {saved}{host}"
+    unrolled = ", layers unrolled" if layout.unroll else ""
+    return f"{mesh}{ways}{microbatches}, loss in {layout.loss_chunks}{unrolled}; {saved}{host}"
 
 
 def crossing_axes(topology: Topology, layout: Layout) -> list[str]:

@@ -14,7 +14,7 @@ from maxlm.config.loader import load
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
 from maxlm.planning import choose_topology
-from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, STOPPED, Trial, begin, explore, points, predict, rows
+from maxlm.planning.explore import MOST_COMPILES, PATIENCE_S, STOPPED, Trial, begin, explore, points, predict, rows, try_unrolled
 from maxlm.planning.layouts import frames, layout_of, savings
 
 GIB = 2**30
@@ -98,6 +98,42 @@ def test_what_cannot_be_faster_is_dropped_once_something_is_known():
     found = search(keeps_little)
     assert found.too_slow
     assert min(MODEL.estimate(one).least_s for one in found.too_slow) > found.best.verdict.step_s
+
+
+@pytest.mark.parametrize(("times", "chosen"), [(0.9, True), (1.1, False)])
+def test_the_fastest_is_compiled_once_more_without_a_loop_over_layers(times, chosen):
+    compiler = Compiler(seconds=1.0)
+    found = search(compiler)
+    before = found.best
+
+    def verify(config):
+        verdict = compiler(config)
+        assert config.memory.unrolled and verdict.fits
+        return replace(verdict, parts=tuple(times * part for part in verdict.parts))
+
+    counts = len(found.trials), found.counted
+    try_unrolled(found, CONFIG, verify, lambda *_: None)
+    assert (len(found.trials), found.counted) == (counts[0] + 1, counts[1] + 1)
+    assert found.best.layout == replace(before.layout, unroll=chosen)
+    assert found.best.layout.apply(CONFIG).memory.unrolled == chosen
+    try_unrolled(found, found.best.layout.apply(CONFIG), verify, lambda *_: None) if chosen else None
+    assert len(found.trials) == counts[0] + 1, "once is enough"
+
+
+@pytest.mark.parametrize("why", ["no time is left", "stopped", "ctrl-c", "it fails"])
+def test_what_was_found_stays_where_it_cannot_be_compiled_without_a_loop(why):
+    found = search(Compiler(seconds=PATIENCE_S / 2 if why == "no time is left" else 1.0))
+    before, counted, ended = found.best, found.counted, found.end
+    errors = {"ctrl-c": KeyboardInterrupt(), "it fails": UserError("the compiler failed")}
+
+    def verify(_):
+        raise errors[why]
+
+    found.end = STOPPED if why == "stopped" else found.end
+    try_unrolled(found, CONFIG, verify, lambda *_: None)
+    assert found.best is before and not any(layout.unroll for layout in found.open)
+    assert found.counted == counted + (why == "it fails") and len(found.failed) == (why == "it fails")
+    assert found.end == (STOPPED if why in ("stopped", "ctrl-c") else ended)
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 3])
