@@ -5,7 +5,8 @@ exist, and the backward pass only scales them: nothing is computed twice.
 
 No logits are written where a compiler ends their matmul with exp(logit - shift), its sum and the target's logit, as XLA:TPU
 does. So the shift has to be known before: it is the largest logit among the first words of the vocabulary. Where another word
-is so much more likely (by e^69) that a sum is too large, the loss is computed again, with the largest logit of all words.
+is so much more likely (by e^69) that a sum is too large, the loss is computed again, with the largest logit of all words;
+once, since logits beyond 1e8 differ by as much from one matmul to the next.
 """
 
 import functools
@@ -25,7 +26,7 @@ from maxlm.kernels.platform import RARELY, multiplied
 
 _SMALL = 1024  # words of a vocabulary of which all are looked at for the shift
 _SAMPLED = 128  # of every 8,192 words of a larger one
-_LARGEST_SUM = 1e30  # of exponentials: its inverse is a float32 as well
+_SUMS = 0.5, 1e30  # least and largest sum of exponentials: the inverse of the largest is a float32 as well
 _Sums = tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
 
 
@@ -77,12 +78,12 @@ def linear_cross_entropy(
 ) -> CrossEntropySums:
     """_Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
 
-    Operands keep their dtype in the matmuls; logits, logsumexp, sums and the accumulated gradient of w are float32.
-    A token of weight 0 contributes nothing where its activations are finite: NaN or infinity in them makes `total` and the gradient of w
-    NaN whatever its weight. Target ids must be in [0, V), which is not checked. No gradient flows by `weights`. `softcap` c bends logits to
-    c * tanh(logit / c). Under a `layout`, one all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises
-    ValueError for shapes that do not fit. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three matmuls are
-    quantized, w travels so.
+    Operands keep their dtype in the matmuls; logits, logsumexp, sums and the accumulated gradient of w are float32. A token of weight 0
+    contributes nothing where its activations are finite: NaN or infinity in them makes `total` and the gradient of w NaN whatever its
+    weight. Target ids must be in [0, V), which is not checked. No gradient flows by `weights`. `softcap` c bends logits to c * tanh(logit /
+    c). Under a `layout`, one all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises ValueError for shapes that
+    do not fit. The gradient itself has none in reverse mode. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three
+    matmuls are quantized, w travels so.
     """
     _check_shapes(x_BSD, w_VD, targets_BS, weights_BS, chunks)
     static = _Static(chunks, z_loss, softcap, layout or Layout(), formats)
@@ -209,9 +210,9 @@ def _local(
     x, table = _gathered(layout, x, w, static.formats)
 
     def attempt(words: int | None, x: jax.Array = x) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
-        sums, dx, dw_DV, too_large = _chunked(static, x, table, targets, weights, words, gradients=gradients)
-        sums, too_large = jax.lax.psum((sums, too_large), token_axes) if token_axes else (sums, too_large)
-        return sums, dx, dw_DV, too_large > 0
+        sums, dx, dw_DV, bad = _chunked(static, x, table, targets, weights, words, gradients=gradients)
+        sums, bad = jax.lax.psum((sums, bad), token_axes) if token_axes else (sums, bad)
+        return sums, dx, dw_DV, bad > 0
 
     vocab = table.shape[0] * (jax.lax.axis_size(layout.vocab) if layout.vocab else 1)
     words = _SAMPLED * -(-vocab // 8192)
@@ -219,7 +220,7 @@ def _local(
         sums, dx, dw_DV, _ = attempt(None)
     else:
         # Without an operand that the loop carries, XLA computes what the loop would before the loop, always.
-        again = lambda found: attempt(vocab, jnp.where(found[-1], x, 0))  # noqa: E731
+        again = lambda found: (*attempt(vocab, jnp.where(found[-1], x, 0))[:-1], jnp.bool_(False))  # noqa: E731
         found = attempt(words)
         with jax.named_scope(RARELY):
             sums, dx, dw_DV, _ = jax.lax.while_loop(lambda found: found[-1], again, found)
@@ -245,7 +246,7 @@ def _chunked(
     gradients: bool,
 ) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "D V"], Float[Array, ""]]:
     """(total, nll, z) sums of one device's share; if asked for, the gradients of `total`: dx in x's dtype, dw in float32; and the number
-    of tokens whose exponentials have too large a sum. `words`: see `_shift`.
+    of tokens whose sum of exponentials is none of `_SUMS`. `words`: see `_shift`.
 
     With the vocabulary split over axes of a mesh, dx is this shard's part and must be summed over them by the caller.
     """
@@ -260,16 +261,16 @@ def _chunked(
         shift_Bs = _shift(x_BsD, w_VD, logits_BsV, words, static)
         scores = _scores(logits_BsV, shift_Bs, targets_Bs, first_id, static.layout.vocab)
         nll, z = jnp.sum(weights_Bs * (scores.lse_Bs - scores.target_Bs)), jnp.sum(weights_Bs * scores.lse_Bs**2)
-        too_large = jnp.sum(scores.total_Bs > _LARGEST_SUM, dtype=jnp.float32)
-        sums = jax.tree.map(jnp.add, sums, ((nll + static.z_loss * z, nll, z), too_large))
+        good_Bs = (scores.total_Bs >= _SUMS[0]) & (scores.total_Bs <= _SUMS[1])
+        sums = jax.tree.map(jnp.add, sums, ((nll + static.z_loss * z, nll, z), jnp.sum(~good_Bs, dtype=jnp.float32)))
         if not gradients:
             return (sums, dw_DV), zero
         dx_BsD, chunk_dw_DV = _gradients(static, x_BsD, w_VD, logits_BsV, scores, targets_Bs - first_id, weights_Bs)
         return (sums, dw_DV + chunk_dw_DV), dx_BsD
 
-    ((sums, too_large), dw_DV), dx_CBsD = jax.lax.scan(body, (((zero, zero, zero), zero), dw_DV), parts)
+    ((sums, bad), dw_DV), dx_CBsD = jax.lax.scan(body, (((zero, zero, zero), zero), dw_DV), parts)
     dx_BSD = jnp.moveaxis(dx_CBsD, 0, 1).reshape(x_BSD.shape) if gradients else zero
-    return sums, dx_BSD, dw_DV, too_large
+    return sums, dx_BSD, dw_DV, bad
 
 
 def _gradients(
@@ -315,14 +316,13 @@ def _shift(
     """The largest logit of each token among the first words of the vocabulary, on whatever shards: the same on every layout. Computed apart
     from `logits_BsV`, which then need not wait; or, for None, of all of these.
     """
-    axes, shift_Bs = static.layout.vocab, logits_BsV
+    axes = static.layout.vocab
     if words is not None:
         rows = min(words, w_VD.shape[0])
-        shift_Bs = logits(jax.lax.optimization_barrier(x_BsD), w_VD[:rows], static.softcap)
-    shift_Bs = jnp.max(shift_Bs, axis=-1)
-    if not axes:
-        return shift_Bs
-    return jax.lax.pmax(shift_Bs if words is None else jnp.where(_first_id(w_VD, axes) < words, shift_Bs, -jnp.inf), axes)
+        logits_BsV = logits(jax.lax.optimization_barrier(x_BsD), w_VD[:rows], static.softcap)
+        logits_BsV = jnp.where(_first_id(w_VD, axes) + jnp.arange(rows) < words, logits_BsV, -jnp.inf) if axes else logits_BsV
+    shift_Bs = jnp.max(logits_BsV, axis=-1)
+    return jax.lax.pmax(shift_Bs, axes) if axes else shift_Bs
 
 
 class _Scores(NamedTuple):

@@ -427,7 +427,8 @@ class Analytic:
         numbers, computed, summed = numbers - far, computed - self._hosted(layout, "weights"), summed - far
         stack = self._waits_bytes(layout, self._stack_bytes(layout, rows))
         vocab = model.vocab_size // (sizes["tensor"] * sizes["stage"])
-        logits = number if self.topology.is_tpu else number + 4  # exponentials, and what a TPU does not write
+        logits = 4 if self.config.precision.compute == "float16" else number  # their exponentials
+        logits += 0 if self.topology.is_tpu else 4  # a TPU does not write logits themselves
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * logits) + 6 * number * rows * model.d_model
         scores = gpu_attention.score_bytes(self.config, rows) // sizes["tensor"] if self.writes_scores else 0
         backward = self._inside(layout.mesh, rows) + scores + (4 * numbers if layout.zero == 3 else number * summed)

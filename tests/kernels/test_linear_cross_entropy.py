@@ -1,5 +1,7 @@
 """Linear cross-entropy against its definition, split or not, and the memory it must not take."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from maxlm.hlo.op_flops import matmul_flops
 from maxlm.hlo.parser import read
 from maxlm.kernels.linear_cross_entropy import Layout, linear_cross_entropy, token_scores
 from maxlm.kernels.linear_cross_entropy.reference import cross_entropy_reference
+
+linear_cross_entropy_module = importlib.import_module("maxlm.kernels.linear_cross_entropy")  # hidden by its function
 
 
 def operands(seed=0, B=4, S=12, D=16, V=37):
@@ -69,6 +73,24 @@ def test_logits_are_computed_once_unless_a_sum_is_too_large():
     assert sum(run.op.opcode == "while" and run.op.trips == 0 for run in executed) == 1
     flops = sum(run.times * matmul_flops(module, run.op, module.computations[run.computation]) for run in executed)
     assert flops == 2 * 4 * 64 * 16 * (3 * 4096 + 128)
+
+
+@pytest.mark.parametrize("error", [200.0, -200.0])
+def test_the_loss_is_computed_no_more_than_twice(error, monkeypatch):
+    """Whatever the second sum is: of logits beyond 1e8 the shift and the exponentials may come from different roundings."""
+    exact = linear_cross_entropy_module._shift
+    monkeypatch.setattr(linear_cross_entropy_module, "_shift", lambda *operands: exact(*operands) + error)
+    assert not np.isfinite(linear_cross_entropy(*wide(0.0)).total)
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_in_bfloat16_too_a_word_that_is_not_looked_at_may_be_the_likeliest(far):
+    x, w, targets, weights = wide(FAR[far])
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    found = jax.grad(lambda x, w: linear_cross_entropy(x, w, targets, weights).total, argnums=(0, 1))(x, w)
+    exact = jax.grad(lambda x, w: cross_entropy_reference(x, w, targets, weights, z_loss=0.0, softcap=None), argnums=(0, 1))
+    for mine, other in zip(found, exact(x.astype(jnp.float32), w.astype(jnp.float32)), strict=True):
+        assert float(jnp.linalg.norm(mine.astype(jnp.float32) - other) / jnp.linalg.norm(other)) < 2.0**-7
 
 
 def test_the_gradient_of_a_likely_target_is_as_exact_as_its_dtype():
