@@ -1,7 +1,8 @@
 """From a name and `key=value` overrides to a checked `Config`, remembering where each value came from.
 
 Files are strict YAML 1.2. `extends` lists other configs, merged left to right; the file's own keys come over them and
-the command line over all. Sections merge key by key; lists are replaced; a section whose `kind` changes is replaced.
+the command line over all. Sections merge key by key; lists are replaced; a section whose `kind` changes is replaced, as is one
+that is `{}` on the command line: by its defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> S
 
 def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequence[str], files: "_Files", schema: type[BaseModel]) -> None:
     for override in overrides:
-        _merge(values, _parse_override(override, files, schema), lambda _: COMMAND_LINE, sources)
+        _merge(values, _parse_override(override, files, schema), lambda _: COMMAND_LINE, sources, resets=True)
 
 
 def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
@@ -283,14 +284,21 @@ def _parse_override(text: str, files: _Files, schema: type[BaseModel]) -> dict[s
 
 
 def _merge(
-    into: dict[str, Any], values: Mapping[str, Any], origin: Callable[[str], str], sources: dict[str, str], prefix: str = ""
+    into: dict[str, Any],
+    values: Mapping[str, Any],
+    origin: Callable[[str], str],
+    sources: dict[str, str],
+    prefix: str = "",
+    *,
+    resets: bool = False,
 ) -> None:
-    """Put `values` over `into`; `origin` says where a dotted key of them was set."""
+    """Put `values` over `into`; `origin` says where a dotted key of them was set. `resets`: an empty section takes the place of another."""
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         old = into.get(key)
-        if isinstance(old, dict) and isinstance(value, Mapping) and value.get("kind", old.get("kind")) == old.get("kind"):
-            _merge(old, value, origin, sources, f"{dotted}.")
+        adds = isinstance(value, Mapping) and (bool(value) or not resets)
+        if isinstance(old, dict) and adds and value.get("kind", old.get("kind")) == old.get("kind"):
+            _merge(old, value, origin, sources, f"{dotted}.", resets=resets)
             continue
         for stale in [k for k in sources if k == dotted or k.startswith(f"{dotted}.")]:
             del sources[stale]

@@ -15,7 +15,7 @@ from maxlm.config import UserError, load
 from maxlm.config.explain import MOVED, section_of
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
 from maxlm.config.rules import check_devices, topology_of
-from maxlm.config.schema import Config, SamplesConfig
+from maxlm.config.schema import Config, LoopConfig, MemoryConfig, SamplesConfig
 
 RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
 BASE = """
@@ -155,6 +155,15 @@ def test_sections_merge_and_lists_are_replaced(write):
     samples = load("own").config.samples
     assert samples is not None
     assert (samples.prompts, samples.tokens) == (("c",), 9)
+
+
+def test_an_empty_section_is_its_defaults_on_the_command_line_alone(write):
+    write(base=BASE + "memory: {remat: [attention], loop: {unroll: true}}", own="extends: base\nmemory: {}")
+    assert load("own").config.memory == load("base").config.memory != MemoryConfig()
+    reset = load("own", ["memory={}", "memory.remat=dots", "memory.loop={}"])
+    assert reset.config.memory == MemoryConfig(remat="dots", loop=LoopConfig())
+    assert reset.config.data == load("own").config.data
+    assert {key for key in reset.sources if key.startswith("memory")} == {"memory.remat"}
 
 
 SCALED = "model: {rope: {theta: 5e5, scaling: {kind: llama3, factor: 8, low_freq_factor: 2, original_seq_len: 64}}}"
