@@ -102,6 +102,9 @@ def test_a_second_run_is_quick_says_the_same_and_overwrites_nothing(capfd, folde
     assert time.monotonic() - started < 30
     assert first[:2] == second[:2]
     Path("tiny-planned.yml").write_text("mine: 1\n", encoding="utf-8")
+    code, _, err = run(capfd, *SAID)
+    assert (code, "tiny-planned.png exists and is not of a plan" in err) == (2, True)
+    Path("tiny-planned.png").unlink()
     code, page, err = run(capfd, *SAID)
     assert (code, Path("tiny-planned.yml").read_text(encoding="utf-8")) == (2, "mine: 1\n")
     assert "--out tiny-planned.yml" in err.splitlines()[-1]
