@@ -25,7 +25,7 @@ from maxlm.kernels.platform import RARELY, multiplied
 # B batch, S sequence, D model width, V vocabulary (one device's share where it is split), C chunks, s positions of one chunk
 
 _SMALL = 1024  # words of a vocabulary of which all are looked at for the shift
-_SAMPLED = 128  # of every 8,192 words of a larger one
+_SAMPLED, _OF = 128, 8192  # of a larger one: so many words, the first ones, of every so many
 _SUMS = 0.5, 1e30  # least and largest sum of exponentials: the inverse of the largest is a float32 as well
 _Sums = tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
 
@@ -76,13 +76,13 @@ def linear_cross_entropy(
     layout: Layout | None = None,
     formats: LossFormats | None = None,
 ) -> CrossEntropySums:
-    """_Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
+    """Sums of the cross-entropy of x w^T against the targets; logits of S / `chunks` positions exist at a time.
 
     Operands keep their dtype in the matmuls; logits, logsumexp, sums and the accumulated gradient of w are float32. A token of weight 0
     contributes nothing where its activations are finite: NaN or infinity in them makes `total` and the gradient of w NaN whatever its
     weight. Target ids must be in [0, V), which is not checked. No gradient flows by `weights`. `softcap` c bends logits to c * tanh(logit /
     c). Under a `layout`, one all-gather and one reduction carry w and its gradient, whatever `chunks` is. Raises ValueError for shapes that
-    do not fit. The gradient itself has none in reverse mode. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three
+    do not fit. Reverse mode differentiates it once. z-loss: PaLM, arXiv 2204.02311, section 5. `formats`: operands of the three
     matmuls are quantized, w travels so.
     """
     _check_shapes(x_BSD, w_VD, targets_BS, weights_BS, chunks)
@@ -209,19 +209,19 @@ def _local(
     token_axes = (*layout.batch, *layout.seq)
     x, table = _gathered(layout, x, w, static.formats)
 
-    def attempt(words: int | None, x: jax.Array = x) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
+    def attempt(words: int | None, x: jax.Array) -> tuple[_Sums, jax.Array, jax.Array, jax.Array]:
         sums, dx, dw_DV, bad = _chunked(static, x, table, targets, weights, words, gradients=gradients)
         sums, bad = jax.lax.psum((sums, bad), token_axes) if token_axes else (sums, bad)
         return sums, dx, dw_DV, bad > 0
 
     vocab = table.shape[0] * (jax.lax.axis_size(layout.vocab) if layout.vocab else 1)
-    words = _SAMPLED * -(-vocab // 8192)
+    words = _SAMPLED * -(-vocab // _OF)
     if vocab <= _SMALL:
-        sums, dx, dw_DV, _ = attempt(None)
+        sums, dx, dw_DV, _ = attempt(None, x)
     else:
         # Without an operand that the loop carries, XLA computes what the loop would before the loop, always.
         again = lambda found: (*attempt(vocab, jnp.where(found[-1], x, 0))[:-1], jnp.bool_(False))  # noqa: E731
-        found = attempt(words)
+        found = attempt(words, x)
         with jax.named_scope(RARELY):
             sums, dx, dw_DV, _ = jax.lax.while_loop(lambda found: found[-1], again, found)
     if not gradients:
@@ -286,13 +286,12 @@ def _gradients(
     kept, in x's dtype; of the target, where a likely one leaves little of the difference, float32. `row_Bs`: of w, of the targets.
     """
     softcap = static.softcap
-    slope_BsV, of_target_Bs = (
-        (None, weights_Bs) if softcap is None else (_slope(logits_BsV, softcap), weights_Bs * _slope(scores.target_Bs, softcap))
-    )
+    slope_BsV = None if softcap is None else _slope(logits_BsV, softcap)
+    slope_Bs = 1.0 if softcap is None else _slope(scores.target_Bs, softcap)
     kept_BsV = scores.exp_BsV if slope_BsV is None else scores.exp_BsV * slope_BsV
     kept_BsV = jax.lax.optimization_barrier(kept_BsV.astype(jnp.float32 if x_BsD.dtype == jnp.float16 else x_BsD.dtype))
     share_Bs = (1 + 2 * static.z_loss * scores.lse_Bs) / scores.total_Bs
-    of_target_Bs *= scores.target_exp_Bs * share_Bs - 1
+    of_target_Bs = (scores.target_exp_Bs * share_Bs - 1) * slope_Bs * weights_Bs
     of_others_BsV = kept_BsV.astype(jnp.float32) * (share_Bs * weights_Bs)[..., None]
     dlogits_BsV = jnp.where(_is_row(row_Bs, kept_BsV), of_target_Bs[..., None], of_others_BsV)
     if isinstance(w_VD, QuantizedTable):
@@ -326,7 +325,7 @@ def _shift(
 
 
 class _Scores(NamedTuple):
-    """Of a chunk of tokens: exp(logit - shift), its sum and that of the target, logsumexp, and the logit of the target."""
+    """Softmax terms of a chunk of tokens: exp(logit - shift), their sum and the target's, logsumexp, and the target's logit."""
 
     exp_BsV: jax.Array
     total_Bs: jax.Array
