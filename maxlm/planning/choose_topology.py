@@ -180,7 +180,7 @@ def _try(machine: Machine, verify: Callable[[Config], Verdict], show_progress: C
     """Compile the best layout of a machine, and up to `TRIES` in all until one fits. `first`: nothing was compiled before."""
     search = machine.search
     for tries in range(1, TRIES + 1):
-        explore(search, machine.config, None, verify, show_progress, most=tries, may_fail=not first)
+        explore(search, machine.config, [], verify, show_progress, most=tries, may_fail=not first)
         if search.best or search.end == STOPPED:
             break
         search.end = ""

@@ -21,10 +21,10 @@ from maxlm.config.schema import Config, ContextAttention, RematName
 from maxlm.cost.advice import changed
 from maxlm.cost.verify import Verdict
 from maxlm.planning.analytic import Analytic, Estimate
-from maxlm.planning.layouts import Layout
+from maxlm.planning.layouts import Layout, savings
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
-MIN_COMPILES, MOST_COMPILES = 3, 24
+MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
 UNROLLED_LAYER_S = 1.5  # of the compiler, for each layer of a step without a loop over them
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
@@ -74,6 +74,7 @@ class Search:
     host_full: int = 0  # of these, for lack of host memory
     set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
+    trial_s: float = 0.0  # least seconds of the compiler that a trial is expected to take
     end: str = ""  # why the search ended
 
     @property
@@ -110,54 +111,56 @@ def begin(layouts: Iterable[Layout], model: Analytic, available: int) -> Search:
 def explore(
     search: Search,
     config: Config,
-    own: Layout | None,
+    first: Sequence[Layout],
     verify: Callable[[Config], Verdict],
     show_progress: Callable[[Search, Layout], None],
     most: int,
     *,
     may_fail: bool = False,
 ) -> None:
-    """Compile up to `most` layouts of `search`, the user's `own` first, whatever is expected of it.
+    """Compile up to `most` layouts of `search`: those of `first` that are open first, whatever is expected of them.
 
     `show_progress` shows the next one. Ctrl-C ends the search and keeps its trials. A layout at which `verify` raises UserError is dropped;
     the error is raised only if it is the first of the search, and not even then if `may_fail`.
     """
-    layout = own if own is not None and own in search.open else None
+    waiting = list(first)
     try:
         while not search.end:
-            layout = layout or _next(search, last=0 < search.tried == most - 1)
+            waiting = [layout for layout in waiting if layout in search.open]
+            layout = waiting[0] if waiting else _next(search, last=0 < search.tried == most - 1)
             search.end = _end(search, layout, most)
             if layout is None or search.end:
                 return
             show_progress(search, layout)
             _compile(search, layout, config, verify, may_fail=may_fail or search.tried > 0)
-            layout = None
             _drop(search)
     except KeyboardInterrupt:
         search.end = STOPPED
 
 
-def try_unrolled(
-    search: Search, config: Config, verify: Callable[[Config], Verdict], show_progress: Callable[[Search, Layout], None]
+def explore_unrolled(
+    search: Search, config: Config, model: Analytic, verify: Callable[[Config], Verdict], show_progress: Callable[[Search, Layout], None]
 ) -> None:
-    """Compile the fastest layout of a search that has ended once more, its layers one after another, if there is time for as many.
+    """Go on with a search that has ended: the fastest layout's mesh, its layers one after another, if there is time for as many.
 
-    For these nothing is predicted: they take from 8% less time (small models) to more than there is memory for.
+    Without a loop nothing is copied into stacks, so that more is worth keeping: the fastest as it is comes first, then one that recomputes
+    nothing, then what the corrected model expects to be faster yet.
     """
-    best, spent = search.best, sum(one.verdict.seconds for one in search.trials)
-    if best is None or search.end == STOPPED or spent + UNROLLED_LAYER_S * config.model.n_layers > PATIENCE_S:
+    best = search.best
+    if best is None or search.end == STOPPED or best.layout.unroll or best.layout.sizes["stage"] > 1:
         return
-    layout = replace(best.layout, unroll=True)
-    if layout == best.layout or layout.sizes["stage"] > 1 or changed(config, layout.settings(config)) is None:
+    frame = replace(best.layout, unroll=True)
+    if changed(config, frame.settings(config)) is None:
         return
-    search.counted += 1
-    search.open[layout] = best.estimate
-    try:
-        show_progress(search, layout)
-        _compile(search, layout, config, verify, may_fail=True)
-    except KeyboardInterrupt:
+    others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in savings(config, frame))
+    twins = [frame, replace(frame, remat="none", offload=()), *(layout for layout in others if model.fits_host(layout))]
+    again = begin(twins, model, search.available)
+    again.trials, again.failed, again.other_trials = search.trials, search.failed, search.other_trials
+    again.trial_s, tried = UNROLLED_LAYER_S * config.model.n_layers, search.tried
+    explore(again, config, twins[:2], verify, show_progress, tried + MOST_UNROLLED, may_fail=True)
+    search.counted += search.tried - tried
+    if again.end == STOPPED:
         search.end = STOPPED
-        search.counted -= search.open.pop(layout, None) is not None
 
 
 def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[Config], Verdict], *, may_fail: bool) -> None:
@@ -180,7 +183,7 @@ def _end(search: Search, layout: Layout | None, most: int) -> str:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"
-    if len(spent) >= MIN_COMPILES and sum(spent) + sum(spent) / len(spent) > PATIENCE_S:
+    if len(spent) >= MIN_COMPILES and sum(spent) + max(search.trial_s, sum(spent) / len(spent)) > PATIENCE_S:
         return "the time for compiling is spent"
     return ""
 

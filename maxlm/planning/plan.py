@@ -124,15 +124,16 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
 
         def compiling(search: Search, layout: Layout) -> None:
             best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            number = "at last" if search.end else f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
+            most = explore.MOST_COMPILES + explore.MOST_UNROLLED * (layout.unroll > config.memory.unrolled)
+            number = f"{search.tried + 1} of at most {most}"
             spent = duration(time.monotonic() - started)
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 
         uncompiled = why_not(topology)
         if not uncompiled:
             verify = functools.partial(compiler, topology=topology)
-            explore.explore(search, config, first, verify, compiling, explore.MOST_COMPILES)
-            explore.try_unrolled(search, config, verify, compiling)
+            explore.explore(search, config, [first] if first else [], verify, compiling, explore.MOST_COMPILES)
+            explore.explore_unrolled(search, config, model, verify, compiling)
         scale, quantized = scale_of(config, topology, tokens), _quantized(config, topology, search)
         return Plan(loaded, topology, search, own, scale, points(search), quantized, uncompiled=uncompiled)
 

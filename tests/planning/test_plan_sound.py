@@ -82,7 +82,7 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
         assert verdict.step_s >= said.least_s, one
         assert verdict.needed >= said.least_bytes, one
     search = begin(offered, model, available_hbm(TOPOLOGY))
-    explore(search, config, None, lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
+    explore(search, config, [], lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
     fastest = min(verdict.step_s for verdict in everything.values())
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
     assert search.best.verdict.step_s <= fastest * (1 + NOISE)
