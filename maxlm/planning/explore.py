@@ -29,7 +29,7 @@ UNROLLED_LAYER_S = 1.5  # of the compiler, for each layer of a step without a lo
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
-EARLY = 4  # times that margin after the first trial, fewer after each
+EARLY = 4  # times that margin after the first trial, fewer after each; for layouts unlike any, fewer after each mesh
 MOST_HOPE = EXPLORATION_MARGIN * (1 + EARLY)
 PREDICTED = 6  # rows of layouts that were only predicted
 SAME_S, SAME_BYTES = 0.01, 0.03  # least difference of a predicted layout from the rows above it
@@ -197,15 +197,25 @@ def _next(search: Search, *, last: bool) -> Layout | None:
     fits_N = predicted.needed_N <= search.available
     if best is None and (last or not fits_N.any()):  # a slow one is better than none
         return layouts[int(np.argmin(predicted.needed_N))]
-    hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, len(search.trials)))
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
+    families = {_family(one.layout) for one in search.trials if one.verdict.fits}
+    new_N = np.array([_family(layout) not in families for layout in layouts])  # chunks of the loss change a step as predicted
     # At last also for layouts like the compiled: predictions err there, too.
-    for doubt_N in (1 - predicted.trust_N, np.ones_like(predicted.trust_N)):
-        hoped_N = np.where(fits_N, predicted.step_s_N * (1 - hope * doubt_N), np.inf)
+    for seen, doubt_N in (
+        (len({one.layout.mesh for one in search.trials}), 1 - predicted.trust_N),
+        (len(search.trials), np.ones_like(predicted.trust_N)),
+    ):
+        hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, seen))
+        hoped_N = np.where(fits_N, predicted.step_s_N * (1 - hope * doubt_N * new_N), np.inf)
         place = int(np.argmin(hoped_N))
         if hoped_N[place] < limit:
             return layouts[place]
     return None
+
+
+def _family(layout: Layout) -> Layout:
+    """What it shares with the layouts that differ from it in chunks of the loss alone."""
+    return replace(layout, loss_chunks=1)
 
 
 def _drop(search: Search) -> None:
