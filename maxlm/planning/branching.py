@@ -30,7 +30,8 @@ def search_all(
     stated = model.topology.chip.host_bytes is not None
     first = {one: said for one, said in first.items() if said.least_bytes <= available and (not stated or model.fits_host(one))}
     for layout, estimate in first.items():
-        found.add(layout, estimate)
+        if not layout.unroll:  # it is no measure of loops, which keep less
+            found.add(layout, estimate)
     bounded = sorted(((*model.frame_bounds(frame), frame) for frame in frames(config, model.topology.devices)), key=lambda one: one[:2])
     for least_s, least_bytes, frame in bounded:
         families = _families(config, frame, offered)

@@ -74,7 +74,7 @@ class Search:
     host_full: int = 0  # of these, for lack of host memory
     set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
-    trial_s: float = 0.0  # least seconds of the compiler that a trial is expected to take
+    trial_s: float = 0.0  # of trials without a loop over layers: least seconds of the compiler that one is expected to take
     end: str = ""  # why the search ended
 
     @property
@@ -133,6 +133,8 @@ def explore(
                 return
             show_progress(search, layout)
             _compile(search, layout, config, verify, may_fail=may_fail or search.tried > 0)
+            if search.trial_s and layout in search.failed:  # as others as long would
+                search.end = "the compiler failed"
             _drop(search)
     except KeyboardInterrupt:
         search.end = STOPPED
@@ -146,21 +148,25 @@ def explore_unrolled(
     Without a loop nothing is copied into stacks, so that more is worth keeping: the fastest as it is comes first, then one that recomputes
     nothing, then what the corrected model expects to be faster yet.
     """
-    best = search.best
-    if best is None or search.end == STOPPED or best.layout.unroll or best.layout.sizes["stage"] > 1:
+    best, tried = search.best, search.tried
+    if best is None or search.end == STOPPED or best.layout.sizes["stage"] > 1:
         return
     frame = replace(best.layout, unroll=True)
     if changed(config, frame.settings(config)) is None:
         return
+    first = [frame, replace(frame, remat="none", offload=())]
     others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in savings(config, frame))
-    twins = [frame, replace(frame, remat="none", offload=()), *(layout for layout in others if model.fits_host(layout))]
-    again = begin(twins, model, search.available)
-    again.trials, again.failed, again.other_trials = search.trials, search.failed, search.other_trials
-    again.trial_s, tried = UNROLLED_LAYER_S * config.model.n_layers, search.tried
-    explore(again, config, twins[:2], verify, show_progress, tried + MOST_UNROLLED, may_fail=True)
+    again = Search(search.available, trials=search.trials, failed=search.failed, other_trials=search.other_trials)
+    again.trial_s = UNROLLED_LAYER_S * config.model.n_layers
+    try:
+        twins = begin([*first, *(layout for layout in others if model.fits_host(layout))], model, search.available)
+        done = {*search.failed, *(one.layout for one in search.trials)}
+        again.open = {layout: estimate for layout, estimate in twins.open.items() if layout not in done}
+        explore(again, config, first, verify, show_progress, tried + MOST_UNROLLED, may_fail=True)
+    except KeyboardInterrupt:
+        again.end = STOPPED
     search.counted += search.tried - tried
-    if again.end == STOPPED:
-        search.end = STOPPED
+    search.end = STOPPED if again.end == STOPPED else search.end
 
 
 def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[Config], Verdict], *, may_fail: bool) -> None:
@@ -183,7 +189,8 @@ def _end(search: Search, layout: Layout | None, most: int) -> str:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"
-    if len(spent) >= MIN_COMPILES and sum(spent) + max(search.trial_s, sum(spent) / len(spent)) > PATIENCE_S:
+    expected_s = max(search.trial_s, sum(spent) / max(1, len(spent)))
+    if (search.trial_s or len(spent) >= MIN_COMPILES) and sum(spent) + expected_s > PATIENCE_S:
         return "the time for compiling is spent"
     return ""
 
@@ -198,24 +205,39 @@ def _next(search: Search, *, last: bool) -> Layout | None:
     if best is None and (last or not fits_N.any()):  # a slow one is better than none
         return layouts[int(np.argmin(predicted.needed_N))]
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
-    families = {_family(one.layout) for one in search.trials if one.verdict.fits}
-    new_N = np.array([_family(layout) not in families for layout in layouts])  # chunks of the loss change a step as predicted
+    step_s_N, hope_N = predicted.step_s_N, np.full(len(layouts), _hope(len(search.trials)))
+    siblings = _siblings(search)
+    doubt_N = np.array([one not in siblings for one in layouts]) * (1 - predicted.trust_N)
+    if search.trials:  # The parts of a mesh that was not compiled may be as the model says: its sum is corrected by the least ratio of others.
+        meshes = {one.layout.mesh for one in search.trials}
+        new_N = np.array([one.mesh not in meshes for one in layouts])
+        whole_N = _least_ratio(search) * np.array([sum(one.parts) for one in search.open.values()])
+        step_s_N = np.where(new_N, np.minimum(step_s_N, whole_N), step_s_N)
+        hope_N[new_N] = _hope(len(meshes))
     # At last also for layouts like the compiled: predictions err there, too.
-    for seen, doubt_N in (
-        (len({one.layout.mesh for one in search.trials}), 1 - predicted.trust_N),
-        (len(search.trials), np.ones_like(predicted.trust_N)),
-    ):
-        hope = EXPLORATION_MARGIN * (1 + EARLY / max(1, seen))
-        hoped_N = np.where(fits_N, predicted.step_s_N * (1 - hope * doubt_N * new_N), np.inf)
+    for seconds_N, hopes_N in ((step_s_N, hope_N * doubt_N), (predicted.step_s_N, _hope(len(search.trials)) * (doubt_N > 0))):
+        hoped_N = np.where(fits_N, seconds_N * (1 - hopes_N), np.inf)
         place = int(np.argmin(hoped_N))
         if hoped_N[place] < limit:
             return layouts[place]
     return None
 
 
-def _family(layout: Layout) -> Layout:
-    """What it shares with the layouts that differ from it in chunks of the loss alone."""
-    return replace(layout, loss_chunks=1)
+def _hope(seen: int) -> float:
+    """How much faster than predicted a layout may be, when so many were seen."""
+    return EXPLORATION_MARGIN * (1 + EARLY / max(1, seen))
+
+
+def _siblings(search: Search) -> set[Layout]:
+    """Layouts that differ from compiled ones in chunks of the loss alone, which change a step as predicted."""
+    chunks = {layout.loss_chunks for layout in search.open}
+    fitting = (one.layout for one in search.trials if one.verdict.fits)
+    return {replace(layout, loss_chunks=number) for layout in fitting for number in chunks}
+
+
+def _least_ratio(search: Search) -> float:
+    """Least ratio of compiled over predicted seconds of the layouts that fit; 1 if none does."""
+    return min((one.verdict.step_s / sum(one.estimate.parts) for one in search.trials if one.verdict.fits), default=1.0)
 
 
 def _drop(search: Search) -> None:

@@ -42,7 +42,7 @@ class Layout:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     chunks: int = 1  # of the depth on a stage
     attention: ContextAttention = "ring"
-    unroll: bool = False  # layers one after another, without a loop: what the config says, or what is tried last
+    unroll: bool = False  # layers one after another, without a loop: tried last, unless the config says so
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -177,7 +177,7 @@ def meshes(config: Config, devices: int) -> Iterator[Layout]:
         if slices > 1:
             crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
         for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
-            layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention, unroll=config.memory.unrolled)
+            layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
             numbers = divisors(config.train.global_batch // layout.shards) if _reads_microbatches(config) else [1]
             if any(_allowed(config, replace(layout, microbatches=number).settings(config), devices) for number in numbers):
                 yield layout

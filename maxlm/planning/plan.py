@@ -124,8 +124,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
 
         def compiling(search: Search, layout: Layout) -> None:
             best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            most = explore.MOST_COMPILES + explore.MOST_UNROLLED * (layout.unroll > config.memory.unrolled)
-            number = f"{search.tried + 1} of at most {most}"
+            number = "at last" if search.trial_s else f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
             spent = duration(time.monotonic() - started)
             show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
 

@@ -138,7 +138,7 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
     loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
-        other = make_plan(loaded, plan.topology, request.tokens, start=plan.chosen.layout)
+        other = make_plan(loaded, plan.topology, request.tokens, start=replace(plan.chosen.layout, unroll=False))
     except (UserError, KeyboardInterrupt) as error:
         return replace(plan, unformatted=f"{format}: {error}" if isinstance(error, UserError) else f"{format}: stopped")
     if other.chosen is None:

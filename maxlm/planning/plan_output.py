@@ -32,7 +32,9 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
     dropped = f"{search.cannot_fit + len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
     dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""
-    end = f"none compiled: {plan.uncompiled}" if plan.uncompiled else f"{len(search.trials)} compiled; {search.end}"
+    unrolled = sum(one.layout.unroll for one in search.trials)
+    compiled = f"{len(search.trials) - unrolled} compiled" + (f" and {unrolled} without a loop over layers" if unrolled else "")
+    end = f"none compiled: {plan.uncompiled}" if plan.uncompiled else f"{compiled}; {search.end}"
     console.print(f"{search.counted:,} layouts: {dropped}, {end}.")
     if kept := why_microbatches_stay(plan.loaded.config):
         console.print(kept)
