@@ -34,7 +34,7 @@ NORMED_WIDE = 5  # norms of queries and keys, where a model has them; of latent 
 ROW_INSIDE, ROW_WIDE = 11, 12
 KEPT_MOVES, HOST_MOVES = 2.6, 8  # writing what is kept into its stack, and reading it; the same of what goes to the host
 ALL_KEPT = 3  # what `none` keeps, as a multiple of the tensors that have names
-# Both without a loop over layers: there are no stacks, and what XLA joins with its neighbours is not kept (seven models, v5e to v6e: 1.1 to 1.5).
+# Both without a loop over layers: there are no stacks, and what XLA joins with its neighbours is not kept (seven programs: 1.1 to 1.5).
 UNROLLED_MOVES, UNROLLED_ALL_KEPT = 1.3, 1.4
 # The same of quantizing, in bytes a number: of what a matmul reads, each time that it is computed; of that in the gradient, and of what is
 # written (Llama 3.1 70B in fp8 for tpu7x).

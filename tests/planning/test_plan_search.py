@@ -5,6 +5,7 @@ import functools
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_plan_model import LARGE, analytic
@@ -14,6 +15,7 @@ from maxlm.config.loader import load
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
 from maxlm.planning import choose_topology
+from maxlm.planning.analytic import Estimate
 from maxlm.planning.explore import (
     MOST_COMPILES,
     MOST_UNROLLED,
@@ -182,22 +184,15 @@ def test_a_mesh_that_was_compiled_is_soon_known(seed):
 
 
 def test_a_mesh_unlike_the_compiled_is_tried_though_their_parts_speak_against_it():
-    """Waiting was far longer than predicted where weights are gathered, and is as predicted where tokens travel."""
-    tensor = [layout for layout in SPACE if layout.sizes["tensor"] > 1]
-    compiler = Compiler(seconds=1.0)
-    of = compiler.of
-
-    def wrong(layout):
-        said, estimate = of(layout), MODEL.estimate(layout)
-        if said.parts is None:
-            return said
-        *parts, exposed, host = estimate.parts
-        times, slow = (1.0, 0.0) if layout.sizes["tensor"] > 1 else (4.0, 0.4 * sum(estimate.parts))
-        return replace(said, parts=(*parts, times * exposed + slow, host))
-
-    compiler.of = wrong
-    found = search(compiler)
-    assert tensor and found.best.layout.sizes["tensor"] > 1
+    """One waits six times as long as predicted, for weights; another, which sends tokens, as predicted, and that is more."""
+    gathers, sends = (next(one for one in SPACE if one.sizes["fsdp"] == size) for size in (64, 8))
+    waits = {gathers: (1.0, 6.0), sends: (2.4, 2.4)}
+    parts = {layout: [(10.0, 0.0, 0.0, wait, 0.0) for wait in both] for layout, both in waits.items()}
+    estimates = {layout: Estimate(*said, 0, 1, 0, 0.0) for layout, (said, _) in parts.items()}
+    found = begin(waits, SimpleNamespace(estimate=estimates.get), AVAILABLE)
+    verify = lambda config: Verdict(1, AVAILABLE, parts[layout_of(config, 64)][1], 1.0, cached=False)  # noqa: E731
+    explore(found, CONFIG, [], verify, lambda *_: None, MOST_COMPILES)
+    assert [one.layout for one in found.trials] == [gathers, sends] and found.best.layout == sends
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 3])
