@@ -208,9 +208,7 @@ def _next(search: Search, *, last: bool) -> Layout | None:
     step_s_N, hope_N = predicted.step_s_N, np.full(len(layouts), _hope(len(search.trials)))
     siblings = _siblings(search)
     doubt_N = np.array([one not in siblings for one in layouts]) * (1 - predicted.trust_N)
-    if (
-        search.trials
-    ):  # The parts of a mesh that was not compiled may be as the model says: its sum is corrected by the least ratio of others.
+    if search.trials:  # parts of a mesh that was not compiled may be as the model says: by its sum and the least ratio, too
         meshes = {one.layout.mesh for one in search.trials}
         new_N = np.array([one.mesh not in meshes for one in layouts])
         whole_N = _least_ratio(search) * np.array([sum(one.parts) for one in search.open.values()])

@@ -48,6 +48,7 @@ def place(folder, monkeypatch):
     """An empty folder with the config `tiny`, and a cache of its own that these tests share."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(explore, "MOST_COMPILES", 2)
+    monkeypatch.setattr(explore, "MOST_UNROLLED", 1)
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "cache"))
     for path in folder.glob("*-planned.*"):
         path.unlink()
