@@ -25,7 +25,7 @@ from maxlm.planning.layouts import Layout, savings
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
-UNROLLED_LAYER_S = 1.5  # of the compiler, for each layer of a step without a loop over them
+UNROLLED_LAYER_S, UNROLLED_EXPERTS_S = 1.5, 6.0  # of the compiler, for each layer of a step without a loop over them; the same of experts
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
@@ -157,7 +157,7 @@ def explore_unrolled(
     first = [frame, replace(frame, remat="none", offload=())]
     others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in savings(config, frame))
     again = Search(search.available, trials=search.trials, failed=search.failed, other_trials=search.other_trials)
-    again.trial_s = UNROLLED_LAYER_S * config.model.n_layers
+    again.trial_s = (UNROLLED_LAYER_S if config.model.moe is None else UNROLLED_EXPERTS_S) * config.model.n_layers
     try:
         twins = begin([*first, *(layout for layout in others if model.fits_host(layout))], model, search.available)
         done = {*search.failed, *(one.layout for one in search.trials)}
