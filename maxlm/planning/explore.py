@@ -25,7 +25,7 @@ from maxlm.planning.layouts import Layout, savings
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
-UNROLLED_LAYER_S, UNROLLED_EXPERTS_S = 1.5, 6.0  # of the compiler, for each layer of a step without a loop over them; the same of experts
+LOOP_IN_LAYERS = 8  # without a loop the compiler takes as long for so many layers as for a step with one (seen: 7 to 14)
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
@@ -157,7 +157,8 @@ def explore_unrolled(
     first = [frame, replace(frame, remat="none", offload=())]
     others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in savings(config, frame))
     again = Search(search.available, trials=search.trials, failed=search.failed, other_trials=search.other_trials)
-    again.trial_s = (UNROLLED_LAYER_S if config.model.moe is None else UNROLLED_EXPERTS_S) * config.model.n_layers
+    looped = [one.verdict.seconds for one in search.trials if not one.layout.unroll] or [one.verdict.seconds for one in search.trials]
+    again.trial_s = sum(looped) / len(looped) * max(1.0, config.model.n_layers / LOOP_IN_LAYERS)
     try:
         twins = begin([*first, *(layout for layout in others if model.fits_host(layout))], model, search.available)
         done = {*search.failed, *(one.layout for one in search.trials)}
@@ -189,7 +190,7 @@ def _end(search: Search, layout: Layout | None, most: int) -> str:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"
-    expected_s = max(search.trial_s, sum(spent) / max(1, len(spent)))
+    expected_s = search.trial_s or sum(spent) / max(1, len(spent))
     if (search.trial_s or len(spent) >= MIN_COMPILES) and sum(spent) + expected_s > PATIENCE_S:
         return "the time for compiling is spent"
     return ""
