@@ -88,7 +88,7 @@ class Estimate:
 
 
 def _moves(layout: Layout) -> float:
-    """How often each byte that is kept for the backward pass is moved."""
+    """Number of times that each byte kept for the backward pass is moved."""
     return UNROLLED_MOVES if layout.unroll else KEPT_MOVES
 
 

@@ -29,7 +29,7 @@ LOOP_IN_LAYERS = 8  # without a loop the compiler takes as long for so many laye
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
 EXPLORATION_MARGIN = 0.03  # how much faster than predicted a layout may be that nothing like it was compiled
-EARLY = 4  # times that margin after the first trial, fewer after each; for layouts unlike any, fewer after each mesh
+EARLY = 4  # times that margin after the first trial, fewer after each; for layouts of a mesh that was not compiled, after each mesh
 MOST_HOPE = EXPLORATION_MARGIN * (1 + EARLY)
 PREDICTED = 6  # rows of layouts that were only predicted
 SAME_S, SAME_BYTES = 0.01, 0.03  # least difference of a predicted layout from the rows above it
@@ -74,7 +74,7 @@ class Search:
     host_full: int = 0  # of these, for lack of host memory
     set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
-    trial_s: float = 0.0  # of trials without a loop over layers: least seconds of the compiler that one is expected to take
+    trial_s: float = 0.0  # set where layers have no loop: seconds of the compiler that a trial is expected to take
     end: str = ""  # why the search ended
 
     @property
@@ -133,7 +133,7 @@ def explore(
                 return
             show_progress(search, layout)
             _compile(search, layout, config, verify, may_fail=may_fail or search.tried > 0)
-            if search.trial_s and layout in search.failed:  # as others as long would
+            if search.trial_s and layout in search.failed:  # so would others that are as long
                 search.end = "the compiler failed"
             _drop(search)
     except KeyboardInterrupt:
@@ -225,7 +225,7 @@ def _next(search: Search, *, last: bool) -> Layout | None:
 
 
 def _hope(seen: int) -> float:
-    """How much faster than predicted a layout may be, when so many were seen."""
+    """Share of its predicted time that a layout may be faster, after `seen` trials or meshes."""
     return EXPLORATION_MARGIN * (1 + EARLY / max(1, seen))
 
 

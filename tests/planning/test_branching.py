@@ -1,6 +1,7 @@
 """The search sets aside unseen only what it would have found too slow."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from test_plan_model import EXPERTS, analytic
@@ -31,6 +32,16 @@ def test_nothing_is_lost_that_the_model_thinks_well_of(config, gib):
     ranked = sorted(found.open.values(), key=lambda said: (sum(said.parts), said.needed))
     slower = [said.needed for said in ranked if sum(said.parts) > limit]
     assert slower == sorted(slower, reverse=True)  # each needs less memory than all that are faster
+
+
+def test_loops_are_searched_where_the_config_has_none():
+    own = replace(next(layouts(SMALL, 4)), remat="none", unroll=True)
+    config = own.apply(SMALL)
+    assert config.memory.unrolled
+    model = analytic(config, "v5p:2x2x1")
+    alone, beside = (search_all(config, model, 2**30, first).open for first in (None, own))
+    assert not any(layout.unroll for layout in alone)
+    assert set(beside) == {*alone, own}, "its time is no measure of theirs"
 
 
 def test_the_own_layout_is_kept_however_slow_it_is():

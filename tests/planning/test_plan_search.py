@@ -175,6 +175,16 @@ def test_few_long_trials_leave_no_time_for_more():
     assert found.best is not None and found.tried == tried <= 2
 
 
+def test_chunks_of_the_loss_are_compiled_where_they_are_predicted_to_be_faster():
+    """They change a step as predicted, and are not worth a try because predictions may be wrong."""
+    some = [replace(SPACE[0], loss_chunks=number) for number in (2, 4, 8, 16)]
+    estimates = {layout: Estimate(10.0, 0.0, 0.0, 0.01 * place, 0.0, 0, 1, 0, 0.0) for place, layout in enumerate(some)}
+    found = begin(some, SimpleNamespace(estimate=estimates.get), AVAILABLE)
+    verify = lambda config: Verdict(1, AVAILABLE, estimates[layout_of(config, 64)].parts, 1.0, cached=False)  # noqa: E731
+    explore(found, CONFIG, [some[2]], verify, lambda *_: None, MOST_COMPILES)
+    assert [one.layout for one in found.trials] == [some[2], some[0]]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mesh_that_was_compiled_is_soon_known(seed):
     """Layouts of other meshes keep their margin until several meshes were compiled, those of this one do not."""
