@@ -500,7 +500,7 @@ class Checkpoints:
         return failure
 
     def _open_writer(self) -> ocp.training.Checkpointer:
-        if self.failed_in_a_row and jax.process_index() == 0:
+        if jax.process_index() == 0:
             self._remove_unfinished()
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
@@ -513,19 +513,31 @@ class Checkpoints:
             self.directory,
             context=context,
             preservation_policy=retention(self._config, self._was_healthy),
-            cleanup_tmp_directories=True,
         )
 
     def _remove_unfinished(self) -> None:
-        """Remove what a failed save has left. A thread of that save may still write there, which the removal by Orbax does not expect."""
+        """Remove what saves that failed or were killed have left, tried again while a thread of such a save still writes there.
+
+        Not left to Orbax: its thread may be at it when a writer is closed already, and meet a checkpoint that is moved or written by then;
+        and in a bucket it removes every folder without a mark, also those that are none of ours.
+        """
         for _ in range(_REMOVALS):
-            with contextlib.suppress(OSError):
-                left = [entry for entry in self.directory.iterdir() if _UNFINISHED in entry.name]
+            try:
+                left = [entry for entry in self.directory.iterdir() if self._is_unfinished(entry.name)]
                 for entry in left:
                     entry.rmtree()
+            except Exception as error:
+                if not is_storage_error(error):
+                    raise
+            else:
                 if not left:
                     return
             time.sleep(_REMOVAL_SECONDS)
+
+    def _is_unfinished(self, name: str) -> bool:
+        """True for an entry of the directory that a save has not committed."""
+        in_bucket = is_remote(str(self.directory)) and _STEP.fullmatch(name)
+        return _UNFINISHED in name or bool(in_bucket and _unlisted(self.directory, int(name)))
 
     def _was_healthy(self, step: int) -> bool | None:
         """Mark of a checkpoint; None if it cannot be read, now or at all."""
@@ -565,7 +577,7 @@ class Checkpoints:
     def _set_aside(self, step: int, resumed_at: int) -> None:
         folder, aside, in_bucket = self.directory / str(step), self.directory / _ASIDE, is_remote(str(self.directory))
         aside.mkdir(parents=True, exist_ok=True)
-        if in_bucket:  # which has no folder without a file, and without this one Orbax takes it for an unfinished save, and removes it
+        if in_bucket:  # which has no folder without a file, and without this one a program of Orbax's takes it for an unfinished save
             (aside / _COMMITTED).write_text("checkpoints that training went back behind")
         same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
         target = aside / (f"{step}-{same + 1}" if same else str(step))

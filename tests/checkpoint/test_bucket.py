@@ -1,5 +1,6 @@
 """Checkpoints in a bucket, which has objects and no folders: one is there as long as an object is in it, and is moved object by object."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ class KilledError(BaseException):
 
 
 class Bucket(MemoryFileSystem):
-    """Objects in memory. `left`: how many may still be removed before the process dies."""
+    """Objects in memory. `left`: how many may still be removed before the process dies. `removers`: the threads that removed any."""
 
     cachable = False
     pseudo_dirs = property(lambda bucket: [""])
@@ -27,6 +28,7 @@ class Bucket(MemoryFileSystem):
     def __init__(self):
         super().__init__()
         self.store = {}
+        self.removers = set()
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -40,6 +42,7 @@ class Bucket(MemoryFileSystem):
         if not self.left:
             raise KilledError
         self.left -= 1
+        self.removers.add(threading.current_thread())
         super().rm_file(path)
 
     def rm(self, path, recursive=False, maxdepth=None):
@@ -85,7 +88,7 @@ def bucket(saved, monkeypatch):
     opened = Checkpoints._open_writer
 
     def open_writer(store):
-        opened(store).close()  # Orbax removes what unfinished saves have left
+        opened(store).close()  # what unfinished saves have left is removed
         return Writer(store)
 
     monkeypatch.setattr(Checkpoints, "_open_writer", open_writer)
@@ -131,3 +134,15 @@ def test_a_kill_while_a_checkpoint_is_moved_leaves_none_that_lacks_something(sav
     assert store.save(4, saved[1][2], {})
     store.close()
     assert store.steps() == [1, 4], "what was left of the one that was moved is gone"
+
+
+def test_what_a_save_has_left_is_removed_alone_and_before_the_writer_is_open(saved, bucket):
+    left, kept = [f"{RUN}/5/state/d", f"{RUN}/6.orbax-checkpoint-tmp/state"], [f"{RUN}/notes/a", f"{RUN}/3-copy/state/d", f"{RUN}/readme"]
+    for name in left + kept:
+        bucket.pipe_file(name, b"bytes")
+    before = objects(bucket, "")
+    open_store(RUN)._open_writer()
+    after = objects(bucket, "")
+    assert bucket.removers == {threading.current_thread()}, "in the background it would meet what is moved or written by then"
+    assert before.keys() - after.keys() == {name.removeprefix(RUN) for name in left}
+    assert all(after[name] == content for name, content in before.items() if name in after)
