@@ -25,7 +25,7 @@ from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
 
-# Heads of the output take whole lanes, a block of the sequence is a multiple of them.
+# Heads of the output take whole lanes, or two of them share those, and a block of the sequence is a multiple of them.
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
 UNMASKED_SUFFIX = "_beside"  # added where causality masks nothing, since all keys stand before all queries
 
@@ -106,6 +106,22 @@ class _Shape:
         return self.value_dim or self.head_dim
 
     @property
+    def share(self) -> int:
+        """Query heads that read the same keys."""
+        return self.heads // self.groups
+
+    @property
+    def together(self) -> int:
+        """Heads whose output lies in the same lanes: two that are half as wide, and read the same keys or each its own."""
+        halves = 2 * self.values == LANES and (self.share % 2 == 0 or (self.share == 1 and self.heads % 2 == 0))
+        return 2 if halves else 1
+
+    @property
+    def columns(self) -> int:
+        """Width of the lanes that heads have `together`."""
+        return padded(self.together * self.values)
+
+    @property
     def blocks_ahead(self) -> int:
         """Blocks that queries stand after the keys of the same index."""
         return self.offset // self.block
@@ -162,10 +178,11 @@ def why_not(seq_len: int, head_dim: int, device_kind: str, itemsize: int = 2, bl
 
 def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks, itemsize: int) -> int:
     """Bytes of VMEM of the backward pass, the larger one: three sums in float32; queries, output, its gradient and three results in
-    `itemsize` bytes, each twice, since the next head's travel meanwhile; three blocks of scores for registers that do not fit,
-    and a MiB for rows. Values are taken to be as wide as keys.
+    `itemsize` bytes, each twice, since the next head's travel meanwhile, and one head's gradient where two share lanes; three blocks of
+    scores for registers that do not fit, and a MiB for rows. Values are taken to be as wide as keys.
     """
-    return seq_len * padded(head_dim) * (3 * 4 + 6 * 2 * itemsize) + 3 * sizes.backward**2 * 4 + (1 << 20)
+    arrays = 6 * 2 + (2 * head_dim == LANES)
+    return seq_len * padded(head_dim) * (3 * 4 + arrays * itemsize) + 3 * sizes.backward**2 * 4 + (1 << 20)
 
 
 def attention_flash(
@@ -214,8 +231,9 @@ def chunk_gradients(saved: Saved, dout_BSHK: Float[Array, "B S H K"], dlse_BHS: 
     """See `chunk_attention_gradients`; saved are q, k, v, segments as in `chunk_forward`, output and logsumexp in nats."""
     q_BHSK, k_BGSK, v_BGSK, segments_B2S, out_BSHK, lse_BHS = saved
     batch, _, seq_len, _ = q_BHSK.shape
-    out_BSN, dout_BSN = (to_lanes(x).reshape(batch, seq_len, -1) for x in (out_BSHK, dout_BSHK))
     shape = _chunk_shape(q_BHSK, k_BGSK, options, backward=True)
+    wide = [x if shape.together > 1 else to_lanes(x) for x in (out_BSHK, dout_BSHK)]
+    out_BSN, dout_BSN = (x.reshape(batch, seq_len, -1) for x in wide)
     return _backward(q_BHSK, k_BGSK, v_BGSK, out_BSN, dout_BSN, lse_BHS * LOG2E, segments_B2S, shape, dlse_BHS)
 
 
@@ -321,25 +339,29 @@ def _forward(
     """(output [B, S, N = H V], logsumexp of the scores in base 2 [B, H, S], 1e30 where a query attends to nothing).
 
     The output has the layout that the next matmul reads: with heads first, that matmul takes 1.7 times as long. Its heads lie side by side,
-    so that each takes whole lanes, with zeros after it; queries, keys and values are read and their gradients written as they are.
+    so that each takes whole lanes, with zeros after it, or two share them and are written one after the other; queries, keys and values are
+    read and their gradients written as they are.
     """
-    batch, share = q_BHSK.shape[0], shape.heads // shape.groups
-    mine = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, h, i, _: (b, h, i, 0))
+    batch, share, together = q_BHSK.shape[0], shape.share, shape.together
+    mine = pl.BlockSpec((1, 1, shape.block, shape.head_dim), lambda b, h, i, r, _: (b, h * together + r, i, 0))
+    read = together if share == 1 else 1  # groups that heads together read: not read again for every block of queries
     all_keys, all_values = (
-        pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, h, i, _: (b, h // share, 0, 0)) for dim in (shape.head_dim, shape.values)
+        pl.BlockSpec((1, read, shape.seq_len, dim), lambda b, h, i, r, _: (b, h * together // (share * read), 0, 0))
+        for dim in (shape.head_dim, shape.values)
     )
-    out = jax.ShapeDtypeStruct((batch, shape.seq_len, shape.heads * padded(shape.values)), q_BHSK.dtype)
+    steps = shape.heads // together
+    out = jax.ShapeDtypeStruct((batch, shape.seq_len, steps * shape.columns), q_BHSK.dtype)
     out_BSN, lse = pl.pallas_call(
         functools.partial(_forward_kernel, shape),
         name=FORWARD + shape.name_suffix,
         out_shape=(out, jax.ShapeDtypeStruct((batch, shape.heads, 1, shape.seq_len), jnp.float32)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(batch, shape.heads, shape.blocks),
-            in_specs=[mine, all_keys, all_values, pl.BlockSpec((1, 2, shape.seq_len), lambda b, h, i, _: (b, 0, 0))],
+            grid=(batch, steps, shape.blocks, together),
+            in_specs=[mine, all_keys, all_values, pl.BlockSpec((1, 2, shape.seq_len), lambda b, h, i, r, _: (b, 0, 0))],
             out_specs=[
-                pl.BlockSpec((1, shape.block, padded(shape.values)), lambda b, h, i, _: (b, i, h)),
-                pl.BlockSpec((1, 1, 1, shape.block), lambda b, h, i, _: (b, h, 0, i)),
+                pl.BlockSpec((1, shape.block, shape.columns), lambda b, h, i, r, _: (b, i, h)),
+                pl.BlockSpec((1, 1, 1, shape.block), lambda b, h, i, r, _: (b, h * together + r, 0, i)),
             ],
             scratch_shapes=[
                 pltpu.VMEM((1, shape.block), jnp.float32),
@@ -349,7 +371,7 @@ def _forward(
         ),
         cost_estimate=_cost((1, 1), batch, shape, [q_BHSK, k_BGSK, v_BGSV, out]),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=_vmem_needed(shape.seq_len, shape.head_dim, shape.sizes, q_BHSK.dtype.itemsize),
         ),
         interpret=shape.interpret,
@@ -359,7 +381,8 @@ def _forward(
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Running softmax of the queries of block `i`: for each the reference score, the sum of weights, and the sum of weighted values.
+    """Running softmax of the queries of block `i`, of head `r` of those together: for each the reference score, the sum of weights, and the
+    sum of weighted values.
 
     A fixed reference spares the vector unit half of its work: scores go from the matrix unit through exp2 back into it, and are
     stored nowhere. The largest score among a query's nearest keys is one that nearly always does: it must come within 2**`_SAFE`
@@ -368,6 +391,7 @@ class _Softmax:
 
     shape: _Shape
     i: Index
+    r: Index
     q_ref: Ref
     k_ref: Ref
     v_ref: Ref
@@ -379,6 +403,11 @@ class _Softmax:
     @property
     def tiles(self) -> list[pl.Slice]:
         return [pl.Slice(start, self.shape.tile) for start in range(0, self.shape.block, self.shape.tile)]
+
+    @property
+    def _group(self) -> Index:
+        """Which of the keys in VMEM are the head's."""
+        return self.r if self.k_ref.shape[1] > 1 else 0
 
     def clear(self) -> None:
         self.top_ref[...] = jnp.full_like(self.top_ref, _FIRST_MAXIMUM)
@@ -426,23 +455,24 @@ class _Softmax:
                 self._mix(j, keys, queries, jnp.exp2(scores_TQ - top_1Q))
 
     def result(self) -> tuple[jax.Array, jax.Array]:
-        """(output [Q, V] in float32 with zeros up to whole lanes, logsumexp [1, Q] in base 2)."""
+        """(output [Q, N] in float32, 0 in lanes that are not the head's, logsumexp [1, Q] in base 2)."""
         total_1Q = self.sum_ref[...]
         nothing = total_1Q == 0
         out_VQ = self.mixed_ref[...] / jnp.where(nothing, 1.0, total_1Q)
-        if missing := padded(self.shape.values) - self.shape.values:
-            out_VQ = jnp.concatenate([out_VQ, jnp.zeros((missing, self.shape.block), out_VQ.dtype)])
-        return out_VQ.T, jnp.where(nothing, NO_KEYS, self.top_ref[...] + jnp.log2(total_1Q))
+        heads = [out_VQ] if self.shape.together == 1 else [jnp.where(self.r == r, out_VQ, 0.0) for r in range(self.shape.together)]
+        if missing := self.shape.columns - len(heads) * self.shape.values:
+            heads.append(jnp.zeros((missing, self.shape.block), out_VQ.dtype))
+        return jnp.concatenate(heads).T, jnp.where(nothing, NO_KEYS, self.top_ref[...] + jnp.log2(total_1Q))
 
     def _scores(self, j: Index, keys: pl.Slice, queries: pl.Slice) -> jax.Array:
         keys = pl.Slice(j * self.shape.block + keys.start, keys.size)
-        return _scores(self.k_ref[0, 0, keys, :], self.q_ref[0, 0, queries, :], self.shape)[0]
+        return _scores(self.k_ref[0, self._group, keys, :], self.q_ref[0, 0, queries, :], self.shape)[0]
 
     def _hidden(self, j: Index, keys: pl.Slice, queries: pl.Slice, mask: str) -> jax.Array:
         return _hidden(self.segments_ref, self.i, j, keys, queries, mask, self.shape)
 
     def _mix(self, j: Index, keys: pl.Slice, queries: pl.Slice, weights_TQ: jax.Array) -> None:
-        v_TV = self.v_ref[0, 0, pl.Slice(j * self.shape.block + keys.start, keys.size), :]
+        v_TV = self.v_ref[0, self._group, pl.Slice(j * self.shape.block + keys.start, keys.size), :]
         self.sum_ref[:, queries] += jnp.sum(weights_TQ, axis=0, keepdims=True)
         self.mixed_ref[:, queries] += jax.lax.dot_general(
             v_TV, weights_TQ.astype(v_TV.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
@@ -451,8 +481,8 @@ class _Softmax:
 
 def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
     ranges_ref, q_ref, k_ref, v_ref, segments_ref, out_ref, lse_ref, *sums = refs
-    b, i = pl.program_id(0), pl.program_id(2)
-    softmax = _Softmax(shape, i, q_ref, k_ref, v_ref, segments_ref, *sums)
+    b, i, r = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    softmax = _Softmax(shape, i, r, q_ref, k_ref, v_ref, segments_ref, *sums)
 
     first, near = _first_block(i, shape), _near_block(i, shape)
 
@@ -469,8 +499,11 @@ def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
         pl.when(near == i + shape.blocks_ahead)(functools.partial(begin, _ORDER, _ALL))
         pl.when((near < i + shape.blocks_ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
     jax.lax.fori_loop(first, near, beside, None)
-    out_QV, lse_ref[0, 0] = softmax.result()
-    out_ref[0] = out_QV.astype(out_ref.dtype)
+    out_QN, lse_ref[0, 0] = softmax.result()
+    lane_1N = jax.lax.broadcasted_iota(jnp.int32, (1, shape.columns), 1)
+    mine_1N = lane_1N // shape.values == r
+    out_QN = out_QN.astype(out_ref.dtype)
+    out_ref[0] = out_QN if shape.together == 1 else jnp.where(mine_1N, out_QN, out_ref[0])
     lost_1Q = jnp.where(softmax.sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)
 
     @pl.when(jnp.max(lost_1Q) > 0)
@@ -481,9 +514,11 @@ def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
         def _(j: Index) -> None:
             pl.when(_overlap(ranges_ref, b, i, j, shape.blocks)[0])(functools.partial(softmax.renew, j))
 
-        out_QV, lse_1Q = softmax.result()
-        lost_Q1 = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1]
-        out_ref[0] = jnp.where(lost_Q1 > 0, out_QV.astype(out_ref.dtype), out_ref[0])  # a query depends on no other, to the bit
+        out_QN, lse_1Q = softmax.result()
+        lost_QN = jnp.broadcast_to(lost_1Q, (LANES, shape.block)).T[:, :1] > 0
+        if shape.together > 1:
+            lost_QN &= mine_1N
+        out_ref[0] = jnp.where(lost_QN, out_QN.astype(out_ref.dtype), out_ref[0])  # a query depends on no other, to the bit
         lse_ref[0, 0] = jnp.where(lost_1Q > 0, lse_1Q, lse_ref[0, 0])
 
 
@@ -502,13 +537,14 @@ def _backward(
 
     `dlse_BHS`: cotangent of the logsumexp in nats, where that is used: a score moves it by its weight, as one moves the output.
     """
-    batch, share = q_BHSK.shape[0], shape.heads // shape.groups
+    batch, share, together = q_BHSK.shape[0], shape.share, shape.together
     dims = (shape.head_dim, shape.values)
     of_head = pl.BlockSpec((1, 1, shape.seq_len, shape.head_dim), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
     of_group = [pl.BlockSpec((1, 1, shape.seq_len, dim), lambda b, g, r, j, _: (b, g, 0, 0)) for dim in dims]
     blocks = [pl.BlockSpec((1, 1, shape.block, dim), lambda b, g, r, j, _: (b, g, j, 0)) for dim in dims]
     sums = [pltpu.VMEM(_sum_order((shape.seq_len, dim), shape), jnp.float32) for dim in (shape.head_dim, *dims)]
-    columns = pl.BlockSpec((1, shape.seq_len, padded(shape.values)), lambda b, g, r, j, _: (b, 0, g * share + r))
+    columns = pl.BlockSpec((1, shape.seq_len, shape.columns), lambda b, g, r, j, _: (b, 0, (g * share + r) // together))
+    one_of_two = [pltpu.VMEM((shape.seq_len, shape.values), dout_BSN.dtype)] if together > 1 else []
     row = pl.BlockSpec((1, 1, 1, shape.seq_len), lambda b, g, r, j, _: (b, g * share + r, 0, 0))
     rows = [x_BHS[:, :, None] for x_BHS in (lse_BHS, dlse_BHS) if x_BHS is not None]
     return pl.pallas_call(
@@ -527,7 +563,7 @@ def _backward(
                 *[row] * len(rows),
             ],
             out_specs=[of_head, *of_group],
-            scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32), *sums],
+            scratch_shapes=[pltpu.VMEM((1, shape.seq_len), jnp.float32), *sums, *one_of_two],
         ),
         cost_estimate=_cost((3, 2), batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSV, v_BGSV]),
         compiler_params=pltpu.CompilerParams(
@@ -541,8 +577,8 @@ def _backward(
 def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
     ranges_ref, q_ref, out_ref, dout_ref, k_ref, v_ref, segments_ref, *refs = refs  # type: ignore[assignment]
     (lse_ref, *dlse_refs), (dq_ref, dk_ref, dv_ref, *sums) = refs[:rows], refs[rows:]
-    b, r, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    delta_ref, dq_sum, dk_sum, dv_sum = sums
+    b, g, r, j = (pl.program_id(dim) for dim in range(4))
+    delta_ref, dq_sum, dk_sum, dv_sum, *one_of_two = sums
     keys, whole = pl.Slice(j * shape.block, shape.block), pl.Slice(0, shape.block)
 
     def at(tokens: pl.Slice) -> tuple[slice | pl.Slice, ...]:
@@ -565,8 +601,14 @@ def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
         def _(i: Index) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
             clear(dq_sum, queries)
-            mixed_QV = out_ref[0, queries, :].astype(jnp.float32) * dout_ref[0, queries, :].astype(jnp.float32)
-            delta_1Q = jnp.sum(mixed_QV.T, axis=0, keepdims=True)
+            dout_QN = dout_ref[0, queries, :].astype(jnp.float32)
+            mixed_NQ = (out_ref[0, queries, :].astype(jnp.float32) * dout_QN).T
+            for dout_of_head_ref in one_of_two:
+                second = (g * shape.share + r) % 2
+                words = pltpu.roll(pltpu.bitcast(dout_ref[0, queries, :], jnp.int32), second * shape.values, 1)  # no shorter ones roll
+                dout_of_head_ref[queries, :] = pltpu.bitcast(words, dout_of_head_ref.dtype)[:, : shape.values]
+                mixed_NQ = jnp.where(second == 1, mixed_NQ[shape.values :], mixed_NQ[: shape.values])
+            delta_1Q = jnp.sum(mixed_NQ, axis=0, keepdims=True)
             delta_ref[:, queries] = functools.reduce(lambda delta, dlse_ref: delta - dlse_ref[0, 0, :, queries], dlse_refs, delta_1Q)
 
     @pl.when(r == 0)
@@ -577,7 +619,8 @@ def _backward_kernel(shape: _Shape, rows: int, *refs: Ref) -> None:
     def visit(i: jax.Array, _: None) -> None:
         def run(mask: str) -> None:
             queries = pl.Slice(i * shape.block, shape.block)
-            q_QK, dout_QV, k_TK, v_TV = q_ref[0, 0, queries, :], dout_ref[0, queries, : shape.values], k_ref[0, 0], v_ref[0, 0]
+            q_QK, k_TK, v_TV = q_ref[0, 0, queries, :], k_ref[0, 0], v_ref[0, 0]
+            dout_QV = one_of_two[0][queries, :] if one_of_two else dout_ref[0, queries, : shape.values]
             scores_TQ, slope = _scores(k_TK, q_QK, shape)
             if mask != _NONE:
                 scores_TQ = jnp.where(_hidden(segments_ref, i, j, whole, whole, mask, shape), _MASKED, scores_TQ)

@@ -86,12 +86,23 @@ def linear(
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
-    biased = multiply if bias is None else lambda x: _plus(multiply(x), bias)
-    return biased(x) if reads is None or writes is None else _fenced(biased, x, reads, writes, fence, name)
+    biased = multiply if bias is None else lambda x: multiply(x) + jax.lax.stop_gradient(bias[...]).astype(x.dtype)
+    y = biased(x) if reads is None or writes is None else _fenced(biased, x, reads, writes, fence, name)
+    return y if bias is None else _bias_gradient(y, bias[...])
 
 
-def _plus(y: Array, bias: nnx.Param) -> Array:
-    return y + bias[...].astype(y.dtype)
+# The gradient of the bias that y has in it: summed in float32, and not behind the fence, so that XLA sums it as it writes that of y (GPT-2
+# on v6e: 0.0691 s a step instead of 0.0716 s).
+@jax.custom_vjp
+def _bias_gradient(y: Array, bias: Array) -> Array:
+    return y
+
+
+def _sum_tokens(bias: Array, gradient: Array) -> tuple[Array, Array]:
+    return gradient, jnp.sum(gradient, range(gradient.ndim - bias.ndim), jnp.float32).astype(bias.dtype)
+
+
+_bias_gradient.defvjp(lambda y, bias: (y, bias), _sum_tokens)
 
 
 def _named(x: Array, name: str) -> Array:
@@ -170,13 +181,11 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
     vocab, width = split_axes(("vocab", "embed"), mesh)
     batch, seq, between = split_axes(("batch", *(("seq", "seq_vocab") if tokens_BS.shape[1] > 1 else (None, None))), mesh)
     between = tuple(axis for axis in between if axis not in seq)  # axes that split the sequence of the result
-    axes = {*vocab, *width, *batch, *seq}
-    if not axes:
+    if not (axes := {*vocab, *width, *batch, *seq}):
         return table_VD[tokens_BS]
 
     def local(table_VD: Array, tokens_BS: Array) -> Array:
-        if width:
-            table_VD = gather(table_VD, width, 1)
+        table_VD = gather(table_VD, width, 1) if width else table_VD
         if not vocab:
             return table_VD[tokens_BS]
         place_BS = tokens_BS - jax.lax.axis_index(vocab) * table_VD.shape[0]

@@ -231,6 +231,35 @@ def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
         np.testing.assert_allclose(mine, other, atol=3e-5)
 
 
+@pytest.mark.parametrize(
+    ("heads", "groups", "flipped"),
+    [(4, 4, True), (4, 4, False), (4, 2, True), (6, 2, True)],
+    ids=["own keys, v6e", "own keys", "the same keys, v6e", "three to a group, v6e"],
+)
+def test_heads_that_share_lanes_know_nothing_of_each_other(heads, groups, flipped, monkeypatch):
+    """Two heads of 64 lie in 128 lanes: each is what the portable form says, and keeps every bit when queries of the one beside it change,
+    also where the sums of those are lost and computed again.
+    """
+    monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
+    monkeypatch.setattr(tpu, "WIDE", ("",) if flipped else ())
+    q, k, v, segments = operands(15, S=256, H=heads, G=groups, K=64)
+    weights, changed = jax.random.normal(jax.random.key(9), q.shape), jnp.arange(heads) == 1
+    k = k.at[:, 3].multiply(30.0)
+
+    def total(implementation, *qkv):
+        out = run(*qkv, segments, implementation=implementation)
+        return jnp.sum(weights * out), out
+
+    ours, theirs = (functools.partial(total, implementation) for implementation in ("flash", "xla"))
+    ((_, out), gradients), ((_, other_out), other_gradients) = (total_and_gradients(attend, q, k, v) for attend in (ours, theirs))
+    for mine, other in zip((out, *gradients), (other_out, *other_gradients), strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-3)  # of 185: scores are in the hundreds
+    (_, after), (dq, _, _) = total_and_gradients(ours, jnp.where(changed[:, None], 9 * q[:, ::-1], q), k, v)
+    for old, new in ((out, after), (gradients[0], dq)):
+        np.testing.assert_array_equal(old[:, :, ~changed], new[:, :, ~changed])
+        assert not np.allclose(old[:, :, 1], new[:, :, 1])
+
+
 def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3):
     """Logsumexp of the scores that the mask leaves, in nats [B, H, S]."""
     places, share = np.arange(q.shape[1]), q.shape[2] // k.shape[2]
@@ -512,22 +541,22 @@ def in_chunks(q, k, v, segments, L, dout, dlse, **options):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "options", "pieces"),
+    ("implementation", "options", "pieces", "K"),
     [
-        pytest.param("flash", {}, 1, marks=pytest.mark.soak),
-        ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1),
-        ("flash", {"mask": Mask(window=LONGEST_WINDOW)}, 1),
-        ("xla", {"mask": Mask(window=100)}, 1),
-        ("xla", {}, 2),
-        pytest.param("xla", {"mask": Mask(window=70)}, 4, marks=pytest.mark.soak),
+        pytest.param("flash", {}, 1, 16, marks=pytest.mark.soak),
+        ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1, 16),
+        ("flash", {"mask": Mask(window=LONGEST_WINDOW)}, 1, 64),
+        ("xla", {"mask": Mask(window=100)}, 1, 16),
+        ("xla", {}, 2, 16),
+        pytest.param("xla", {"mask": Mask(window=70)}, 4, 16, marks=pytest.mark.soak),
     ],
 )
-def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, monkeypatch):
+def test_parts_of_chunks_add_up_to_the_whole(implementation, options, pieces, K, monkeypatch):
     """Outputs and logsumexp, and gradients under the cotangents of both: documents and padding that cross chunks, and chunks in pieces."""
     monkeypatch.setattr(chunks, "_cut", lambda *_: [slice(start, start + 256 // pieces) for start in range(0, 256, 256 // pieces)])
     monkeypatch.setattr(tpu, "sizes_of", lambda *_: tpu.Blocks(128, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
-    q, k, v, _ = operands(14, B=2, S=512, H=2, G=1, K=16)
+    q, k, v, _ = operands(14, B=2, S=512, H=2, G=1, K=K)
     segments = jnp.asarray([[1] * 512, [1] * 100 + [2] * 300 + [0] * 112], jnp.int32)
     dout, dlse = jax.random.normal(jax.random.key(1), q.shape), jax.random.normal(jax.random.key(2), (2, 2, 512))
     dlse = jnp.where((segments != 0)[:, None], dlse, 0.0)

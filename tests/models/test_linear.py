@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tiny import tiny_program
 
 from maxlm import kernels
@@ -90,3 +91,20 @@ def test_every_matmul_is_traced_with_the_precision_of_the_config(stages, monkeyp
     program.lower()
     assert len(seen) >= 7 and {settings.compute for settings in seen} == {"float32"}, "bfloat16 is the default"
     assert linear._SETTINGS.get() == PrecisionConfig()
+
+
+@pytest.mark.parametrize("axes", [None, ("batch", "seq", "mlp")], ids=["XLA chooses", "fenced"])
+def test_the_gradient_of_a_bias_is_summed_in_float32(axes):
+    """Over thousands of tokens in bfloat16: a sum in that format stops growing at 256 of its terms. The other gradients keep every bit."""
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(4, 1024, 8), (8, 16), (4, 1024, 16)]))
+
+    def ours(x, w, bias):
+        return linear.linear("BSD,DF->BSF", x, w, nnx.Param(bias), reads=axes, writes=axes)
+
+    y, transposed = jax.vjp(jax.jit(ours), x, w, jnp.arange(16.0))
+    by_definition, its_transposed = jax.vjp(lambda x, w: jnp.einsum("BSD,DF->BSF", x, w) + jnp.arange(16.0).astype(x.dtype), x, w)
+    dx, dw, found = transposed(dy + 1)
+    for mine, other in zip((y, dx, dw), (by_definition, *its_transposed(dy + 1)), strict=True):
+        np.testing.assert_array_equal(mine, other)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.sum(np.asarray(dy + 1, np.float64), (0, 1)), rtol=1e-6)
