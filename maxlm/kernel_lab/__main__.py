@@ -33,8 +33,10 @@ def main(operation: str, implementation: str, shape: str, topology: str, folder:
     for case in CASES[operation](shape_of(operation, shape), implementation, device.device_kind, sweep=bool(sweep)):
         written, program = compiled(case, device, Path(folder))
         for kernel in case.kernels:
-            counted = {**count(kernel, written, bandwidth / clock_hz), "estimated": estimated(kernel, program)} if written else {}
-            print(json.dumps({"part": kernel.part, "blocks": kernel.blocks, "flops": kernel.flops, **counted}))
+            row = {"part": kernel.part, "blocks": kernel.blocks, "flops": kernel.flops}
+            if written:
+                row |= {**count(kernel, written, bandwidth / clock_hz, device.device_kind), "estimated": estimated(kernel, program)}
+            print(json.dumps(row))
 
 
 def compiled(case: "Case", device: Any, folder: Path) -> tuple[dict[str, dict[str, Path]], str]:
@@ -62,12 +64,12 @@ def estimated(kernel: "Kernel", program: str) -> int:
     return sum(run.times * (run.op.cycles or 0) for run in parser.read(program).executed() if kernel.name in run.op.name)
 
 
-def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float) -> dict[str, Any]:
+def count(kernel: "Kernel", written: dict[str, dict[str, Path]], bytes_a_cycle: float, device_kind: str) -> dict[str, Any]:
     """Counts of its machine code: cycles, bytes moved, waits, memory; `slots`: used shares of the slots of its bundles."""
     total, filled, memory = Counter[str](), Counter[str](), Counter[str]()
     for paths in (paths for name, paths in written.items() if kernel.name in name):
         code = bundles.load(paths)
-        run = execute.execute(code, kernel.scalars, bytes_a_cycle)
+        run = execute.execute(code, kernel.scalars, bytes_a_cycle, device_kind)
         total.update(cycles=run.cycles, matrix=run.matrix, moved=run.moved, waited=run.waited, spills=run.units[bundles.SPILLS])
         filled.update({name: run.units[name] / number for name, number in code.capacity.items()})
         memory |= Counter(code.memory)  # one operation at a time

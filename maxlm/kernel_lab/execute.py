@@ -16,7 +16,8 @@ from maxlm.config.errors import UserError
 from maxlm.hardware.chips import LANES
 from maxlm.kernel_lab.bundles import Code, Instruction
 
-DELAY = 4  # bundles after a branch that are issued all the same
+DELAY = 4  # bundles after a branch that are issued all the same: as many as libtpu leaves empty there
+DELAYS = {"TPU7x": 1}  # where they are others
 MOST_BUNDLES = 10**8  # a kernel that issues more does not end
 GRANULE = 32  # bytes, in which copies are counted
 
@@ -68,13 +69,13 @@ class Run:
         return max((count for unit, count in self.units.items() if unit.startswith("mxu")), default=0)
 
 
-def execute(code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float = math.inf) -> Run:
+def execute(code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float = math.inf, device_kind: str = "") -> Run:
     """Run `code` with these first operands, the scalars it branches on. Values from vectors are taken to be 0. Copies run one after
-    another at `bytes_a_cycle`, without latency.
+    another at `bytes_a_cycle`, without latency. `device_kind`: the one that it was compiled for.
 
     Raises UserError for an unknown instruction and for a kernel that does not end.
     """
-    core = _Core(code, operands, bytes_a_cycle)
+    core = _Core(code, operands, bytes_a_cycle, DELAYS.get(device_kind, DELAY))
     while core.at < len(code.bundles):
         core.step()
     units: Counter[str] = Counter()
@@ -104,8 +105,8 @@ class _Memory:
 class _Core:
     """Registers, SMEM and the pending branch of one core."""
 
-    def __init__(self, code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float) -> None:
-        self.code = code
+    def __init__(self, code: Code, operands: Sequence[np.ndarray], bytes_a_cycle: float, delay: int) -> None:
+        self.code, self.delay = code, delay
         self.arrays = [operand for operand in operands if operand.size > 1]
         self.numbers = {place: int(operand.item()) for place, operand in enumerate(operands) if operand.size == 1}  # come in registers
         self.issued = [0] * (len(code.bundles) + 1)  # each time more often than the bundle before
@@ -133,7 +134,7 @@ class _Core:
         writes = [(i, 0 if i.opcode.startswith("dma") else self.value(i)) for i in self.acting[number] if self.holds(i.guard)]
         for instruction, value in writes:
             if instruction.opcode == "sbr.rel":
-                self.jump = (number + DELAY, int(value))
+                self.jump = (number + self.delay, int(value))
             elif instruction.opcode == "sst":
                 self.smem[self.address(instruction.operands[0])] = int(value)
             elif instruction.opcode.endswith("to_smem"):

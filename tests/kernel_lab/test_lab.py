@@ -74,6 +74,13 @@ def test_bundles_are_counted_as_often_as_they_run(scalars, sevens):
     assert (run.matrix, run.units[SPILLS]) == (8 * sevens, sevens)
 
 
+def test_what_follows_a_branch_is_issued_as_the_chip_does_it():
+    """On TPU7x the second bundle after a taken branch is not: here it would count the loop's turns anew, forever."""
+    slots = LOOP.replace("0xf   :  {}", "0xf   :  { %s18_s1 = smov 0 }")
+    run = execute(read(slots), [np.asarray([[0, 3, 0, 7]], np.int32)], device_kind="TPU7x")
+    assert run.bundles == 4 + 3 * (3 + 1 + 2 + 1) + 3, "after the last turn the branch is not taken"
+
+
 def test_small_integers_are_packed_as_in_memory():
     code = read(LOOP.replace("[smem:[#allocation6 + %s13_s1]]", "[smem:[#allocation6]]"))
     rows = np.zeros((8, 4), np.int8)
