@@ -76,14 +76,15 @@ def rows(name: str, overrides: list[str], folder: Path, least_s: float) -> Itera
         raise UserError(f"{name} does not fit {topology.name}, so it has no code: `maxlm compile {name}` says what would.")
     module, written = parser.read(step.text), bundles.written(folder.iterdir())
     pricing = TpuPricing(module, topology.chip)
-    bandwidth = topology.chip.hbm_bytes_per_s_per_device / CORES.get(devices(topology)[0].device_kind, 1)
+    kind = devices(topology)[0].device_kind
+    bandwidth = topology.chip.hbm_bytes_per_s_per_device / CORES.get(kind, 1)
     for run in module.executed():
         op, computation, paths = run.op, module.computations[run.computation], written.get(run.op.name, {})
         charged = run.times * pricing.seconds(op, computation)
         if charged < least_s or set(paths) != set(bundles.DUMPS):
             continue
         try:
-            counted = execute.execute(bundles.load(paths), [], bandwidth / pricing.clock_hz)
+            counted = execute.execute(bundles.load(paths), [], bandwidth / pricing.clock_hz, kind)
         except UserError as error:
             sys.stderr.write(f"left out, {1e3 * charged:.2f} ms charged: {op.name}: {error}\n")
             continue

@@ -64,7 +64,7 @@ def compiled(chip: str, name: str, size: int, folder: Path) -> tuple[str, float,
     module = parser.read(text)
     dots = {operands for run in module.executed() for operands in flops_by_operands(module, run.op, module.computations[run.computation])}
     bandwidth = topology.chip.hbm_bytes_per_s_per_device / CORES.get(device.device_kind, 1)
-    counted = count(Kernel("", "fusion", [], 0.0), written, bandwidth / clock_hz)
+    counted = count(Kernel("", "fusion", [], 0.0), written, bandwidth / clock_hz, device.device_kind)
     return ", ".join(sorted(dots)), float(module.cycles(module.entry)), float(counted["cycles"] + counted["waited"])
 
 
