@@ -105,10 +105,9 @@ class _Shape:
         """The head dim of values."""
         return self.value_dim or self.head_dim
 
-    @property
-    def sequence(self) -> tuple[int, int, Blocks]:
-        """What its memory depends on: tokens, head dim and block sizes."""
-        return self.seq_len, self.head_dim, self.sizes
+    def vmem_bytes(self, itemsize: int) -> int:
+        """VMEM that a kernel is given."""
+        return _vmem_needed(self.seq_len, self.head_dim, self.sizes, itemsize, flipped=self.flipped, paired=self.together > 1)
 
     @property
     def share(self) -> int:
@@ -177,16 +176,17 @@ def why_not(seq_len: int, head_dim: int, device_kind: str, itemsize: int = 2, bl
     if seq_len % LANES:
         return f"a sequence of {seq_len} is no multiple of {LANES}"
     sizes = blocks or sizes_of(seq_len, head_dim, None, device_kind, itemsize)
-    needed, limit = _vmem_needed(seq_len, head_dim, sizes, itemsize, flipped=device_kind in WIDE), VMEM_BYTES.get(device_kind, 0)
+    needed = _vmem_needed(seq_len, head_dim, sizes, itemsize, flipped=device_kind in WIDE, paired=2 * head_dim == LANES)
+    limit = VMEM_BYTES.get(device_kind, 0)
     return f"{needed >> 20} MiB of VMEM are needed and {limit >> 20} MiB are available on {device_kind}" if needed > limit else ""
 
 
-def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks, itemsize: int, *, flipped: bool) -> int:
+def _vmem_needed(seq_len: int, head_dim: int, sizes: Blocks, itemsize: int, *, flipped: bool, paired: bool) -> int:
     """Bytes of VMEM of the backward pass, the larger one: three sums in float32, of whole lanes unless `flipped`; queries, output, its
     gradient and three results in `itemsize` bytes, each twice, since the next head's travel meanwhile, and one head's gradient where two
-    share lanes; three blocks of scores for registers that do not fit, and a MiB for rows. Values are taken to be as wide as keys.
+    share lanes (`paired`); three blocks of scores for registers that do not fit, and a MiB for rows. Values are as wide as keys here.
     """
-    sums, arrays = 3 * (head_dim if flipped else padded(head_dim)), (6 * 2 + (2 * head_dim == LANES)) * padded(head_dim)
+    sums, arrays = 3 * (head_dim if flipped else padded(head_dim)), (6 * 2 + paired) * padded(head_dim)
     return seq_len * (4 * sums + itemsize * arrays) + 3 * sizes.backward**2 * 4 + (1 << 20)
 
 
@@ -377,7 +377,7 @@ def _forward(
         cost_estimate=_cost((1, 1), batch, shape, [q_BHSK, k_BGSK, v_BGSV, out]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=_vmem_needed(*shape.sequence, q_BHSK.dtype.itemsize, flipped=shape.flipped),
+            vmem_limit_bytes=shape.vmem_bytes(q_BHSK.dtype.itemsize),
         ),
         interpret=shape.interpret,
     )(block_ranges(segments_B2S, shape.block), q_BHSK, k_BGSK, v_BGSV, segments_B2S)
@@ -573,7 +573,7 @@ def _backward(
         cost_estimate=_cost((3, 2), batch, shape, [q_BHSK, out_BSN, dout_BSN, q_BHSK, k_BGSK, k_BGSK, v_BGSV, v_BGSV]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=_vmem_needed(*shape.sequence, q_BHSK.dtype.itemsize, flipped=shape.flipped),
+            vmem_limit_bytes=shape.vmem_bytes(q_BHSK.dtype.itemsize),
         ),
         interpret=shape.interpret,
     )(block_ranges(segments_B2S, shape.block), q_BHSK, out_BSN, dout_BSN, k_BGSK, v_BGSV, segments_B2S, *rows)

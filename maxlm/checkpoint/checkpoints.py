@@ -521,23 +521,21 @@ class Checkpoints:
         Not left to Orbax: its thread may be at it when a writer is closed already, and meet a checkpoint that is moved or written by then;
         and in a bucket it removes every folder without a mark, also those that are none of ours.
         """
+        problems: list[str] = []
         for _ in range(_REMOVALS):
             try:
-                left = [entry for entry in self.directory.iterdir() if self._is_unfinished(entry.name)]
-                for entry in left:
-                    entry.rmtree()
+                left = [entry for entry in self.directory.iterdir() if _is_unfinished(self.directory, entry)]
             except Exception as error:
                 if not is_storage_error(error):
                     raise
+                problems = [first_line(error)]
             else:
                 if not left:
                     return
+                problems = [*filter(None, map(_problem_of_removing, left))]
             time.sleep(_REMOVAL_SECONDS)
-
-    def _is_unfinished(self, name: str) -> bool:
-        """True for an entry of the directory that a save has not committed."""
-        in_bucket = is_remote(str(self.directory)) and _STEP.fullmatch(name)
-        return _UNFINISHED in name or bool(in_bucket and _unlisted(self.directory, int(name)))
+        if problems:
+            _log.warning("%s still holds what unfinished saves have left, which takes room: %s", self.directory, "; ".join(problems))
 
     def _was_healthy(self, step: int) -> bool | None:
         """Mark of a checkpoint; None if it cannot be read, now or at all."""
@@ -608,6 +606,24 @@ def _unlisted(directory: ocp.path.Path, step: int) -> str:
         return "" if stat.S_ISDIR(Path(folder).stat().st_mode) else "it is not a folder"
     except FileNotFoundError:
         return "it is gone"
+
+
+def _is_unfinished(directory: ocp.path.Path, entry: ocp.path.Path) -> bool:
+    """True for a folder that a save has begun and not committed. Raises what the storage raises if it fails."""
+    if is_remote(str(directory)):
+        return bool(_STEP.fullmatch(entry.name)) and entry.is_dir() and bool(_unlisted(directory, int(entry.name)))
+    return _UNFINISHED in entry.name and stat.S_ISDIR(Path(entry).lstat().st_mode)
+
+
+def _problem_of_removing(folder: ocp.path.Path) -> str:
+    """What kept a folder from being removed; "" if it is gone."""
+    try:
+        folder.rmtree()
+    except Exception as error:
+        if not is_storage_error(error):
+            raise
+        return f"{folder.name}: {first_line(error)}"
+    return ""
 
 
 def _lists(directory: ocp.path.Path, step: int) -> bool:

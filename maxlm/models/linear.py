@@ -86,7 +86,7 @@ def linear(
     multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
-    biased = multiply if bias is None else lambda x: multiply(x) + jax.lax.stop_gradient(bias[...]).astype(x.dtype)
+    biased = multiply if bias is None else lambda x: (y := multiply(x)) + jax.lax.stop_gradient(bias[...]).astype(y.dtype)
     y = biased(x) if reads is None or writes is None else _fenced(biased, x, reads, writes, fence, name)
     return y if bias is None else _bias_gradient(y, bias[...])
 

@@ -137,7 +137,7 @@ def test_a_kill_while_a_checkpoint_is_moved_leaves_none_that_lacks_something(sav
 
 
 def test_what_a_save_has_left_is_removed_alone_and_before_the_writer_is_open(saved, bucket):
-    left, kept = [f"{RUN}/5/state/d", f"{RUN}/6.orbax-checkpoint-tmp/state"], [f"{RUN}/notes/a", f"{RUN}/3-copy/state/d", f"{RUN}/readme"]
+    left, kept = [f"{RUN}/5/state/d", f"{RUN}/6/manifest"], [f"{RUN}/{name}" for name in ("notes/a", "3-copy/state/d", "readme", "7")]
     for name in left + kept:
         bucket.pipe_file(name, b"bytes")
     before = objects(bucket, "")

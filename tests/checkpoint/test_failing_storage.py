@@ -128,6 +128,25 @@ def test_the_newest_that_is_known_to_be_healthy_stays_whatever_cannot_be_read(ma
     assert [step for step, stays in zip(marks, decisions, strict=True) if stays] == kept
 
 
+@pytest.mark.parametrize("error", [BUCKET, DISK], ids=["bucket", "disk"])
+def test_one_unfinished_save_that_cannot_be_removed_keeps_no_other_and_is_named(tmp_path, monkeypatch, caplog, error):
+    """Folders alone go: a file or a link with such a name is none of ours."""
+    left = [tmp_path / f"{step}.orbax-checkpoint-tmp" for step in (3, 4, 5)]
+    for folder in (*left, tmp_path / "elsewhere"):
+        (folder / "state").mkdir(parents=True)
+    (file := tmp_path / "3.orbax-checkpoint-tmp.tar").write_text("kept to look at")
+    (link := tmp_path / "2.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
+    store = open_store(tmp_path)
+    monkeypatch.setattr("maxlm.checkpoint.checkpoints._REMOVAL_SECONDS", 0.0)
+    monkeypatch.setattr(type(store.directory), "rmtree", failing(error, only="4.orbax", real=type(store.directory).rmtree))
+    assert store.save(1, {"params": {"w": jnp.ones(4)}}, {})
+    store.close()
+    assert store.steps() == [1]
+    assert [folder.exists() for folder in left] == [False, True, False]
+    assert file.exists() and link.is_symlink() and (tmp_path / "elsewhere" / "state").exists()
+    assert "still holds what unfinished saves have left, which takes room: 4.orbax-checkpoint-tmp: " in caplog.text
+
+
 @pytest.mark.parametrize("error", [DISK, BUCKET], ids=["disk", "bucket"])
 def test_a_mark_that_cannot_be_read_once_deletes_no_healthy_checkpoint(tmp_path, monkeypatch, error):
     """Another start of the run, which has to read the marks: one try of the newest fails while a checkpoint is saved."""
