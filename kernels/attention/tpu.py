@@ -106,7 +106,7 @@ class _Shape:
         return self.value_dim or self.head_dim
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """VMEM that a kernel is given."""
+        """Bytes of VMEM that a kernel is given."""
         return _vmem_needed(self.seq_len, self.head_dim, self.sizes, itemsize, flipped=self.flipped, paired=self.together > 1)
 
     @property
@@ -505,8 +505,7 @@ def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
         pl.when((near < i + shape.blocks_ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
     jax.lax.fori_loop(first, near, beside, None)
     out_QN, lse_ref[0, 0] = softmax.result()
-    lane_1N = jax.lax.broadcasted_iota(jnp.int32, (1, shape.columns), 1)
-    mine_1N = lane_1N // shape.values == r
+    mine_1N = jax.lax.broadcasted_iota(jnp.int32, (1, shape.columns), 1) // shape.values == r
     out_QN = out_QN.astype(out_ref.dtype)
     out_ref[0] = out_QN if shape.together == 1 else jnp.where(mine_1N, out_QN, out_ref[0])
     lost_1Q = jnp.where(softmax.sum_ref[...] < 2.0**_SAFE, 0.0, 1.0)

@@ -532,7 +532,7 @@ class Checkpoints:
             else:
                 if not left:
                     return
-                problems = [*filter(None, map(_problem_of_removing, left))]
+                problems = [*filter(None, map(_remove, left))]
             time.sleep(_REMOVAL_SECONDS)
         if problems:
             _log.warning("%s still holds what unfinished saves have left, which takes room: %s", self.directory, "; ".join(problems))
@@ -615,8 +615,8 @@ def _is_unfinished(directory: ocp.path.Path, entry: ocp.path.Path) -> bool:
     return _UNFINISHED in entry.name and stat.S_ISDIR(Path(entry).lstat().st_mode)
 
 
-def _problem_of_removing(folder: ocp.path.Path) -> str:
-    """What kept a folder from being removed; "" if it is gone."""
+def _remove(folder: ocp.path.Path) -> str:
+    """Remove a folder and return its name with the error of the storage, if there is one; else ""."""
     try:
         folder.rmtree()
     except Exception as error:
