@@ -34,7 +34,6 @@ DEEP_PIECES = (512, DEEP_PIECE)  # of 8 bits, whose contraction must be longer t
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, besides multiples of LANES that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
-_MOST_CYCLES_OF_WEIGHTS = {"TPU7x": 2048}  # of one of their gradient: there greater ones take a fifth longer (counted)
 _SPARE = 12 << 20  # bytes of VMEM for what the compiler keeps there: registers that do not fit, up to 11 MiB on v6e
 
 
@@ -58,7 +57,7 @@ def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind:
     heights = dict.fromkeys(min(most, _up(rows, PIECES[-1])) for most in (MOST_ROWS, MOST_ROWS // 2))
     for wide in _widths(columns, CORES.get(kind, 1)):
         for height in heights:
-            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind, MOST_CYCLES))
+            tiles = Tiles(height, contracted, wide, _chunk(wide, height * contracted, kind))
             if product_bytes(tiles, itemsize, out) <= vmem_bytes(kind):
                 yield tiles
 
@@ -75,9 +74,7 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str, out
     """Tiles of the weights' gradient that fit into VMEM, best first: rows are read least often, with little computed beyond edges."""
     height = min(MOST_ROWS if itemsize > 1 else 2 * MOST_ROWS, _up(rows, DEEP_PIECE))
     depths, widths = {*_parts(deep), *(min(deep, size) for size in SIZES)}, _parts(wide)  # no tile may reach into the next group's columns
-    most = _MOST_CYCLES_OF_WEIGHTS.get(kind, MOST_CYCLES)
-    most *= 2 if itemsize == 1 and kind in _MOST_CYCLES_OF_WEIGHTS else 1  # which take half of them
-    tried = (Tiles(height, d, w, _chunk(d, height * w, kind, most)) for d in sorted(depths) for w in widths)
+    tried = (Tiles(height, d, w, _chunk(d, height * w, kind)) for d in sorted(depths) for w in widths)
     fitting = [tiles for tiles in tried if weights_bytes(tiles, itemsize, out) <= vmem_bytes(kind)]
 
     def time(tiles: Tiles) -> float:
@@ -86,11 +83,7 @@ def weights_tiles(rows: int, deep: int, wide: int, itemsize: int, kind: str, out
         idle = over % cores and across % cores  # one core does it all
         return (cores if idle else 1) * over * across * (tiles.deep * tiles.wide + 256 * (tiles.deep + tiles.wide))
 
-    def uneven(tiles: Tiles) -> bool:
-        """True if a remainder of a dot is left, where that takes as long as a whole one."""
-        return kind in _MOST_CYCLES_OF_WEIGHTS and tiles.deep % tiles.chunk > 0
-
-    return iter(sorted(fitting, key=lambda tiles: (uneven(tiles), time(tiles))))
+    return iter(sorted(fitting, key=time))
 
 
 def _parts(size: int) -> list[int]:
@@ -111,10 +104,10 @@ def weights_bytes(tiles: Tiles, itemsize: int, out: int | None = None) -> int:
     return 2 * moving + 4 * deep * wide + 4 * tiles.chunk * wide + _SPARE
 
 
-def _chunk(size: int, products: int, kind: str, most: int) -> int:
-    """Share of `size` that one dot of at most `most` cycles computes, at `products` multiplications each."""
+def _chunk(size: int, products: int, kind: str) -> int:
+    """Share of `size` that one dot of at most `MOST_CYCLES` computes, at `products` multiplications each."""
     side = 2 * LANES if kind in WIDE else LANES
-    parts = -(-size * products // (most * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
+    parts = -(-size * products // (MOST_CYCLES * 4 * side**2))  # multiplications a cycle: 4 units of 128 by 128, or 2 of 256 twice
     return size if parts == 1 else min(_up(-(-size // parts), side), size)
 
 

@@ -15,8 +15,7 @@ from maxlm.parallel.expert_rows import EVEN
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
 # Rows that a boundary between groups adds, of a product and of the weights' gradient, whose smallest pieces are 128 and 256.
 # `maxlm kernels report --operation grouped_matmul`, drawn groups: see docs/benchmarks.md.
-EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 100)}
-WHOLE = {"tpu7x": (1.0, 0.65)}  # of the peak, that tiles of one group reach; of other chips all of it
+EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 530)}
 EXPOSED = 0.08  # of the shorter of work and copies, what is not hidden by the longer
 
 
@@ -42,8 +41,7 @@ class GroupedMatmul:
         unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
         rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
-        peak = speed * WHOLE.get(chip.name, (1.0, 1.0))[gradient] * chip.peak_bf16_flops_per_device
-        work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / peak
+        work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / (speed * chip.peak_bf16_flops_per_device)
         idle = self._idle(chip)
         return max(idle * work_s, moved / hbm) + EXPOSED * min(idle * work_s, moved / hbm)
 
