@@ -82,7 +82,10 @@ def schedule_program(program: "Program", topology: Topology, folder: Path, then:
     finally:
         over.set()
         watcher.join()
-    then(found() or step, False)  # it does not fit, or was compiled before the files were seen
+    read = found()  # it does not fit, or was compiled before the files were seen
+    if read is None and not step.fits:  # what XLA refuses early it writes nothing of
+        keep_step(_key(job), step)
+    then(read or step, False)
 
 
 def options_to_write(folder: Path) -> dict[str, str | bool]:

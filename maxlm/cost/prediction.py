@@ -1,5 +1,6 @@
 """Predicted time of a step on the devices of this process, from its compiled program and what `maxlm plan --calibrate` measured there."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from maxlm.training.program import Program
 
 
+_log = logging.getLogger(__name__)
 MAPPED_BYTES = 32 * 2**20  # from here on glibc always returns what is freed to the system (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX)
 
 
@@ -51,7 +53,7 @@ def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"]
 def _step_s(program: "Program", topology: Topology) -> float:
     import jax
 
-    from maxlm.cost.step_cost import program_cost
+    from maxlm.cost.step_cost import program_cost, unknown_loops_line
     from maxlm.hlo.parser import read, with_bounds
 
     step = program.step
@@ -59,7 +61,10 @@ def _step_s(program: "Program", topology: Topology) -> float:
     text = step.as_text()
     assert text is not None, "XLA shows it"
     module = read(text) if topology.chip.cpu is None else with_bounds(read(text))
-    return program_cost(program, module, topology).total_s + _first_touch_s(step, topology.chip)
+    cost = program_cost(program, module, topology)
+    if cost.unknown_loops:
+        _log.warning("predicted time of a step: %s", unknown_loops_line(cost.unknown_loops))
+    return cost.total_s + _first_touch_s(step, topology.chip)
 
 
 def _first_touch_s(step: "jax.stages.Compiled", chip: Chip) -> float:

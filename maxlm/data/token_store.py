@@ -108,13 +108,14 @@ class TokenStore:
 
 
 def _finished(path: str) -> StoreInfo:
-    """The manifest of a finished store. Raises UserError if there is none."""
+    """The manifest of a finished store. Raises UserError if there is none, naming the folder that a relative path counts from."""
     info = manifest.load(path)
     if info is not None:
         return info
     if storage.read_bytes(path, manifest.PROGRESS) is not None:
         raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to continue.")
-    raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it); make it with `maxlm data prepare`.")
+    seen_from = "" if is_remote(path) or Path(path).is_absolute() else f", seen from {Path.cwd()}"
+    raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it{seen_from}); make it with `maxlm data prepare`.")
 
 
 class _FlatArray:

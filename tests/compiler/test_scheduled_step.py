@@ -155,6 +155,23 @@ def test_a_file_that_is_being_written_is_read_once_it_is_whole(tmp_path, monkeyp
     assert compiling and step.text == PROGRAM and step.fits
 
 
+def test_a_step_that_is_refused_before_anything_is_written_is_compiled_once(tmp_path, monkeypatch):
+    calls, answers = [], []
+
+    def compile_job(job):
+        calls.append(job)
+        return aot.CompiledStep("", None, 9, 5, seconds=1.0)
+
+    monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(schedule, "prepare", lambda program, topology: aot.Job(None, PLACE, {}, "a-key", 50))
+    monkeypatch.setattr(schedule, "compile_job", compile_job)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for _ in range(2):
+        schedule.schedule_program(None, PLACE, folder, lambda step, compiling: answers.append((step.fits, step.needed, step.cached)))
+    assert (answers, len(calls)) == ([(False, 9, False), (False, 9, True)], 1)
+
+
 def test_no_step_finds_the_files_of_another(tmp_path, monkeypatch):
     """Where the compiler ends by itself, since a step does not fit, its process schedules the next one."""
     seen = []

@@ -100,6 +100,24 @@ def test_several_cpu_devices_are_refused_and_one_is_not(tmp_path, monkeypatch):
         predictor(ramped)
 
 
+def test_a_loop_whose_turns_are_not_known_is_named_in_the_log(tmp_path, monkeypatch, caplog):
+    """It counts once: the time is too small."""
+    path = tmp_path / "c.json"
+    path.write_text(measured().model_dump_json())
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+
+    def until(limit, x_NN):
+        return jax.lax.while_loop(lambda carried: carried.sum() < limit, lambda carried: carried @ x_NN, x_NN)
+
+    step = jax.jit(until).lower(1.0, jnp.ones((N, N))).compile()
+    mesh = jax.make_mesh((1,), ("data",), devices=one)
+    found = config(path)
+    seconds = predictor(found)(SimpleNamespace(step=step, mesh=mesh, config=found))
+    assert seconds == pytest.approx(2 * N**3 / FLOPS, rel=0.5)
+    assert "predicted time of a step: How often these loops turn is not in the compiled program: while" in caplog.text
+
+
 def test_several_devices_whose_links_are_not_known_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "c.json"
     path.write_text(measured("NVIDIA X").model_dump_json())

@@ -351,8 +351,12 @@ def test_a_store_too_small_for_one_target_is_refused(tmp_path):
         pipeline(write_store(tmp_path / "s", [np.array([END])]))
 
 
-def test_a_missing_store_is_named(tmp_path):
-    with pytest.raises(UserError, match="nowhere is not a token store"):
+def test_a_missing_store_is_named_and_where_a_relative_path_counts_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^nowhere is not a token store \(no store.json in it, seen from .*\); make it") as error:
+        pipeline("nowhere")
+    assert str(tmp_path) in str(error.value)
+    with pytest.raises(UserError, match=r"nowhere is not a token store \(no store.json in it\); make it"):
         pipeline(str(tmp_path / "nowhere"))
 
 
