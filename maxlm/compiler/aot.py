@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.compiler import gpu_compiler, program_cache
@@ -302,9 +303,18 @@ def _key(program: str, devices: list[int], topology: Topology, options: Mapping[
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
     machine = "" if topology.is_tpu else f"{gpu_compiler.target_of(topology.chip)} {available_hbm(topology)}"
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_VIRTUAL)]
-    given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags]
+    given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags, *_library()]
     facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given, resident])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()
+
+
+def _library() -> list[str | int]:
+    """The compiler that TPU_LIBRARY_PATH names in place of the package's, as its file tells it from another; none where it is not set."""
+    path = os.environ.get("TPU_LIBRARY_PATH")
+    if not path:
+        return []
+    found = Path(path).stat() if Path(path).exists() else None
+    return [path] if found is None else [path, found.st_size, found.st_mtime_ns]
 
 
 def _version(package: str) -> str:

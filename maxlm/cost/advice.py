@@ -9,7 +9,7 @@ from typing import Any
 
 from maxlm.compiler.aot import CompiledStep
 from maxlm.config import rules
-from maxlm.config.errors import ConfigError, show
+from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import Config
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic, unknown_loops_line
@@ -72,9 +72,14 @@ def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], sh
             candidate = changed(config, settings)
             if candidate is None or any(_is_more(settings, other.settings) for other in suggestions):
                 continue
+            if topology.chip.host_bytes_per_s is None and (settings.get("memory.offload") or "memory.offload_state" in settings):
+                continue  # its time would not be known
             show_progress(f"trying {as_arguments(settings)} ({len(suggestions)} found so far; Ctrl-C keeps them)")
-            verdict = compiler(candidate, topology)
             tried += 1
+            try:
+                verdict = compiler(candidate, topology)
+            except UserError:  # it is a suggestion less: the step that was asked for is shown all the same
+                continue
             if verdict.fits:
                 suggestions.append(Suggestion(settings, verdict.needed, verdict.available))
     return suggestions
@@ -188,7 +193,7 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
     ways = 2 if link.wrapped else 1
     speed = chip.ici_bytes_per_s_per_link * (link.dims * ways if topology.is_tpu else chip.ici_links)
     if link.slices > 1:  # what crosses is shared among the chips of a slice
-        speed = min(speed, chip.dcn_bytes_per_s * sizes["fsdp"] / link.slices)
+        speed = min(speed, chip.dcn_bytes_per_s_per_device * sizes["fsdp"] / link.slices)
     needed = chip.peak_bf16_flops_per_device / speed
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
     tokens = config.tokens_per_step / config.train.microbatches / shards

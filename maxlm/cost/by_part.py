@@ -6,7 +6,7 @@ from maxlm.config import Config, rules
 from maxlm.config.errors import UserError
 from maxlm.cost.calibration import of_config
 from maxlm.cost.mesh_links import within_slice
-from maxlm.cost.step_cost import OpCost, estimate
+from maxlm.cost.step_cost import OpCost, estimate, unknown_loops_line
 from maxlm.hlo.parser import read
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.profile.page import Predicted
@@ -22,12 +22,13 @@ def predict(config: Config, text: str) -> tuple[Predicted | None, str]:
     if not text:
         return None, "No prediction: the step of this run is not one program."
     try:
-        topology, module = of_config(config, rules.topology_of(config)), read(text)
+        topology = of_config(config, rules.topology_of(config))
+        cost = estimate(read(text), topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)
     except UserError as error:
         return None, f"No prediction: {error}"
-    cost = estimate(module, topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)
-    note = f"Predicted: from the same program, for {topology.name}, as `maxlm compile` does; of collectives what is exposed."
-    return by_part(cost.top), note if topology.slices == 1 else f"{note} Without transfers between slices."
+    notes = [f"Predicted: from the same program, for {topology.name}, as `maxlm compile` does; of collectives what is exposed."]
+    notes += ["Without transfers between slices."] if topology.slices > 1 else []
+    return by_part(cost.top), " ".join(filter(None, [*notes, unknown_loops_line(cost.unknown_loops)]))
 
 
 def by_part(costs: Iterable[OpCost]) -> Predicted:

@@ -15,6 +15,7 @@ from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprise
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
+from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.step_cost import StepCost, program_cost
 from maxlm.cost.verify import scheduled
 from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
@@ -129,9 +130,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
         remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
         remarks += [row.problem for row in quantized_matmuls.check(config, module, sizes) if row.problem]
     else:
-        state = sum(part.bytes for part in parts if part.group == "state")
-        shards = topology.devices // sizes["data"]
-        hopeless = too_small(topology, state * shards, step.available)
+        hopeless = too_small(config, topology, step.available)
         remarks = [hopeless] if hopeless else []
         suggestions = [] if hopeless else advice.ways_to_fit(config, topology, sizes, show_progress)
     return Report(
@@ -148,15 +147,17 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     )
 
 
-def too_small(topology: Topology, state: int, available: int) -> str:
-    """An error message if no mesh of this machine can hold `state` bytes of parameters and optimizer in total, else empty."""
-    least = state / topology.devices
-    if least <= available:
+def too_small(config: Config, topology: Topology, available: int) -> str:
+    """An error message if no mesh of this machine can hold the parameters and the optimizer of `config`, with `available` bytes of HBM on
+    each device, else empty.
+    """
+    state = sum(leaf.held_bytes(config, (None,), leaf.numbers) for leaf in parameter_leaves(config))
+    least, room = state / topology.chips, available * topology.chip.devices_per_chip
+    if least <= room:
         return ""
-    chips = -(-state // (available * topology.chip.devices_per_chip))
     return (
         f"No mesh fits: parameters and optimizer take {least / GIB:.1f} GiB a chip when split over all {topology.chips:,} chips, "
-        f"{(least - available) / GIB:.1f} GiB more than they have; at least {chips:,} chips are needed."
+        f"{(least - room) / GIB:.1f} GiB more than they have; at least {-(-state // room):,} chips are needed."
     )
 
 

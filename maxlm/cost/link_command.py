@@ -26,7 +26,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     from maxlm.compiler.aot import build
     from maxlm.cost import link_needs
     from maxlm.cost.link_schedule import link_uses, runs_of
-    from maxlm.cost.step_cost import program_network, replay
+    from maxlm.cost.step_cost import program_network, replay, unknown_loops, unknown_loops_line
     from maxlm.cost.verify import scheduled
     from maxlm.hlo.parser import read
     from maxlm.telemetry.formatting import duration, percent
@@ -44,10 +44,11 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     found = link_needs.needs(module, network, {use.kind for use in uses if use.peak > 0})
     number = f"{machine.slices} slices of {machine.name}" if machine.slices > 1 else machine.name
     exposed_s = sum(len(runs.begins) * runs.span.exposed_s for runs in runs_of(root))
+    loops = unknown_loops(module)
     if as_json:
         mesh = {axis: size for axis, size in program.mesh.shape.items() if size > 1}
         facts = {"source": "schedule", "run": config.run.name, "topology": machine.name, "slices": machine.slices, "mesh": mesh}
-        times = {"step_s": root.seconds, "exposed_s": exposed_s}
+        times = {"step_s": root.seconds, "exposed_s": exposed_s, "unknown_loops": loops}
         links = {"links": [use.to_json() for use in uses], "needs": [need.to_json() for need in found]}
         sys.stdout.write(json.dumps({**facts, **times, **links}) + "\n")
     else:
@@ -55,6 +56,8 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
         share = percent(exposed_s / root.seconds if root.seconds else 0.0)
         step_s = duration(root.seconds)
         console.print(f"{config.run.name} on {number}: a step of {step_s} (predicted), {share} of it exposed communication.")
+        if loops:
+            console.print(unknown_loops_line(loops))
         console.print("Bandwidth of the busiest link of each kind at a chip, one way, by the schedule of the compiled program:")
         console.print(table(uses, "mesh axes"))
         if found:

@@ -128,15 +128,21 @@ class ParameterLeaf:
     matrix: bool
     scanned: bool = False  # of the stack of layers
 
-    @property
-    def state_bytes(self) -> int:
-        return self.master_bytes + self.moment_bytes
-
     def on_device(self, sizes: Mapping[str, int]) -> int:
         numbers = self.numbers
         for axis in self.axes:
             numbers //= sizes[axis]
         return numbers
+
+    def held_bytes(self, config: Config, tiers: tuple[str | None, ...], numbers: int) -> int:
+        """Bytes that these tiers of memory hold for so many numbers of it: the parameter, its average and its moments. None: HBM."""
+        settings = config.memory.offload_state if self.matrix else None
+        master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
+        halves = 0 if difference_dtype(config) is None or master is None else 2 * self.numbers  # of masters in two: matmuls read them
+        masters = self.master_bytes - halves + (0 if config.ema is None else 4 * self.numbers)
+        of_halves = "host" if settings is not None and settings.weights is not None and self.scanned else None
+        held = halves * (of_halves in tiers) + masters * (master in tiers) + self.moment_bytes * (moments in tiers)
+        return held * numbers // self.numbers
 
 
 def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:

@@ -98,7 +98,7 @@ class Network:
         arrays = [shape for shape in op.shapes if shape.dims]
         if not op.opcode.endswith("-start") or op.groups or not any(shape.memory_space == HOST for shape in arrays):
             return None
-        speed = self.chip.host_bytes_per_s
+        speed = self.chip.host_bytes_per_s_per_device
         if speed is None:
             raise UserError(
                 f"The bandwidth between a {self.chip.name} and its host is unknown: set memory.offload to none to predict the step."
@@ -113,7 +113,7 @@ class Network:
         kind, payload, slices = text_of(_TRANSFER_TYPE, send.attributes), send.shapes[0].bytes, self.slices
         payload *= slices if kind == "ALL_GATHER" else 1  # a chip's own part is sent, and the full result counts
         opcode = kind.lower().replace("_", "-") or "transfer"
-        seconds = self._crossing(opcode, payload) / self.chip.dcn_bytes_per_s + DCN_S
+        seconds = self._crossing(opcode, payload) / self.chip.dcn_bytes_per_s_per_device + DCN_S
         return Collective(send.name, opcode, "async", payload, slices, (self.across,), send.where, seconds, "dcn", ("dcn",))
 
     def _crossing(self, opcode: str, payload: int) -> float:
@@ -130,14 +130,14 @@ class Network:
         slices = math.prod(link.slices for link in links.values())
         if opcode == "collective-permute":
             near_speed, near_latency = (self._switch, SWITCH_S) if self._switch else (self.chip.ici_bytes_per_s_per_link, HOP_S)
-            speed, latency = (self.chip.dcn_bytes_per_s, DCN_S) if slices > 1 else (near_speed, near_latency)
+            speed, latency = (self.chip.dcn_bytes_per_s_per_device, DCN_S) if slices > 1 else (near_speed, near_latency)
             return payload / speed + latency
         inside = group_size // slices
         seconds = self._inside(opcode, payload, inside, self._near(axes)) if inside > 1 else 0.0
         if slices > 1:  # first within a slice; what then crosses is shared among its chips, except that an exchange has nothing to share
             rounds = 2 if opcode == "all-reduce" else 1
             share = payload if "all-to-all" in opcode else payload / inside
-            seconds += rounds * share * (slices - 1) / slices / self.chip.dcn_bytes_per_s + DCN_S
+            seconds += rounds * share * (slices - 1) / slices / self.chip.dcn_bytes_per_s_per_device + DCN_S
         return seconds
 
     @property
@@ -173,10 +173,14 @@ class Network:
         return [link for axis, link in links.items() if self.mesh_sizes[axis] > link.slices] or [AxisLinks()]
 
     def link_bytes(self, collective: Collective) -> float:
-        """Bytes over the busiest link under `collective`, one way, of TPUs: of a torus, between slices, or between a chip and its host."""
+        """Bytes over the busiest link under `collective`, one way, of TPUs: of a torus, between slices, or between a chip and its host.
+        The devices of a chip share the latter two.
+        """
         if collective.link == "dcn":
-            return self._crossing(collective.opcode, collective.bytes)
-        if collective.link == "host" or collective.opcode == "collective-permute":
+            return self.chip.devices_per_chip * self._crossing(collective.opcode, collective.bytes)
+        if collective.link == "host":
+            return self.chip.devices_per_chip * collective.bytes
+        if collective.opcode == "collective-permute":
             return collective.bytes
         chips = collective.group_size
         return self._over_a_link(collective.opcode, collective.bytes, chips, self._near(collective.axes)) if chips > 1 else 0.0

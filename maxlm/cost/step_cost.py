@@ -93,6 +93,11 @@ class StepCost:
         return self.compute_s + self.exposed_s
 
 
+def unknown_loops(module: Module) -> tuple[str, ...]:
+    """Names of the loops that count once, because nothing says how often they turn."""
+    return tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and run.op.trips is None)
+
+
 def unknown_loops_line(loops: Sequence[str]) -> str:
     """The sentence about `StepCost.unknown_loops`; empty where there are none."""
     if not loops:
@@ -138,7 +143,7 @@ def estimate_on(module: Module, network: Network, top: int = 20) -> StepCost:
         kernel_flops=flops["kernel"],
         assumed=tuple(sorted(pricing.assumed)),
         uncharged=tuple(sorted(pricing.uncharged)),
-        unknown_loops=tuple(run.op.name for run in module.executed() if run.op.opcode == "while" and run.op.trips is None),
+        unknown_loops=unknown_loops(module),
         top=tuple(heapq.nlargest(top, itertools.chain(costs, waits), key=lambda cost: cost.seconds)),
         traffic=_traffic(spans),
         formats=_formats(timed, pricing),

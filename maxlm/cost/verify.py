@@ -218,7 +218,13 @@ def _schedule(request: _Request, folder: Path, line: Connection) -> None:
 
 def _serve(line: Connection) -> None:
     """Answer requests until the other end of the pipe closes."""
-    end_with_parent()
+    folders: set[str] = set()
+
+    def remove() -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    end_with_parent(remove)
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
@@ -233,6 +239,7 @@ def _serve(line: Connection) -> None:
             if request.folder is None:
                 line.send(_Answer(verify(request.config, request.topology)))
             else:
+                folders.add(request.folder)
                 _schedule(request, Path(request.folder), line)
         except UserError as error:
             line.send(_Answer(error=str(error)))

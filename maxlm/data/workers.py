@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
 
@@ -27,13 +27,14 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent() -> None:
-    """In a `multiprocessing` process: exit as soon as the parent has ended, even by kill -9."""
+def end_with_parent(first: Callable[[], object] = lambda: None) -> None:
+    """In a `multiprocessing` process: exit as soon as the parent has ended, even by kill -9, after a call of `first`."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "called in a child process"
 
     def wait() -> None:
         parent.join()
+        first()
         os._exit(1)
 
     threading.Thread(target=wait, name="maxlm-parent", daemon=True).start()

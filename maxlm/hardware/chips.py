@@ -79,6 +79,16 @@ class Chip:
         return self.hbm_bytes_per_s / self.devices_per_chip
 
     @property
+    def dcn_bytes_per_s_per_device(self) -> float:
+        """Bytes/s between slices or nodes of what jax calls a device: those of a chip share its network."""
+        return self.dcn_bytes_per_s / self.devices_per_chip
+
+    @property
+    def host_bytes_per_s_per_device(self) -> float | None:
+        """Bytes/s one way between host and what jax calls a device; None where they are not known."""
+        return None if self.host_bytes_per_s is None else self.host_bytes_per_s / self.devices_per_chip
+
+    @property
     def peak_bf16_flops_per_device(self) -> float:
         """FLOP/s of what jax calls a device."""
         return self.peak_bf16_flops / self.devices_per_chip

@@ -84,7 +84,7 @@ ANY_SITE = Site(1.56, True, "mean of all data centres (Uptime Institute, global 
 
 def site_of(provider: str | None, *, tpu: bool) -> Site:
     """Overhead where a chip is; TPUs are Google's, also those that no provider has a price for."""
-    return SITES.get(provider or ("google" if tpu else ""), ANY_SITE)
+    return SITES.get(provider.lower() if provider else "google" if tpu else "", ANY_SITE)
 
 
 # Mean of the grid in kg of CO2 equivalent a kWh, whatever a provider buys besides. Regions of Google Cloud: its table for 2025

@@ -329,14 +329,14 @@ class Analytic:
         return self.collectives.of(layout.mesh, layout.across_slices, layout.zero, layout.attention, layout.microbatches > 1)
 
     def _host_s(self, layout: Layout, tokens: int, compute_s: float) -> float:
-        one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s or math.inf)
+        one_way = self._held_bytes(layout.offload, layout, tokens) / (self.topology.chip.host_bytes_per_s_per_device or math.inf)
         waits = max(2 * HOST_WAIT * one_way, one_way - compute_s / 3)  # a third of the computing is the forward pass
         return self._state_s(layout) + self._of_layers_s(layout, compute_s) + waits
 
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
-        state = sum(self._held(leaf, ("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
+        state = sum(leaf.held_bytes(self.config, ("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
         return state + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
 
     def _hosted(self, layout: Layout, kind: str) -> int:
@@ -360,18 +360,8 @@ class Analytic:
         beside = layout.microbatches * max(2 * weights, gradients)
         summed = gradients * (self.number + 4) / self.number * layout.microbatches if self._accumulates(layout) else 0
         after = summed + 2 * (4 / self.number if self._accumulates(layout) else 1) * gradients
-        speed = self.topology.chip.host_bytes_per_s or math.inf
+        speed = self.topology.chip.host_bytes_per_s_per_device or math.inf
         return max(0.0, beside / speed - compute_s) + after / speed
-
-    def _held(self, leaf: ParameterLeaf, tiers: tuple[str | None, ...], numbers: int) -> int:
-        """Bytes that these tiers of memory hold for so many numbers of a leaf: the parameter, its average and its moments."""
-        settings = self.config.memory.offload_state if leaf.matrix else None
-        master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
-        halves = 0 if difference_dtype(self.config) is None or master is None else 2 * leaf.numbers  # of masters in two: matmuls read them
-        masters = leaf.master_bytes - halves + (0 if self.config.ema is None else 4 * leaf.numbers)
-        of_halves = "host" if settings is not None and settings.weights is not None and leaf.scanned else None
-        held = halves * (of_halves in tiers) + masters * (master in tiers) + leaf.moment_bytes * (moments in tiers)
-        return held * numbers // leaf.numbers
 
     def _state_s(self, layout: Layout) -> float:
         """Seconds that state of other tiers takes through the device: read, masters once more for their copy, and written at the same time.
@@ -383,14 +373,14 @@ class Analytic:
         numbers = [(leaf, leaf.on_device(layout.sizes)) for leaf in self.leaves]
         copied = settings.master == "host" and difference_dtype(self.config) is None
         again = sum(4 * size for leaf, size in numbers if leaf.matrix and copied)
-        read = again + sum(self._held(leaf, ("host", "nvme"), size) for leaf, size in numbers)
-        return read / (self.topology.chip.host_bytes_per_s or math.inf)
+        read = again + sum(leaf.held_bytes(self.config, ("host", "nvme"), size) for leaf, size in numbers)
+        return read / (self.topology.chip.host_bytes_per_s_per_device or math.inf)
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...], *, whole: bool = False) -> Shares:
         """Share of one device in the state; `whole`: with parameters that `fsdp` does not split."""
         sizes = dict(mesh) | ({"fsdp": 1} if whole else {})
         shares = [(leaf, leaf.on_device(sizes)) for leaf in self.leaves]
-        state = sum(self._held(leaf, (None,), numbers) for leaf, numbers in shares)
+        state = sum(leaf.held_bytes(self.config, (None,), numbers) for leaf, numbers in shares)
         return Shares(state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix))
 
     def _computed_with(self, layout: Layout) -> Shares:

@@ -239,7 +239,7 @@ def _show(
         console.print(line, style="bold")
     picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
     if picked is not None:
-        many = ("--slices", str(picked.topology.slices)) if picked.topology.slices > 1 else ()
+        many = ("--slices", str(picked.topology.slices)) if picked.topology.slices != config.mesh.slices else ()
         again = shlex.join(["maxlm", "plan", arguments[0], "--topology", picked.topology.name, *many, *arguments[1:]])
         console.print(f"For the layout in full: {again}", highlight=False, soft_wrap=True)
 

@@ -13,14 +13,13 @@ from maxlm.cost.advice import changed
 from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links, node_links
-from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
 from maxlm.models import mfu_format, step_flops
-from maxlm.parallel import build_mesh
+from maxlm.parallel.mesh import lay_mesh
 from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic, host_room
 from maxlm.planning.branching import search_all
@@ -158,7 +157,8 @@ def analytic_model(config: Config, topology: Topology, flash: bool | None = None
         return Analytic(config, topology, lambda layout: node_links(layout.sizes, topology), flash)
 
     def links(layout: Layout) -> Mapping[str, AxisLinks]:
-        return axis_links(build_mesh(layout.apply(config), devices(topology)), topology)
+        mesh = config.mesh.model_copy(update={"across_slices": layout.across_slices})  # alone: other settings may ask more
+        return axis_links(lay_mesh(mesh, layout.sizes, devices(topology)), topology)
 
     return Analytic(config, topology, links, flash)
 
@@ -188,12 +188,11 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
         batch = f"train.global_batch = {config.train.global_batch:,}"
         batch += f" in {config.train.microbatches} microbatches" if why_microbatches_stay(config) else ""
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
-    state = sum(leaf.state_bytes for leaf in parameter_leaves(config))
     if search.host_full and search.leanest <= search.available:
         room, what = host_room(topology.chip) / GIB, "memory.offload and memory.offload_state"
         return f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device; keep less there, or use more chips."
     short = (search.leanest - search.available) / GIB
-    return too_small(topology, state, search.available) or (
+    return too_small(config, topology, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "
         "use a smaller train.global_batch or data.seq_len, or more chips."
     )

@@ -242,7 +242,9 @@ def as_yaml(
         *path, last = key.split(".")
         section = sections
         for part in path:
-            section = section.setdefault(part, {})
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
         section[last] = list(value) if isinstance(value, tuple) else value
     text = StringIO()
     yaml = YAML(typ="safe", pure=True)

@@ -187,6 +187,19 @@ def test_no_step_finds_the_files_of_another(tmp_path, monkeypatch):
     assert [files for _, files in seen] == [[], []] and seen[0][0] != seen[1][0]
 
 
+def test_another_compiler_is_another_program(tmp_path, monkeypatch):
+    """One that TPU_LIBRARY_PATH names, or a file that takes its place."""
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    keys = [aot._key("a program", [0], PLACE, {}, 0)]
+    library = tmp_path / "libtpu.so"
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    for content in (None, "one", "another"):
+        if content is not None:
+            library.write_text(content)
+        keys.append(aot._key("a program", [0], PLACE, {}, 0))
+    assert len(set(keys)) == 4 and keys[-1] == aot._key("a program", [0], PLACE, {}, 0)
+
+
 @needs_libtpu
 def test_without_a_cache_it_costs_only_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")

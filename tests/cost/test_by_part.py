@@ -1,5 +1,6 @@
 """Predicted times by part of the step."""
 
+import jax
 import pytest
 from tiny import tiny_config
 
@@ -43,3 +44,41 @@ def test_without_a_prediction_the_page_says_why(config, text, why):
     assert predicted is None
     assert note.startswith("No prediction: ")
     assert why in note
+
+
+PROGRAM = """HloModule jit_train_step, is_scheduled=true
+
+%body (s: (f32[8], pred[])) -> (f32[8], pred[]) {
+  %s = (f32[8]{0}, pred[]) parameter(0)
+  %a = f32[8]{0} get-tuple-element((f32[8]{0}, pred[]) %s), index=0
+  %b = pred[] get-tuple-element((f32[8]{0}, pred[]) %s), index=1
+  %m = f32[8]{0} copy(f32[8]{0} %a)
+  ROOT %t = (f32[8]{0}, pred[]) tuple(f32[8]{0} %m, pred[] %b)
+}
+
+%cond (u: (f32[8], pred[])) -> pred[] {
+  %u = (f32[8]{0}, pred[]) parameter(0)
+  ROOT %c = pred[] get-tuple-element((f32[8]{0}, pred[]) %u), index=1
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %q = pred[] constant(true)
+  %copy-start = (f32[8]{0:PLACE}, f32[8]{0}, u32[]) copy-start(f32[8]{0} %p)
+  %copy-done = f32[8]{0:PLACE} copy-done((f32[8]{0:PLACE}, f32[8]{0}, u32[]) %copy-start)
+  %i = (f32[8]{0}, pred[]) tuple(f32[8]{0} %p, pred[] %q)
+  %w = (f32[8]{0}, pred[]) while((f32[8]{0}, pred[]) %i), condition=%cond, body=%body
+  ROOT %r = f32[8]{0} get-tuple-element((f32[8]{0}, pred[]) %w), index=0
+}
+"""
+
+
+def test_a_prediction_that_fails_or_is_too_low_says_so(monkeypatch):
+    """A profile is recorded by then: its page must be written. A GPU's way to its host has no known speed."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    config = tiny_config(cluster={"topology": "h100:1x1"})
+    predicted, note = predict(config, PROGRAM.replace("PLACE", "S(5)"))
+    assert predicted is None and note.startswith("No prediction: The bandwidth between a H100 and its host is unknown")
+    predicted, note = predict(config, PROGRAM.replace(":PLACE", ""))
+    assert predicted and "How often these loops turn is not in the compiled program: w. They count once" in note

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from tiny import tiny_config
 
 from maxlm import cli
 from maxlm.compiler import aot, program_cache
-from maxlm.config import UserError
+from maxlm.config import UserError, load
 from maxlm.cost import advice, compile_command
 from maxlm.cost.compile_command import load_for_machine
+from maxlm.cost.compile_report import too_small
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
@@ -176,8 +179,6 @@ def test_a_step_that_does_not_fit_says_by_how_much(capfd, monkeypatch):
 
 
 def test_ctrl_c_keeps_what_was_found(monkeypatch):
-    from tiny import tiny_config
-
     answers = iter([Verdict(1, 2, (1.0,), 1.0, cached=False)])
 
     def stand_in(self, config, topology):
@@ -189,6 +190,39 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch):
     sizes = {"data": 1, "stage": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
     found = advice.ways_to_fit(tiny_config(memory={"remat": "none"}), parse("v5e:1x1"), sizes, lambda text: None)
     assert [way.settings for way in found] == [{"memory.remat": "dots"}]
+
+
+def test_what_no_mesh_holds_is_told_a_chip_and_without_what_lies_in_host_memory():
+    config = load("runs/llama3-8b-v5p-128").config
+    state = 16 * 8030261248 - 4 * 8030261248  # float32 parameters and two moments
+    for topology, room in (("tpu7x:2x2x1", GIB), ("v5p:2x2x1", 2 * GIB)):
+        said = too_small(config, parse(topology), room)
+        assert f"take {state / 4 / GIB:.1f} GiB a chip when split over all 4 chips, {state / 4 / GIB - 2:.1f} GiB more" in said
+        assert f"at least {math.ceil(state / 2 / GIB)} chips" in said
+    assert too_small(config, parse("v5p:2x2x1"), state // 4 + 1) == ""
+    offloaded = advice.changed(config, {"memory.offload_state": {"optimizer": "host", "master": "host"}})
+    assert too_small(offloaded, parse("v5p:2x2x1"), GIB) == "", "norms alone are on the chip"
+
+
+def test_a_suggestion_at_which_the_compiler_fails_is_one_less(monkeypatch):
+    """And on GPUs, whose way to the host has no known speed, none is tried that uses it."""
+    tried = []
+
+    def stand_in(self, config, topology):
+        tried.append(config.memory)
+        if config.memory.offload or config.memory.remat == "full":
+            raise UserError("XLA refuses this program: INTERNAL")
+        return Verdict(1, 2, (1.0,) if config.memory.remat == "dots" else None, 1.0, cached=False)
+
+    monkeypatch.setattr(advice.Compiler, "__call__", stand_in)
+    sizes = {"data": 1, "stage": 1, "fsdp": 1, "context": 1, "tensor": 1, "expert": 1}
+    for topology in ("v5e:1x1", "h100:1x1"):
+        tried.clear()
+        config = tiny_config(memory={"remat": "none"}, train={"global_batch": 8})
+        found = advice.ways_to_fit(config, parse(topology), sizes, lambda text: None)
+        assert [way.settings for way in found] == [{"memory.remat": "dots"}]
+        assert any(memory.remat == "full" for memory in tried)
+        assert any(memory.offload or memory.offload_state for memory in tried) == (topology == "v5e:1x1")
 
 
 @needs_libtpu

@@ -74,7 +74,8 @@ def test_loops_are_unrolled():
     assert np.ptp(np.diff(runs.begins)) < 1e-9 < np.diff(runs.begins).min()
 
 
-def test_a_transfer_between_slices_uses_the_data_centre_network():
+@pytest.mark.parametrize("chip", ["v5e:1x1", "tpu7x:2x2x1"])
+def test_a_transfer_between_slices_uses_the_data_centre_network(chip):
     attributes = 'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a",_xla_megascale_transfer_type="ALL_REDUCE"}'
     module = read(f"""HloModule m, is_scheduled=true
 
@@ -87,12 +88,14 @@ ENTRY %e (p: f32[1048576]) -> f32[1048576] {{
   ROOT %r = f32[1048576]{{0}} get-tuple-element(%got), index=0
 }}
 """)
-    topology = parse("v5e:1x1", slices=2)
+    topology = parse(chip, slices=2)
     network = Network(topology.chip, {}, {}, slices=2, across="data")
     root, _ = replay(module, network)
-    (use,) = link_uses(root, network, topology)
+    (use,) = [use for use in link_uses(root, network, topology) if use.link == "DCN"]
     assert (use.link, use.used_by, use.limit) == ("DCN", "data", topology.chip.dcn_bytes_per_s)
-    assert use.average * root.seconds == pytest.approx(4 * 2**20), "half of it goes, twice"
+    sent = topology.chip.devices_per_chip * 4 * 2**20
+    assert use.average * root.seconds == pytest.approx(sent), "of each device half of it goes, twice"
+    assert root.seconds == pytest.approx(sent / use.limit, rel=0.05)
     assert use.exposed_s == pytest.approx(root.seconds)
 
 

@@ -387,6 +387,17 @@ def test_between_slices_only_a_share_crosses():
     assert joined == pytest.approx(both), "one axis that crosses and goes on inside is as fast as two"
 
 
+def test_devices_of_a_chip_share_its_network_and_its_host():
+    """Two of a tpu7x, one of a v6e, at the same speeds of a chip."""
+    for chip in (one := CHIP["v6e"], two := CHIP["tpu7x"]):
+        network = Network(chip, {"data": 2}, {"data": AxisLinks(slices=2)})
+        across = network.seconds("all-reduce", 10**9, ("data",), 2)
+        assert across == pytest.approx(chip.devices_per_chip * 1e9 / chip.dcn_bytes_per_s, rel=0.01)
+    assert (one.dcn_bytes_per_s, one.host_bytes_per_s) == (two.dcn_bytes_per_s, two.host_bytes_per_s)
+    assert two.host_bytes_per_s_per_device == one.host_bytes_per_s_per_device / 2
+    assert chip_named("H100").host_bytes_per_s_per_device is None
+
+
 def test_an_axis_without_links_is_refused():
     module = parser.read((PROGRAMS / "gathers.hlo").read_text())
     with pytest.raises(UserError, match="fsdp of 2 devices has no links"):

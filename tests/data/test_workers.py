@@ -15,12 +15,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from maxlm.data.workers import end_with_parent, workers_without_signals
 
+def last():
+    Path(str(os.getpid())).unlink(missing_ok=True)
+
 def work(number):
     Path(str(os.getpid())).touch()
     time.sleep(60)
 
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), end_with_parent)
+    pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), end_with_parent, (last,))
     with workers_without_signals():
         for number in range(2):
             pool.submit(work, number)
@@ -60,6 +63,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path, number):
     process.send_signal(number)
     assert process.wait(30) == -number
     assert gone(workers)
+    assert not [path for path in tmp_path.iterdir() if path.name.isdigit()], "each has done what it was given to do first"
 
 
 def test_a_signal_to_all_is_for_the_parent_alone(tmp_path):

@@ -26,7 +26,7 @@ from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.branching import search_all
 from maxlm.planning.layouts import Layout, frames, layout_of, layouts, meshes, savings, why_microbatches_stay
-from maxlm.planning.plan import _why_none
+from maxlm.planning.plan import _why_none, analytic_model
 from maxlm.training.program import build_program
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -118,6 +118,15 @@ def test_rules_of_microbatches_are_kept_with_the_real_number(train, meshes_found
     assert {one.sizes["stage"] for one in found} == {1, 2}.intersection(range(1, 1 + meshes_found))
     for one in found:
         assert one.apply(config).train.microbatches == one.microbatches
+
+
+def test_links_are_read_off_a_mesh_whatever_the_config_asks_of_microbatches():
+    pytest.importorskip("libtpu")
+    config = tiny_config(train={"global_batch": 32, "microbatches": 2, "noise_scale": {}})
+    layout = next(one for one in layouts(config, 4) if one.sizes["fsdp"] == 4)
+    plain = tiny_config(train={"global_batch": 32, "microbatches": 2})
+    found = [analytic_model(one, parse("v5e:2x2")).estimate(layout).parts for one in (config, plain)]
+    assert found[0] == found[1] and sum(found[0]) > 0
 
 
 def test_no_layout_has_checks_that_compare_nothing():

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load
-from maxlm.hardware.power import POWERS
+from maxlm.hardware.power import POWERS, site_of
 from maxlm.hardware.prices import LIST_PRICES, Offer, PriceList
 from maxlm.hardware.topologies import parse
 from maxlm.planning import choose_topology
@@ -46,6 +46,10 @@ def test_an_offer_may_state_its_power_and_its_grid(config):
     assert cost.kwh == pytest.approx(4 * cost.wall_s / 3600 * 0.6)
     assert cost.kg_co2 == pytest.approx(0.1 * cost.kwh)
     assert not cost.power_estimated
+
+
+def test_a_provider_is_the_same_in_any_case():
+    assert site_of("Google", tpu=True) == site_of("google", tpu=False) == site_of(None, tpu=True) != site_of("a cellar", tpu=True)
 
 
 def test_steps_that_no_machine_survives_are_dear_and_no_error(config):
