@@ -81,7 +81,8 @@ def links_of(line: Sequence[Place], topology: Topology) -> AxisLinks:
     seen = [{place[dim] for _, place in line} for dim in range(len(topology.sides))]
     spanned = [dim for dim, values in enumerate(seen) if len(values) > 1]
     wrapped = all(len(seen[dim]) == topology.sides[dim] and topology.wraps[dim] for dim in spanned)
-    return AxisLinks(dims=max(1, len(spanned)), wrapped=wrapped, slices=len({number for number, _ in line}), torus=tuple(spanned))
+    rows = topology.chip.devices_per_chip * len(set(line)) // len(line) if spanned else 1
+    return AxisLinks(max(1, len(spanned)), wrapped, slices=len({number for number, _ in line}), torus=tuple(spanned), rows=rows)
 
 
 def bus_limit(mesh: "Mesh", axis: str, operation: str, crossing: float, hosts: Sequence[str]) -> float | None:

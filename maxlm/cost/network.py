@@ -28,13 +28,14 @@ _TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="([^"]*)"')
 @dataclass(frozen=True)
 class AxisLinks:
     """Physical links of a mesh axis: the number of torus dims it spans, if they close to rings, and the slices it crosses. `torus`: the
-    numbers of these dims, where known.
+    numbers of these dims, where known. `rows`: those of devices on the same chips, one of each, which use these links at the same time.
     """
 
     dims: int = 1
     wrapped: bool = True
     slices: int = 1
     torus: tuple[int, ...] = field(default=(), compare=False)
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Network:
         links = {axis: self.links[axis] for axis in axes if axis in self.links}
         slices = math.prod(link.slices for link in links.values())
         if opcode == "collective-permute":
-            near_speed, near_latency = (self._switch, SWITCH_S) if self._switch else (self.chip.ici_bytes_per_s_per_link, HOP_S)
+            ici = self.chip.ici_bytes_per_s_per_link / self._rows(list(links.values()))
+            near_speed, near_latency = (self._switch, SWITCH_S) if self._switch else (ici, HOP_S)
             speed, latency = (self.chip.dcn_bytes_per_s_per_device, DCN_S) if slices > 1 else (near_speed, near_latency)
             return payload / speed + latency
         inside = group_size // slices
@@ -159,10 +161,15 @@ class Network:
     def _over_a_link(self, opcode: str, payload: int, chips: int, links: list[AxisLinks]) -> float:
         """Bytes over the busiest link of a torus, one way."""
         dims, wrapped = self._dims(links), all(link.wrapped for link in links)
+        payload *= self._rows(links)
         if "all-to-all" in opcode:  # half of what a row of chips holds crosses its middle, over two links each way or one
             return payload * chips ** (1 / dims) / (8 if wrapped else 4)
         rounds = 2 if opcode == "all-reduce" else 1
         return rounds * payload * (chips - 1) / chips / (dims * (2 if wrapped else 1))
+
+    def _rows(self, links: list[AxisLinks]) -> int:
+        """Groups that use the links under these axes at the same time; one if they hold whole chips."""
+        return min((link.rows for link in links), default=1)
 
     def _dims(self, links: list[AxisLinks]) -> int:
         return max(1, min(sum(link.dims for link in links), self.chip.ici_links // 2))
@@ -181,7 +188,7 @@ class Network:
         if collective.link == "host":
             return self.chip.devices_per_chip * collective.bytes
         if collective.opcode == "collective-permute":
-            return collective.bytes
+            return self._rows(self._near(collective.axes)) * collective.bytes
         chips = collective.group_size
         return self._over_a_link(collective.opcode, collective.bytes, chips, self._near(collective.axes)) if chips > 1 else 0.0
 

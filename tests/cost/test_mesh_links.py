@@ -23,12 +23,26 @@ from maxlm.hlo.parser import read
         ("v5e:8x16", [(0, (0, y, 0)) for y in range(16)], AxisLinks(1, True)),
         ("v5e:8x16", [(0, (x, y, 0)) for x in range(8) for y in range(16)], AxisLinks(2, False)),
         ("tpu7x:4x4x4", [(0, (0, 0, 0)), (0, (0, 0, 0))], AxisLinks(1, True)),  # the two halves of a chip
+        ("tpu7x:4x4x4", [(0, (x, 0, 0)) for x in range(4) for _ in range(2)], AxisLinks(1, True)),  # both halves of each
+        ("tpu7x:4x4x4", [(0, (x, 0, 0)) for x in range(4)], AxisLinks(1, True, rows=2)),  # one: the others are another row
         ("v5e:16x16", [(0, (0, 0, 0)), (1, (0, 0, 0))], AxisLinks(1, True, slices=2)),
         ("v5e:2x2", [(s, (x, 0, 0)) for s in range(4) for x in range(2)], AxisLinks(1, False, slices=4)),
     ],
 )
 def test_an_axis_knows_its_links(topology, line, links):
     assert links_of(line, parse(topology)) == links
+
+
+def test_halves_of_chips_that_gather_apart_share_their_links():
+    """Twice as long as both together over the same links, whatever the collective; with the axis inside the chips they are one group."""
+    chip, sizes = chip_named("tpu7x"), {"fsdp": 64, "tensor": 2}
+    apart = Network(chip, sizes, {"fsdp": AxisLinks(3, rows=2), "tensor": AxisLinks()})
+    alone = Network(chip, sizes, {"fsdp": AxisLinks(3), "tensor": AxisLinks()})
+    for opcode in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        times = [network.seconds(opcode, 10**10, ("fsdp",), 64) for network in (apart, alone)]
+        assert times[0] == pytest.approx(2 * times[1], rel=0.02)
+        both = [network.seconds(opcode, 10**10, ("fsdp", "tensor"), 128) for network in (apart, alone)]
+        assert both[0] == both[1]
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 8}, {"data": 8, "tensor": 2}, {"fsdp": 16}, {"data": 1, "fsdp": 2, "tensor": 8}])
