@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import logging
 import re
@@ -577,8 +578,9 @@ class Checkpoints:
         aside.mkdir(parents=True, exist_ok=True)
         if in_bucket:  # which has no folder without a file, and without this one a program of Orbax's takes it for an unfinished save
             (aside / _COMMITTED).write_text("checkpoints that training went back behind")
-        same = sum(1 for entry in aside.iterdir() if entry.name.split("-")[0] == str(step))
-        target = aside / (f"{step}-{same + 1}" if same else str(step))
+        taken = {entry.name for entry in aside.iterdir()}
+        names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
+        target = aside / next(name for name in names if name not in taken)
         committed = (folder / _COMMITTED).read_bytes() if in_bucket else b""
         if in_bucket:  # file after file is moved there: after a kill, what is left is no checkpoint
             (folder / _COMMITTED).unlink()

@@ -11,7 +11,7 @@ from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
-from maxlm.corpus.filters.classifier import train_from_files
+from maxlm.corpus.filters.classifier import LinearClassifier, train_from_files
 from maxlm.corpus.page import megabytes, page, searched, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
@@ -59,6 +59,8 @@ def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str
         model.parent.mkdir(parents=True, exist_ok=True)
         if model.is_dir() or not os.access(model.parent, os.W_OK):
             raise UserError(f"{model}: cannot be written; give the path of a file.")
+        if model.exists() and not LinearClassifier.is_in(model):
+            raise UserError(f"{model}: it exists and is no classifier; give the path of a new file, after the two of texts.")
         trained = train_from_files(wanted, unwanted)
         trained.classifier.save(model)
     except OSError as error:

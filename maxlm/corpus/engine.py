@@ -8,6 +8,7 @@ import bisect
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ FORMAT = 7  # of the output: raise it when the same settings would give other do
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
+_OWN = re.compile(r"\d{6,}(\.jsonl\.zst|\.json)|\.\d{6,}\.[a-z.]+\.[0-9a-f]{16}")  # of a task; the latter a kill leaves
+_PASS = re.compile(r"\d+-.*")  # folder of a pass
 COMBINED = "combined.json"  # mark of a search that is done
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
 EXAMPLES = 10  # of each reason, by a hash of the id: a sample that does not depend on the division
@@ -134,11 +137,13 @@ def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
     try:
         ours = not output.exists() or any((output / name).is_dir() for name in OURS)
         ours = ours or all(entry.name == directory_lock.NAME for entry in output.iterdir())
+        foreign = _foreign(output) if ours and output.exists() else ""
     except OSError as error:
         raise as_user_error(error) from error
-    if not ours:
+    if foreign or not ours:
+        which = f", such as {shorten(foreign)}, which would be lost" if foreign else ""
         raise UserError(
-            f"output = {shorten(str(output))}: there are files in it that are not of `maxlm corpus run`; give a new or empty folder."
+            f"output = {shorten(str(output))}: there are files in it that are not of `maxlm corpus run`{which}; give a new or empty folder."
         )
     for one in inputs:
         if "://" not in one.path and Path(os.path.realpath(one.path)).is_relative_to(os.path.realpath(output)):  # resolve() refuses loops
@@ -146,6 +151,25 @@ def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
                 f"output = {shorten(str(output))}: the input {shorten(one.path)} lies in it and would be overwritten; give another."
             )
     _check_not_below(settings, output)
+
+
+def _foreign(output: Path) -> str:
+    """A file that a run would remove or replace, and that none can have written; "" if there is none. Hidden ones are left alone."""
+    folders = [
+        folder for kind in ("removed", "marks") if (output / kind).is_dir() for folder in (output / kind).iterdir() if folder.is_dir()
+    ]
+    wanted = [file for folder in folders for file in folder.iterdir()]
+    if (output / "documents").is_dir():
+        wanted += [file for file in (output / "documents").iterdir() if file.name.endswith(shards.ENDING)]
+    strange = [file for file in wanted if not _OWN.fullmatch(file.name) and not file.name.startswith(".")]
+    if (output / "stages").is_dir():
+        strange += [entry for entry in (output / "stages").iterdir() if not (entry.is_dir() and _PASS.fullmatch(entry.name))]
+    report = output / REPORTS[0]
+    try:
+        known = not report.exists() or {"format", "passes"} <= json.loads(report.read_text("utf-8")).keys()
+    except (ValueError, AttributeError):
+        known = False
+    return next((str(file.relative_to(output)) for file in [*strange, *([] if known else [report])]), "")
 
 
 def _check_not_below(settings: CorpusSettings, output: Path) -> None:
@@ -387,7 +411,7 @@ def _remove_stale(plan: Plan) -> None:
     for folder, ending in folders.items():
         wanted = {f"{task.name}{ending}" for task in plan.tasks}
         for file in folder.iterdir():
-            if file.name not in wanted and (file.name.endswith(ending) or file.name.startswith(".")):  # "." begins what a kill left
+            if file.name not in wanted and _OWN.fullmatch(file.name):
                 file.unlink()
     for name in REPORTS:
         for file in plan.output.glob(f".{name}.*"):

@@ -41,8 +41,9 @@ class SourceFile:
 
     @property
     def suffixes(self) -> list[str]:
-        """Endings of the name, such as [".jsonl", ".gz"]. The query of an https:// URL is no part of it."""
-        return PurePosixPath(urlsplit(self.path).path if self.path.startswith(("http://", "https://")) else self.path).suffixes
+        """Endings of the name in lower case, such as [".jsonl", ".gz"]. The query of an https:// URL is no part of it."""
+        name = urlsplit(self.path).path if self.path.startswith(("http://", "https://")) else self.path
+        return [suffix.lower() for suffix in PurePosixPath(name).suffixes]
 
     def open(self) -> BufferedReader:
         return cast(BufferedReader, Path(self.path).open("rb") if self.filesystem is None else self.filesystem.open(self.path, "rb"))

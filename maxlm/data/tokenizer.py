@@ -68,6 +68,12 @@ class Tokenizer:
         """sha256, in hex, of the tokenizer.json as canonical JSON."""
         return manifest.fingerprint(json.loads(self.text))
 
+    @functools.cached_property
+    def _joins(self) -> bool:
+        """True if the ids of a text are those of its lines: not where a space is put before every text."""
+        whole, first, second = (self._bpe.encode(text, add_special_tokens=False).ids for text in ("a\nb", "a\n", "b"))
+        return bool(whole == first + second)
+
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, uint32, without an end-of-document token."""
         return self.encode_documents([text])[0][:-1]
@@ -77,7 +83,7 @@ class Tokenizer:
 
         Raises UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
-        pieces = [list(_pieces(text)) for text in texts]
+        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self._joins else [text] for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
         end = np.array([self.end_of_document_id], np.uint32)
         documents = []

@@ -112,10 +112,11 @@ def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator
             text = template.text_of(template.lookup(item.values, config.text_field, where), config.text_field, where)
             prompt = None if config.prompt is None else template.render(config.prompt, item.values, where)
             whole = Request((model.prefix,), model.encode(text)) if prompt is None else model.request(prompt, text)
-            yield _Document(whole, len(text.encode()))
+            spaces = "" if prompt is None else prompt[len(prompt.rstrip()) :]  # are scored as the beginning of the text
+            yield _Document(whole, len((spaces + text).encode()))
         return
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # with its line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"task {task.name}: {path} cannot be read as UTF-8 text: {error}.") from None
     yield _Document(Request((model.prefix,), model.encode(text)), len(text.encode()))

@@ -89,7 +89,7 @@ DEFAULTS: dict[str, Json] = {
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
-MOST_LAYERS = 10_000
+MOST = 10_000  # layers, or experts of a layer
 
 
 class Keys:
@@ -194,10 +194,8 @@ def _decoder(
     """
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
     keys.only(*activation)
-    groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers")
+    groups, layers = keys.count("num_key_value_heads", heads), _few(keys, "num_hidden_layers", keys.count("num_hidden_layers"))
     head_dim = None if keys.get("head_dim") is None else keys.count("head_dim")
-    if layers > MOST_LAYERS:
-        keys.refuse("num_hidden_layers", layers, f"is above {MOST_LAYERS:,}, which no model has")
     return {
         "vocab_size": keys.count("vocab_size"),
         "d_model": width,
@@ -213,15 +211,24 @@ def _decoder(
     }
 
 
-def _rope(keys: Keys, kind_of_layer: str = "", *, latent: bool = False, partial: bool = False) -> Section:
-    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. `kind_of_layer`: where each has its own.
+def _few(keys: Keys, name: str, number: int) -> int:
+    """`number` itself, of layers or of experts: of more than any model has the names of all tensors would not end."""
+    if number > MOST:
+        keys.refuse(name, number, f"is above {MOST:,}, which no model has")
+    return number
+
+
+def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False) -> Section:
+    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. `kind_of_layer`: where each has its own, with
+    the base `theta` if it states none.
     `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned.
     """
     given: Any = keys.section("rope_parameters")
     given = given.get(kind_of_layer) if kind_of_layer else given
     if not isinstance(given, dict):
         keys.refuse("rope_parameters", given, "must be an object")
-    older = {"rope_theta": keys.get("rope_theta", 10000.0), "partial_rotary_factor": keys.get("partial_rotary_factor")}
+    base = keys.get("rope_theta", 10000.0) if theta is None else theta
+    older = {"rope_theta": base, "partial_rotary_factor": keys.get("partial_rotary_factor")}
     joined = {**older, **keys.section("rope_scaling"), **given}
     scaling = Keys(joined, "config.json: rope_parameters")
     section: Section = {"theta": scaling.positive("rope_theta")}
@@ -351,6 +358,7 @@ def _mixtral(keys: Keys) -> Section:
 
 
 def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any) -> Section:
+    _few(keys, "number of experts", n_experts)
     return {"n_experts": n_experts, "top_k": keys.count("num_experts_per_tok"), "d_ff": d_ff, **settings, "router": router}
 
 
@@ -391,8 +399,10 @@ def _repeated(keys: Keys, period: int) -> list[str]:
 def _gemma3(keys: Keys) -> Section:
     by_kind = "full_attention" in keys.section("rope_parameters")
     section = _gemma(keys.without("rope_parameters") if by_kind else keys, qk_norm=True)
-    local = _rope(keys, "sliding_attention") if by_kind else {"theta": keys.positive("rope_local_base_freq", 10000.0)}
-    section |= {"rope_local": local, **({"rope": _rope(keys, "full_attention")} if by_kind else {})}
+    near = keys.positive("rope_local_base_freq", 10000.0)
+    local = _rope(keys, "sliding_attention", theta=near) if by_kind else {"theta": near}
+    far = {"rope": _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))} if by_kind else {}
+    section |= {"rope_local": local, **far}
     period = keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
     return {**section, **_windows(keys, _repeated(keys, period))}
 
@@ -406,7 +416,7 @@ def _gpt2(keys: Keys) -> Section:
     return {
         "vocab_size": keys.count("vocab_size"),
         "d_model": width,
-        "n_layers": keys.count("n_layer"),
+        "n_layers": _few(keys, "n_layer", keys.count("n_layer")),
         "n_heads": keys.count("n_head"),
         "d_ff": keys.count("n_inner", 4 * width),
         "norm_eps": keys.positive("layer_norm_epsilon", 1e-5),
@@ -458,7 +468,7 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     }
     latent = {ours: keys.count(name) for ours, name in names.items() if ours != "q_rank" or keys.get(name) is not None}
     section |= {"latent": latent, "head_dim": None, "n_kv_heads": None}
-    n_dense, n_shared = (int(keys.number(name, 0)) for name in ("first_k_dense_replace", "n_shared_experts"))
+    n_dense, n_shared = (keys.count(name, 0, least=0) for name in ("first_k_dense_replace", "n_shared_experts"))
     router = {"normalize": keys.flag("norm_topk_prob", False), "scale": keys.positive("routed_scaling_factor", 1.0), **router}
     moe = _moe(keys, keys.count("n_routed_experts"), keys.count("moe_intermediate_size"), router, n_shared=n_shared, n_dense=n_dense)
     return {**section, "moe": moe}

@@ -21,6 +21,9 @@ _WEIGHTS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is read of eac
 }
 
 
+_KNOWN = {"config_groups", "format", "global_compression_ratio", "ignore", "quant_method", "quantization_status", "version"}
+
+
 def pack(values: np.ndarray, bits: int) -> np.ndarray:
     """int32 words of a matrix of integers of so many bits, 4 or 8."""
     unsigned = (values.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
@@ -52,13 +55,16 @@ def dequantized(words: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) ->
 
 def problem(section: Mapping[str, Any]) -> str:
     """Reason that a `quantization_config` with `quant_method: compressed-tensors` is not read, or ""."""
+    dense = {"sparsity_config"} if dict(section.get("sparsity_config") or {}).get("format") == "dense" else set()
+    if more := [name for name, value in section.items() if name not in _KNOWN | dense and value not in (None, {}, [])]:
+        return f"is not supported: {more[0]} in it may change what is computed"
     groups = section.get("config_groups")
     wanted = _WEIGHTS.get(str(section.get("format")))
     if wanted is None or not isinstance(groups, dict):
         return f"is not supported: of {METHOD} only {' and '.join(_WEIGHTS)} are"
     for group in groups.values():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict) or group.get("input_activations") is not None:
+        if not isinstance(weights, dict) or any(group.get(name) is not None for name in ("input_activations", "output_activations")):
             return "is not supported: only quantized weights are, without activations"
         for name, values in wanted.items():
             if weights.get(name) not in values:

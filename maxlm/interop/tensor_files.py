@@ -19,7 +19,7 @@ from maxlm.config.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
 
-INDEX = "model.safetensors.index.json"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
@@ -224,6 +224,8 @@ def _listed(folder: Path) -> dict[str, Path]:
             raise UserError(f"{index} lists {file!r}, which is not a file of this folder.")
         if not (folder / file).is_file():
             raise UserError(f"{index} lists {file}, which is not there: download it again.")
+    if (folder / WHOLE).is_file() and WHOLE not in names.values():
+        raise UserError(f"{folder}: {WHOLE} is beside {INDEX}, which does not list it; which of both counts is not said: remove one.")
     return {name: folder / file for name, file in names.items()}
 
 

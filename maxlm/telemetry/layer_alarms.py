@@ -1,7 +1,8 @@
 """Alarms on figures of single layers: one that changes suddenly and stays so, and one that gets no gradient."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,31 @@ class LayerAlarms:
         self._above_KG: NDArray[np.int64] | int = 0  # steps in a row
         self._dead_G: NDArray[np.int64] | int = 0
         self._seen = 0
+
+    @property
+    def window(self) -> dict[str, Any] | None:
+        """All by which the next update is judged, for a checkpoint, arrays as base64; None before the first update."""
+        if not self._window:
+            return None
+        kinds, layers = self._window[0].shape
+        counts = [*np.broadcast_to(self._above_KG, (kinds, layers)), np.broadcast_to(self._dead_G, layers)]
+        arrays = {"values": np.stack(self._window), "counts": np.stack(counts).astype(np.float64)}
+        arrays |= {} if self._usual is None else {"usual": np.stack(self._usual)}
+        return {
+            "layers": layers,
+            "seen": self._seen,
+            **{name: base64.b64encode(array.tobytes()).decode() for name, array in arrays.items()},
+        }
+
+    def restore(self, window: Mapping[str, Any]) -> None:
+        """Continue from the `window` of another attempt."""
+        layers, kinds = window["layers"], len(KINDS)
+        values, counts, usual = (np.frombuffer(base64.b64decode(window.get(name, ""))) for name in ("values", "counts", "usual"))
+        self._window, self._seen = list(values.reshape(-1, kinds, layers)), window["seen"]
+        *above, dead = counts.reshape(-1, layers).astype(np.int64)
+        self._above_KG, self._dead_G = np.stack(above), dead
+        median, limit = usual.reshape(2, kinds, layers) if usual.size else (None, None)
+        self._usual = None if median is None or limit is None else (median, limit)
 
     def update(self, step: int, figures: LayerFigures) -> list[Event]:
         """The alarms of this step."""

@@ -69,6 +69,8 @@ class Health:
         for alarm, window in zip(self._jumps, known.get("windows", ()), strict=False):
             alarm.restore(window)
         self._layers = LayerAlarms(spreads, LEAST_NORM_SPREAD)
+        if known.get("layers") is not None:
+            self._layers.restore(known["layers"])
         self._updates = self._finite = self._skips_in_a_row = self._bad_in_a_row = 0
         self._wrong = ""  # fault of the newest update
         self.unhealthy = ""  # reason to stop the run; it stays once it is set
@@ -82,7 +84,9 @@ class Health:
         """Levels for a checkpoint, as far as they are known."""
         known: dict[str, Any] = {} if self._first is None else {"first": self._first}
         known |= {"best": self._best} if math.isfinite(self._best) else {}
-        return known if self._settings is None else {**known, "windows": [alarm.window for alarm in self._jumps]}
+        if self._settings is None:
+            return known
+        return {**known, "windows": [alarm.window for alarm in self._jumps], "layers": self._layers.window}
 
     @property
     def problem(self) -> str:

@@ -199,8 +199,7 @@ def update_piece(
     moved = [to_host(leaf) if host else leaf for leaf, host in zip(here, places, strict=True)]
     masters = [new[path] for path in group.leaves if path in filed and path[0] == "params"]
     kept = [_put(copy, master.astype(copy.dtype), group, piece) for copy, master in zip(copies, masters, strict=True)]
-    counted = update.shared if group.pieces == 1 else {}
-    return [new[path] for path in group.leaves if path in filed], _put_all(arrays, moved, group, piece), kept, counted
+    return [new[path] for path in group.leaves if path in filed], _put_all(arrays, moved, group, piece), kept, update.shared
 
 
 def _cut(array: jax.Array, group: Group, piece: jax.Array) -> jax.Array:

@@ -181,4 +181,16 @@ class StreamedStep:
             changed = stream(update, [leaves[path] for path in group.leaves], [grads[name] for name in group.names], group.pieces)
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
+        if all(group.pieces > 1 for group in self.groups):  # of adapters: no parameter is outside the layers
+            new |= self._counted(leaves, scalars)
         return jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves])
+
+    def _counted(self, leaves: Leaves, scalars: Scalars) -> Leaves:
+        """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
+        group = self.groups[0]
+        update = GroupUpdate(self.config, group, leaves, scalars)
+        rows = [leaves[path].shape[0] // group.pieces for path in group.leaves]
+        zeros = [jnp.zeros((row, *leaves[path].shape[1:]), leaves[path].dtype) for path, row in zip(group.leaves, rows, strict=True)]
+        of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}
+        update(zeros, [of_params[name] for name in group.names], 0)
+        return update.shared

@@ -282,6 +282,27 @@ def test_no_folder_with_other_files_is_written_to(tmp_path, name, words):
     assert digest(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["removed/4_gopher_rep/00000.jsonl.gz", "marks/mine/a.json", "stages/mine.txt", "documents/mine.jsonl.zst", "report.json"],
+)
+def test_a_folder_in_which_a_run_would_remove_others_files_is_refused(tmp_path, name):
+    """Another program's folders may have the same names. What a run does not touch is no reason, nor is what it wrote itself."""
+    write_corpus(tmp_path / "raw")
+    config, out = settings(tmp_path, tmp_path / "out"), tmp_path / "out"
+    run(config)
+    for kept in ("notes.txt", "documents/.DS_Store", "removed/notes.txt"):
+        (out / kept).write_text("mine")
+    run(config.model_copy(update={"run": config.run.model_copy(update={"task_bytes": 10**9})}))
+    assert all((out / kept).read_text() == "mine" for kept in ("notes.txt", "documents/.DS_Store", "removed/notes.txt"))
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text("[1]")
+    before = digest(tmp_path)
+    with pytest.raises(UserError, match=rf"not of `maxlm corpus run`, such as {name}, which would be lost"):
+        engine.make_plan(config)
+    assert digest(tmp_path) == before
+
+
 @pytest.mark.parametrize("listed", ["raw", "r*", "raw/deep"])
 def test_output_below_the_input_is_refused_before_it_is_written(tmp_path, listed):
     """The same command would be refused when it is given again: documents of the first run are input of the second."""

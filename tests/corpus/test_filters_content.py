@@ -323,6 +323,12 @@ def test_training_reads_two_folders_of_any_format(tmp_path, capsys):
     assert loaded.probability(TextStatistics(prose(50))) > 0.5 > loaded.probability(TextStatistics(junk(50)))
     with pytest.raises(UserError, match="models: cannot be written"):
         train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model.parent, print)
+    train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model, print)  # again, over the first
+    texts = tmp_path / "bad" / "more.jsonl.gz"
+    before = texts.read_bytes()
+    with pytest.raises(UserError, match="it exists and is no classifier"):
+        train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), texts, print)
+    assert texts.read_bytes() == before
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         train_from_files(str(tmp_path / "good"), str(tmp_path / "empty"))

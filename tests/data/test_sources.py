@@ -220,3 +220,11 @@ def test_an_empty_folder_and_an_unreadable_name_are_named(tmp_path):
         find_files([str(tmp_path / "empty")])
     with pytest.raises(UserError, match="exist"):
         find_files(["nul\0byte"])
+
+
+def test_a_format_is_known_by_its_name_in_any_case(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two"))
+    for name in ("a.jsonl", "B.JSONL", "c.JsonL.GZ"):
+        content = gzip.compress(lines.encode()) if name.lower().endswith(".gz") else lines.encode()
+        (tmp_path / name).write_bytes(content)
+        assert [document.text for document in documents([str(tmp_path / name)], "text")] == ["one", "two"]

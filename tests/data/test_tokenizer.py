@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from data_cases import some_texts
 from tokenizers import Tokenizer as Bpe, models
 
@@ -26,6 +27,23 @@ def trained() -> Tokenizer:
 def test_text_comes_back_to_the_letter(trained, monkeypatch, text, piece_chars):
     monkeypatch.setattr(module, "PIECE_CHARS", piece_chars)
     assert trained.decode(trained.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["hello " * 20, "hello\nworld\n" * 10])
+def test_a_long_text_gets_no_space_where_one_is_put_before_every_text(monkeypatch, text):
+    """As by Llama 2's tokenizer: in pieces each would have one."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    replaced = tokenizers.normalizers.Replace(" ", "▁")
+    bpe.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), replaced])
+    decoders = tokenizers.decoders
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    special = ["<unk>", "</s>"]
+    bpe.train_from_iterator(["hello world\nhello "] * 3, tokenizers.trainers.BpeTrainer(special_tokens=special, show_progress=False))
+    tokenizer = Tokenizer(bpe.to_str(), "</s>", "made here")
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(module, "PIECE_CHARS", 16)
+    np.testing.assert_array_equal(tokenizer.encode(text), whole)
+    assert tokenizer.decode(whole) == text
 
 
 def test_the_end_of_a_document_cannot_be_written_in_a_text(trained):

@@ -120,6 +120,21 @@ def test_perplexity_of_responses_counts_no_token_of_their_prompts(write):
     )
 
 
+def test_white_space_at_the_end_of_a_prompt_is_scored_and_counted(write):
+    model = GivenModel(lambda context, text: -len(text) / 2)
+    result = run_task(write({"kind": "perplexity", "prompt": "ask {who}:\n\n"}, [{"who": "me", "text": "yes"}]), model)
+    assert model.asked == [Request(tuple(map(ord, "ask me:")), tuple(map(ord, "\n\nyes")))]
+    assert result.figures["bits_per_byte"].value == pytest.approx(0.5 / np.log(2))
+
+
+def test_a_text_is_scored_with_its_line_ends(write, tmp_path):
+    model = GivenModel(lambda context, text: -len(text) / 2)
+    task = write({"kind": "perplexity", "data": "a.txt"})
+    task.beside("a.txt").write_bytes(b"ab\r\ncd\r\n")
+    assert run_task(task, model).figures["bits_per_byte"].value == pytest.approx(0.5 / np.log(2))
+    assert "".join(chr(token) for request in model.asked for token in request.continuation) == "ab\r\ncd\r\n"
+
+
 def test_a_store_of_conversations_is_no_text(write, monkeypatch):
     info = SimpleNamespace(tokenizer_hash="mine", content="conversations")
     monkeypatch.setattr(run_task_module, "TokenStore", lambda path, split: SimpleNamespace(info=info))

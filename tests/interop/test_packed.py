@@ -187,6 +187,10 @@ def activations(tensors, config):
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
 
 
+def rotated(tensors, config):
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R4": {"type": "hadamard"}}}
+
+
 def asymmetric(tensors, config):
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 
@@ -196,6 +200,7 @@ def another_format(tensors, config):
 
 
 DAMAGE = {
+    rotated: "transform_config in it may change what is computed",
     lacks_scales: "weight_packed has no model.layers.0.self_attn.q_proj.weight_scale",
     another_shape: "which are not those of 4 or 8 bits",
     not_finite: "not finite",

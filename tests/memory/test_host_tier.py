@@ -40,6 +40,16 @@ def test_three_steps_are_bitwise_those_on_the_device(mesh, sections, cut):
         assert is_on_host(leaf) == (leaf.ndim > 1 and leaf.size > 256 and "router" not in name), name
 
 
+def test_counters_go_on_where_every_parameter_is_updated_in_pieces(cut):
+    """As of adapters, all of which are in the layers: the learning rate and Adam's bias correction follow them."""
+    (plain, seen), (offloaded, seen_there), program = run_both({"fsdp": 1}, {"model": {"lora": {"rank": 4}}}, HOST)
+    assert min(group.pieces for group in program.streamed.groups) == 2
+    equal(offloaded, plain)
+    equal(seen_there, seen)
+    counters = [int(leaf) for leaf in jax.tree.leaves(offloaded.opt_state) if leaf.ndim == 0]
+    assert counters and set(counters) == {3}
+
+
 IN_24 = {"masters": "split24"}
 SMALL = {"moments": "int8", **IN_24}
 FACTORED = {"moments": "bfloat16", "second_moment": "factored", "masters": "split"}

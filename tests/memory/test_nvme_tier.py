@@ -62,6 +62,14 @@ def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
     equal(load_all(after), load_all(straight))
 
 
+def test_counters_of_adapters_go_on(folder, cut):
+    """All of their parameters are in the layers, and so in several pieces."""
+    (plain, seen), (moved, seen_there), _ = run_both({"fsdp": 1}, {"model": {"lora": {"rank": 4}}}, nvme(folder))
+    np.testing.assert_allclose([m.loss for m in seen_there], [m.loss for m in seen], rtol=1e-6)
+    counters = [[int(leaf) for leaf in jax.tree.leaves(load_all(state).opt_state) if leaf.ndim == 0] for state in (plain, moved)]
+    assert counters[0] == counters[1] and set(counters[1]) == {3}
+
+
 @pytest.mark.soak
 def test_small_states_in_a_file(folder, cut):
     """Halves of masters stay on the device. Programs of one unit may round a number otherwise, and then its code is the next one."""

@@ -1,10 +1,13 @@
 """What counts as unhealthy, and what does not: made-up losses, no device."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
+from maxlm.config.reliability import HealthConfig
+from maxlm.telemetry.layer_alarms import LayerFigures
 from maxlm.training.health import BAD_AT_END, BAD_STEPS, SKIPS_IN_A_ROW, Health
 
 VOCAB = 320
@@ -103,6 +106,26 @@ def test_a_restart_knows_how_low_the_loss_was():
     assert "back at that of an untrained model" in again.unhealthy
     anew, _ = watch([UNTRAINED] * BAD_STEPS)
     assert anew.unhealthy == "", "without it this is how every run begins"
+
+
+def test_a_restart_goes_back_for_a_layer_as_a_run_without_one():
+    """With the windows of the layers in `levels`, as they are in a checkpoint."""
+    settings = HealthConfig.model_validate({"layers": "roll_back"})
+    rng = np.random.default_rng(1)
+    figures = np.exp(0.1 * rng.standard_normal((2, 120, 3))).astype(np.float32)
+    figures[1, 100:, 1] *= 60
+
+    def rolled_back(restart):
+        health = Health(UNTRAINED, settings=settings)
+        for step in range(1, 121):
+            if step == restart:
+                health = Health(UNTRAINED, json.loads(json.dumps(health.levels)), settings=settings)
+            health.update(step, 5.0, 1.0, layers=LayerFigures("abc", figures[0, step - 1], figures[1, step - 1]))
+            if health.roll_back is not None:
+                return step, health.roll_back.before
+        return None
+
+    assert rolled_back(0) == rolled_back(96) == rolled_back(103) == (105, 99)
 
 
 def test_divergence_from_the_start_stops_and_a_short_run_is_not_done():

@@ -1,5 +1,6 @@
 """Spikes are refused on the devices; figures of layers are those of plain arithmetic; a clean run is not changed by being watched."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -136,10 +137,14 @@ def test_figures_of_layers(trained, program):
     assert (declared[GRADIENT], declared[RATIO]) == (names, names)
 
 
-def layer_alarms(gradient, ratio):
+def layer_alarms(gradient, ratio, restarts=()):
     alarms, found = LayerAlarms(8.0, LEAST_NORM_SPREAD), []
     names = [f"layer {i}" for i in range(gradient.shape[1])]
     for step, row in enumerate(zip(gradient, ratio, strict=True), start=1):
+        if step in restarts:
+            kept = json.loads(json.dumps(alarms.window))
+            alarms = LayerAlarms(8.0, LEAST_NORM_SPREAD)
+            alarms.restore(kept)
         found += alarms.update(step, LayerFigures(names, *row))
     return [(event.step, event.data["cause"], event.data["layer"]) for event in found]
 
@@ -151,7 +156,10 @@ def test_alarms_of_layers():
     ratio[150:, 4] *= 60
     gradient[80:82, 2] *= 1e6
     gradient[200:, 1] = 0
-    assert layer_alarms(gradient, ratio) == [(155, "layer_jump", "layer 4"), (200 + DEAD_STEPS, "dead_layer", "layer 1")]
+    expected = [(155, "layer_jump", "layer 4"), (200 + DEAD_STEPS, "dead_layer", "layer 1")]
+    assert layer_alarms(gradient, ratio) == expected
+    for restarts in ([2], [148], [153, 155, 156], [210, 219], range(2, 301)):
+        assert layer_alarms(gradient, ratio, restarts) == expected, "a restart forgets nothing"
 
 
 def test_an_alarm_goes_on_from_its_window():

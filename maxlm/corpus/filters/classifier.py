@@ -38,6 +38,15 @@ class LinearClassifier:
         with replacing(path) as file:
             np.savez(file, format=FORMAT, weights=self.weights, bias=np.float64(self.bias), order=self.order)
 
+    @staticmethod
+    def is_in(path: Path) -> bool:
+        """True if the file holds a classifier, of whatever version. Raises OSError."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {"format", "weights", "bias", "order"} <= set(arrays.files)
+        except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
+            return False
+
     @classmethod
     def load(cls, path: Path) -> "LinearClassifier":
         """Raises UserError."""
