@@ -156,7 +156,7 @@ class MtpConfig(Section):
     depth: Annotated[int, Strict(), Field(ge=1, le=64)] = 1  # modules
     # hidden states that a module reads: after the final norm of the model or module before it (transformers, vLLM), or before that norm
     reads: Literal["normed", "residual"] = "normed"
-    loss_weight: NonNegative = 0.3  # of the mean of their losses
+    loss_weight: NonNegative = 0.3  # of the mean of their losses, each over the tokens of the main loss
 
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]

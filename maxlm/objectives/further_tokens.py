@@ -24,9 +24,11 @@ class BatchAhead(NamedTuple):
 
 
 class FurtherTokens(NextToken):
-    """`NextToken`, plus `model.mtp.loss_weight` times the mean loss of the tokens further ahead."""
+    """`NextToken`, plus `model.mtp.loss_weight` times the losses of tokens further ahead, a token of the main loss (DeepSeek-V3, eq. 24). A
+    document has fewer of them than that: the figure `loss_ahead` is a mean over theirs.
+    """
 
-    metrics = (*NextToken.metrics, Metric("loss_ahead", "Loss of a token further ahead", "nats a token"))  # [mtp_depth]
+    metrics = (*NextToken.metrics, Metric("loss_ahead", "Loss of a token further ahead", "nats a token", per="tokens_ahead"))  # [mtp_depth]
 
     def inputs(self, batch: Batch, *, training: bool = True) -> Any:
         further: list[Batch] = []
@@ -46,7 +48,8 @@ class FurtherTokens(NextToken):
         assert self.config.model.mtp is not None, "there are targets further ahead"
         weight = self.config.model.mtp.loss_weight / len(ahead)
         total = total + weight * sum(one.total for one in ahead) + last.aux_loss
-        added = {**sums.added, "loss_ahead": jnp.stack([one.nll for one in ahead])}
+        counted = jnp.stack([self.denominator(further) for further in batch.ahead])
+        added = {**sums.added, "loss_ahead": jnp.stack([one.nll for one in ahead]), "tokens_ahead": counted}
         return total, sums._replace(added=added, routing=join_routing(output.routing, last.routing))
 
 

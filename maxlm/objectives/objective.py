@@ -38,9 +38,9 @@ class Sums(NamedTuple):
     routing: Routing | None = None  # of layers with experts
 
     def values(self, metrics: Iterable[Metric]) -> dict[str, Array]:
-        """The figures of the whole batch: means are divided by `denominator`."""
-        found, denominator = {**self.added, **self.largest}, jnp.maximum(self.denominator, 1)
-        return {m.name: found[m.name] / denominator if m.reduce == "mean" else found[m.name] for m in metrics if m.name in found}
+        """The figures of the whole batch: means are divided by `denominator`, or by the sum that their declaration names."""
+        got, per = {**self.added, **self.largest}, {"": self.denominator, **self.added}
+        return {m.name: got[m.name] / jnp.maximum(per[m.per], 1) if m.reduce == "mean" else got[m.name] for m in metrics if m.name in got}
 
     def plus(self, other: "Sums") -> "Sums":
         """Figures of both parts."""

@@ -102,7 +102,7 @@ class Health:
         """Reason that the last state is not a good end, or "": the last update was not finite, or the loss is bad."""
         if self.unhealthy or self.roll_back is not None:
             return self.problem
-        if self._updates and not self._finite:
+        if not self._finite and (self._wrong or self._updates >= SKIPS_IN_A_ROW):  # a few updates that overflow are no fault
             return f"not one of {self._updates} updates was finite: {self._wrong or 'their gradients overflowed'}"
         return self._wrong if self._skips_in_a_row or self._bad_in_a_row >= BAD_AT_END else ""
 

@@ -94,7 +94,8 @@ def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, mon
     observers.on_event(Event("start", 0, data={"metrics": charts_of(Weighted.metrics)}))
     measured = meter.Meter(stand_in, observers, 0)
     for step in range(1, 4):
-        sums = Sums(jnp.float32(4), {"loss": jnp.float32(8), "loss_ahead": jnp.array([12.0, 16.0])}, {"heaviest": jnp.float32(-step)})
+        ahead = {"loss_ahead": jnp.array([12.0, 16.0]), "tokens_ahead": jnp.array([4.0, 2.0])}
+        sums = Sums(jnp.float32(4), {"loss": jnp.float32(8), **ahead}, {"heaviest": jnp.float32(-step)})
         values = sums.values(Weighted.metrics) | {
             "grad_norm": jnp.float32(1),
             "lr": jnp.float32(1),
@@ -106,7 +107,7 @@ def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, mon
     observers.close()
     last = json.loads(run.metrics.read_text().splitlines()[-1])
     assert {key: last[key] for key in ("loss", "loss_ahead_1", "loss_ahead_2", "heaviest")} == {
-        "loss": 2.0, "loss_ahead_1": 3.0, "loss_ahead_2": 4.0, "heaviest": -3.0,
+        "loss": 2.0, "loss_ahead_1": 3.0, "loss_ahead_2": 8.0, "heaviest": -3.0,
     }  # fmt: skip
     assert "heavy -3.0" in describe(seen[-1], 10, 1.0)
     page = write_report([run.path], tmp_path / "report.html").read_text()

@@ -128,6 +128,16 @@ def test_a_restart_goes_back_for_a_layer_as_a_run_without_one():
     assert rolled_back(0) == rolled_back(96) == rolled_back(103) == (105, 99)
 
 
+def test_a_last_update_that_overflows_is_no_fault():
+    """As where an attempt begins one update before the end: the scale of the loss is halved, and the next would be finite."""
+    few, many = Health(UNTRAINED), Health(UNTRAINED)
+    few.update(100, math.nan, math.nan, overflowed=True)
+    assert few.at_end() == ""
+    for step in range(1, SKIPS_IN_A_ROW + 1):
+        many.update(step, math.nan, math.nan, overflowed=True)
+    assert "not one of 10 updates was finite" in many.at_end()
+
+
 def test_divergence_from_the_start_stops_and_a_short_run_is_not_done():
     rising = [UNTRAINED + 0.5 * n for n in range(60)]
     health, _ = watch(rising)

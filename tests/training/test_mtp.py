@@ -49,6 +49,24 @@ def test_without_weight_the_loss_is_that_of_the_model_alone():
     assert total == pytest.approx(float(alone), rel=1e-6)
 
 
+def test_the_figure_is_a_mean_over_its_own_tokens():
+    """Of documents of 8 tokens 7 count, and further ahead 6 and 5: an untrained model knows none of them, as it says."""
+    config = tiny_config(**SECTIONS)
+    objective, params, model_state = build_objective(config), drawn_parameters(config.model), init_model_state(config.model, 0)
+    batch, places = tiny_batch(), np.arange(SEQ_LEN)
+    batch = batch._replace(
+        weights_BS=np.broadcast_to((places % 8 != 7).astype(np.float32), batch.weights_BS.shape),
+        segment_ids_BS=np.broadcast_to(places // 8 + 1, batch.segment_ids_BS.shape),
+        positions_BS=np.broadcast_to(places % 8, batch.positions_BS.shape),
+    )
+    _, sums = jax.jit(lambda params: objective.loss(params, model_state, jax.tree.map(jnp.asarray, batch)))(params)
+    np.testing.assert_array_equal(sums.added["tokens_ahead"], [GLOBAL_BATCH * SEQ_LEN // 8 * tokens for tokens in (6, 5)])
+    values = sums.values(objective.metrics)
+    np.testing.assert_allclose(values["loss_ahead"], sums.added["loss_ahead"] / sums.added["tokens_ahead"], rtol=1e-6)
+    assert values["loss"] == pytest.approx(float(sums.added["loss"] / sums.denominator))
+    assert sums.denominator == GLOBAL_BATCH * SEQ_LEN // 8 * 7
+
+
 def test_modules_read_hidden_states_after_or_before_a_norm():
     """After it: what a module before it reads is the same, were it given the normed ones. By a scale that no other norm undoes."""
     config = tiny_config(**SECTIONS).model
