@@ -70,6 +70,7 @@ def test_a_reader_that_is_blocked_costs_nothing(workspace):
     """The trained steps are saved, and the run may continue."""
     process = start(workspace, "reader", "checkpoint.every_steps=100")
     wait_for_step(workspace, 9, process)
+    time.sleep(2)  # the tenth step is done, and its successor's batch is waited for
     process.send_signal(signal.SIGTERM)
     ended([process], code=3)
     assert checkpoint_steps(workspace) == [10]
