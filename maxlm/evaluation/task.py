@@ -59,7 +59,7 @@ class PerplexityTask(TaskConfig):
     store: StoredPath | None = None  # instead of `data`
     split: Literal["train", "eval"] = "eval"  # of the store
     text_field: Text = "text"  # of JSONL
-    prompt: Text | None = None  # template of what precedes each text of JSONL; it is read, and scored is white space at its end alone
+    prompt: Text | None = None  # template of what precedes each text of JSONL; it is read, not scored but for white space at its end
     stride: Positive | None = None  # tokens by which windows move on; None: half of the context
 
     def templates(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ DEFAULTS: dict[str, Json] = {
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
-MOST = 10_000  # layers, or experts of a layer
+MOST = 10_000  # layers, or experts of a layer: the names of all tensors are made before any is read
 
 
 class Keys:
@@ -104,11 +104,13 @@ class Keys:
         value = self._values.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number, of `least` or more."""
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = INT64) -> int:
+        """A whole number, from `least` to `most`."""
         value = self.get(key, default)
         if type(value) is not int or not least <= value <= INT64:
             self.refuse(key, value, f"must be a whole number above {least - 1}" if least else "must be a whole number, 0 or above")
+        if value > most:
+            self.refuse(key, value, f"is above {most:,}, which no model has")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -194,7 +196,7 @@ def _decoder(
     """
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
     keys.only(*activation)
-    groups, layers = keys.count("num_key_value_heads", heads), _few(keys, "num_hidden_layers", keys.count("num_hidden_layers"))
+    groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers", most=MOST)
     head_dim = None if keys.get("head_dim") is None else keys.count("head_dim")
     return {
         "vocab_size": keys.count("vocab_size"),
@@ -209,13 +211,6 @@ def _decoder(
         "rope": _rope(keys, latent=latent, partial=partial),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
     }
-
-
-def _few(keys: Keys, name: str, number: int) -> int:
-    """`number` itself, of layers or of experts: of more than any model has the names of all tensors would not end."""
-    if number > MOST:
-        keys.refuse(name, number, f"is above {MOST:,}, which no model has")
-    return number
 
 
 def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False) -> Section:
@@ -346,7 +341,7 @@ def _qwen3_moe(keys: Keys) -> Section:
     keys.only("mlp_only_layers", [])
     keys.only("use_sliding_window", False)
     section = _qwen3(keys)
-    n_experts = keys.count("num_experts", keys.get("num_local_experts"))
+    n_experts = keys.count("num_experts", keys.get("num_local_experts"), most=MOST)
     router = {"normalize": keys.flag("norm_topk_prob", False), **_balance(keys, section, keys.count("num_experts_per_tok"))}
     return {**section, "moe": _moe(keys, n_experts, keys.count("moe_intermediate_size"), router)}
 
@@ -354,11 +349,10 @@ def _qwen3_moe(keys: Keys) -> Section:
 def _mixtral(keys: Keys) -> Section:
     section = _mistral(keys)
     router = {"jitter": keys.number("router_jitter_noise", 0.0), **_balance(keys, section, keys.count("num_experts_per_tok"))}
-    return {**section, "moe": _moe(keys, keys.count("num_local_experts"), section["d_ff"], router)}
+    return {**section, "moe": _moe(keys, keys.count("num_local_experts", most=MOST), section["d_ff"], router)}
 
 
 def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any) -> Section:
-    _few(keys, "number of experts", n_experts)
     return {"n_experts": n_experts, "top_k": keys.count("num_experts_per_tok"), "d_ff": d_ff, **settings, "router": router}
 
 
@@ -416,7 +410,7 @@ def _gpt2(keys: Keys) -> Section:
     return {
         "vocab_size": keys.count("vocab_size"),
         "d_model": width,
-        "n_layers": _few(keys, "n_layer", keys.count("n_layer")),
+        "n_layers": keys.count("n_layer", most=MOST),
         "n_heads": keys.count("n_head"),
         "d_ff": keys.count("n_inner", 4 * width),
         "norm_eps": keys.positive("layer_norm_epsilon", 1e-5),
@@ -438,7 +432,7 @@ def _gpt_oss(keys: Keys) -> Section:
         keys.refuse("rope_parameters", None, "is missing: the library would take YaRN of its own")
     section = {**_decoder(keys), **_windows(keys, _repeated(keys, 2)), "bias": "all", "activation": "swiglu_clamped", "sinks": True}
     top_k = keys.count("num_experts_per_tok", keys.get("experts_per_token"))
-    n_experts = keys.count("num_local_experts", keys.get("num_experts"))
+    n_experts = keys.count("num_local_experts", keys.get("num_experts"), most=MOST)
     section["clamp"] = None if clamp == {"limit": 7.0, "slope": 1.702} else clamp
     return {**section, "moe": _moe(keys, n_experts, section["d_ff"], _balance(keys, section, top_k))}
 
@@ -470,7 +464,8 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     section |= {"latent": latent, "head_dim": None, "n_kv_heads": None}
     n_dense, n_shared = (keys.count(name, 0, least=0) for name in ("first_k_dense_replace", "n_shared_experts"))
     router = {"normalize": keys.flag("norm_topk_prob", False), "scale": keys.positive("routed_scaling_factor", 1.0), **router}
-    moe = _moe(keys, keys.count("n_routed_experts"), keys.count("moe_intermediate_size"), router, n_shared=n_shared, n_dense=n_dense)
+    n_experts, d_ff = keys.count("n_routed_experts", most=MOST), keys.count("moe_intermediate_size")
+    moe = _moe(keys, n_experts, d_ff, router, n_shared=n_shared, n_dense=n_dense)
     return {**section, "moe": moe}
 
 

@@ -55,7 +55,8 @@ def dequantized(words: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) ->
 
 def problem(section: Mapping[str, Any]) -> str:
     """Reason that a `quantization_config` with `quant_method: compressed-tensors` is not read, or ""."""
-    dense = {"sparsity_config"} if dict(section.get("sparsity_config") or {}).get("format") == "dense" else set()
+    sparsity = section.get("sparsity_config")
+    dense = {"sparsity_config"} if isinstance(sparsity, Mapping) and sparsity.get("format") == "dense" else set()
     if more := [name for name, value in section.items() if name not in _KNOWN | dense and value not in (None, {}, [])]:
         return f"is not supported: {more[0]} in it may change what is computed"
     groups = section.get("config_groups")

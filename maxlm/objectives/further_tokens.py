@@ -24,8 +24,8 @@ class BatchAhead(NamedTuple):
 
 
 class FurtherTokens(NextToken):
-    """`NextToken`, plus `model.mtp.loss_weight` times the losses of tokens further ahead, a token of the main loss (DeepSeek-V3, eq. 24). A
-    document has fewer of them than that: the figure `loss_ahead` is a mean over theirs.
+    """`NextToken`, plus `model.mtp.loss_weight` times the losses of the tokens further ahead, a mean over the depths. Their sums are
+    divided by the tokens of the main loss; in the figure `loss_ahead` by their own, of which a document has fewer.
     """
 
     metrics = (*NextToken.metrics, Metric("loss_ahead", "Loss of a token further ahead", "nats a token", per="tokens_ahead"))  # [mtp_depth]

@@ -36,6 +36,10 @@ class LayerAlarms:
     def __init__(self, spreads: float, least_spread: float) -> None:
         """`spreads` and `least_spread`, of a logarithm: as in `JumpAlarm`."""
         self._spreads, self._least = spreads, least_spread
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know no update yet."""
         self._window: list[NDArray[np.float64]] = []  # of [K, G]
         self._usual: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None  # medians and limits, [K, G]
         self._above_KG: NDArray[np.int64] | int = 0  # steps in a row
@@ -70,6 +74,8 @@ class LayerAlarms:
     def update(self, step: int, figures: LayerFigures) -> list[Event]:
         """The alarms of this step."""
         value_KG = np.log(np.maximum(np.stack(figures[1:]).astype(np.float64), 1e-30))
+        if self._window and self._window[0].shape != value_KG.shape:  # of an attempt that trained other parameters
+            self._begin()
         alarms = self._jumps(step, value_KG, figures.names) + self._dead(step, figures)
         self._window = [*self._window[1 - JUMP_WINDOW :], value_KG]
         self._seen += 1

@@ -191,6 +191,10 @@ def rotated(tensors, config):
     config["quantization_config"]["transform_config"] = {"config_groups": {"R4": {"type": "hadamard"}}}
 
 
+def sparse(tensors, config):
+    config["quantization_config"]["sparsity_config"] = "24"
+
+
 def asymmetric(tensors, config):
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
 
@@ -201,6 +205,7 @@ def another_format(tensors, config):
 
 DAMAGE = {
     rotated: "transform_config in it may change what is computed",
+    sparse: "sparsity_config in it may change what is computed",
     lacks_scales: "weight_packed has no model.layers.0.self_attn.q_proj.weight_scale",
     another_shape: "which are not those of 4 or 8 bits",
     not_finite: "not finite",

@@ -1,4 +1,4 @@
-"""Which layers of a Qwen have a window: those from `max_window_layers` on, where windows are used at all."""
+"""What published configs say of layers: which have a window, the base of their RoPE, how many there can be."""
 
 import json
 from pathlib import Path
@@ -56,5 +56,5 @@ def test_layers_with_a_window_have_a_base_of_their_own(changes, near, far):
 @pytest.mark.parametrize(("golden", "name"), [("gpt2", "n_layer"), ("mixtral", "num_local_experts"), ("qwen2", "num_hidden_layers")])
 def test_more_than_any_model_has_is_one_line(golden, name):
     published = json.loads(str(np.load(Path(__file__).parent / "golden" / f"{golden}.npz")["config"]))
-    with pytest.raises(UserError, match=r"= 1000000000 is above 10,000, which no model has"):
+    with pytest.raises(UserError, match=rf"{name} = 1000000000 is above 10,000, which no model has"):
         read_config(published | {name: 10**9} | ({"layer_types": None} if golden == "qwen2" else {}), "config.json")

@@ -162,6 +162,14 @@ def test_alarms_of_layers():
         assert layer_alarms(gradient, ratio, restarts) == expected, "a restart forgets nothing"
 
 
+def test_a_window_of_other_layers_is_forgotten():
+    alarms, other = (LayerAlarms(8.0, LEAST_NORM_SPREAD) for _ in range(2))
+    for step in range(30):
+        alarms.update(step, LayerFigures("abc", *np.ones((2, 3), np.float32)))
+    other.restore(alarms.window)
+    assert other.update(30, LayerFigures("ab", *np.full((2, 2), 100, np.float32))) == [] and other.window["seen"] == 1
+
+
 def test_an_alarm_goes_on_from_its_window():
     values = list(curve(60)) + [9.0] * 5
     whole = JumpAlarm("a", "a", 0.05)
