@@ -100,7 +100,7 @@ COUNTED: dict[str, tuple[Files, int, dict[str, int]]] = {
         {"a.parquet": table(text=["x"], n=[1]), "b.parquet": table(content=["y"]), "c.parquet": table(text=[1, 2])}
         | {"d.parquet": table(text=["z"], n=["one"])},
         2,
-        {"missing_field": 1, "not_text": 1},
+        {"missing_field": 1, "not_text": 2},  # rows
     ),
     "ids that are wrong or twice": ({"a.jsonl": b'{"text": "x y", "id": 7}\n{"text": "z", "id": 7}\n{"text": "w", "id": [1]}\n'}, 3, {}),
     "names with line feeds and wrong bytes": (odd_names, 8, {}),
