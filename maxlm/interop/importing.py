@@ -19,9 +19,9 @@ from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.text_frame import FRAME
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.interop import weights
+from maxlm.interop import packed, weights
 from maxlm.interop.families import Family
-from maxlm.interop.hf_config import read_config
+from maxlm.interop.hf_config import has_towers, read_config, text_tower
 from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.published_frame import published_frame
@@ -78,9 +78,13 @@ def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _
     folder = source if source.is_dir() else source.parent
     if not source.exists():
         raise UserError(f"{source} does not exist: name a folder with config.json and safetensors files, or one such file.")
-    values = _json(config_file or folder / "config.json")
-    family, section = read_config(values, str(config_file or folder / "config.json"))
-    files = TensorFiles(source)
+    described = config_file or folder / "config.json"
+    published = _json(described)
+    values = text_tower(published, str(described))
+    family, section = read_config(values, str(described))
+    files = TensorFiles(source, packed.block_size(values.get("quantization_config")))
+    if has_towers(published):
+        files.keep_text()
     digest = hashlib.sha256(json.dumps([values, sorted(files.items())], sort_keys=True).encode()).hexdigest()
     eos = values.get("eos_token_id")
     section = _with_further_modules(values, section, files)
