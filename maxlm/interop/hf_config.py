@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, quoted, shorten
 from maxlm.config.fields import INT64, LARGEST
 from maxlm.interop import packed
 from maxlm.interop.families import FAMILIES, Family
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Json] = {
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
-MOST_NAMED = 64  # unknown keys in an error
+MOST_NAMED, MOST_SAID = 40, 600  # unknown keys in an error, and characters of them with their values
 MOST = 10_000  # layers, or experts of a layer: the names of all tensors are made before any is read
 
 
@@ -109,7 +109,10 @@ class Keys:
         left = {key: self._values[key] for key in sorted(self._values.keys() - self._asked - HARMLESS)}
         told = {key: value for key, value in left.items() if value is not None and value not in NEUTRAL.get(key, ())}
         if told:
-            said = [f"{key if key.isprintable() else repr(key)[:80]} = {_shown(value)}" for key, value in told.items()]
+            names = [shorten(key) if key.isprintable() else quoted(key) for key in told]
+            said = [f"{name} = {_shown(value)}" for name, value in zip(names, told.values(), strict=True)]
+            if len(", ".join(said)) > MOST_SAID:
+                said = names
             one = "is a setting that maxlm does not know, so it cannot say what it changes"
             rule = one if len(said) == 1 else "are settings that maxlm does not know, so it cannot say what they change"
             more = f", and {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""

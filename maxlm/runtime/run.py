@@ -60,7 +60,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
-from maxlm.training.saved_run import TOKENIZER, source_tokenizer
+from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
 from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {
@@ -287,7 +287,9 @@ def _record_start(run: OpenRun) -> Start:
     directory.write_config(dump(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
-        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source_tokenizer(config), goes_on=goes_on)
+        source = source_tokenizer(config)
+        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on)
+        copy_published(source and source.parent, directory.path, goes_on=goes_on)
     return start
 
 
