@@ -168,7 +168,9 @@ def _whole(value: float) -> float | int:
 
 def _gemma3(config: ModelConfig) -> Json:
     local = config.rope_local or config.rope
-    return {**_gemma(config), "rope_parameters": {"full_attention": _rope(config.rope), "sliding_attention": _rope(local)}}
+    values = _gemma(config)
+    del values["attn_logit_softcapping"]  # which the library would store and never apply
+    return {**values, "rope_parameters": {"full_attention": _rope(config.rope), "sliding_attention": _rope(local)}}
 
 
 def _gpt2(config: ModelConfig) -> Json:

@@ -25,7 +25,7 @@ from maxlm.interop.hf_config import read_config
 from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.published_frame import published_frame
-from maxlm.interop.tensor_files import TensorFiles
+from maxlm.interop.tensor_files import TensorFiles, some
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER
@@ -101,6 +101,8 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
                 mesh = build_mesh(load(str(model), [*spread, batch], assume=True).config)
         found = weights.targets(config.model, family)
         notes = weights.check(config.model, family, found, files)
+        if files.passed_over:
+            notes.append(f"not read, since the model is in other files: {some(files.passed_over)}")
         if jax.process_index() == 0:
             _write_model(folder / MODEL, known, count_parameters(config.model))
             (folder / CONFIG).write_text(dump(config), encoding="utf-8")

@@ -20,7 +20,7 @@ from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import ADAPTER
 from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
-from maxlm.interop.tensor_files import write_tensors
+from maxlm.interop.tensor_files import ADAPTERS, write_tensors
 from maxlm.models.adapters import leaf
 from maxlm.training.saved_run import SavedRun, open_run
 
@@ -48,7 +48,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
-        write_tensors(tensors, made / "adapter_model.safetensors")
+        write_tensors(tensors, made / ADAPTERS)
         (made / ADAPTER).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 
