@@ -16,11 +16,12 @@ from maxlm.data.text_frame import FRAME, TextFrame, started_frame
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
+_BEFORE = "\n.x0"  # characters that a continuation may follow, the first that gives a token of its own
 PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs some 100 bytes a token while it is made
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written in a text are encoded as text, never as their ids."""
+    """Text to ids and back. Special tokens written in a text are encoded as text unless a call asks for the tokens (`special`)."""
 
     def __init__(self, content: bytes | str, end_of_document: str, source: str, frame: TextFrame | None = None) -> None:
         """`content`: a tokenizer.json; `source` names it in errors; `frame`: of the model that it belongs to.
@@ -74,9 +75,29 @@ class Tokenizer:
         whole, first, second = (self._bpe.encode(text, add_special_tokens=False).ids for text in ("a\nb", "a\n", "b"))
         return bool(whole == first + second)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, uint32, without an end-of-document token."""
-        return self.encode_documents([text])[0][:-1]
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """Ids of `text`, uint32, without an end-of-document token. `special`: special tokens written in it are those tokens."""
+        return self.encode_rendered(text)[0] if special else self.encode_documents([text])[0][:-1]
+
+    def encode_pair(self, prompt: str, response: str, *, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a prompt, as generation encodes it, and of the response after it: both encoded as one text and cut where the prompt ends.
+
+        Where a token would span the cut, as in `f(x` and `)`, the response is encoded alone, without the space that some tokenizers put
+        before a text. `special`: as in `encode`.
+        """
+        before, whole = self.encode(prompt, special=special), self.encode(prompt + response, special=special)
+        if np.array_equal(whole[: len(before)], before):
+            return before, whole[len(before) :]
+        return before, self._continued(response, special)
+
+    def _continued(self, text: str, special: bool) -> np.ndarray:
+        """Ids of `text` inside a longer one: after a character that no token of `text` is joined with."""
+        if not self._joins:
+            for character in _BEFORE:
+                first, both = self.encode(character), self.encode(character + text, special=special)
+                if np.array_equal(both[: len(first)], first):
+                    return both[len(first) :]
+        return self.encode(text, special=special)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32, closed by the end-of-document token.
