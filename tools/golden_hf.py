@@ -70,6 +70,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4, "head_dim": 6, "rope_parameters": _PLAIN}),
     "llama3": ("llama", {**_DENSE, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
     "llama-biases-linear": ("llama", {**_DENSE, "rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("llama", {**_DENSE, "num_hidden_layers": 2, "rope_parameters": _PLAIN, "attention_bias": True}),
+    "llama-exact-gelu": (
+        "llama",
+        {**_DENSE, "num_hidden_layers": 2, "rope_parameters": _PLAIN, "mlp_bias": True, "hidden_act": "gelu"},
+    ),
+    "gpt2-exact-gelu": (
+        "gpt2",
+        {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "activation_function": "gelu"},
+    ),
     "mistral": ("mistral", {**_DENSE, "sliding_window": 7, "rope_parameters": _PLAIN}),
     "qwen2": ("qwen2", {**_DENSE, "hidden_size": 32, "rope_parameters": _YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**_DENSE, "rope_parameters": _YARN}),

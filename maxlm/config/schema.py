@@ -5,6 +5,7 @@ sequences. `None` means "not used" unless the comment says what it is derived fr
 is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -16,7 +17,6 @@ from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.compression import CompressionConfig
 from maxlm.config.cost import CostConfig
 from maxlm.config.fields import (
-    AtLeastOne,
     Bool,
     Count,
     Few,
@@ -50,50 +50,9 @@ from maxlm.config.reliability import (
     PrometheusConfig,
     WatchdogConfig,
 )
+from maxlm.config.rope import RopeConfig
 from maxlm.config.schedules import BatchStageConfig, BranchFromConfig, NoiseScaleConfig
-
-
-class Llama3Scaling(Section):
-    """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
-
-    kind: Literal["llama3"]
-    factor: AtLeastOne
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_seq_len: Positive
-
-
-class LinearScaling(Section):
-    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
-
-    kind: Literal["linear"]
-    factor: AtLeastOne
-
-
-class YarnScaling(Section):
-    """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
-
-    kind: Literal["yarn"]
-    factor: AtLeastOne
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    original_seq_len: Positive
-    truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
-    # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
-    mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None  # of what is turned, whatever mscale_all_dim says; None: see there
-
-
-class RopeConfig(Section):
-    """Rotary position embedding (arXiv 2104.09864)."""
-
-    theta: Annotated[Float, Field(gt=1)] = 10000.0
-    share: Annotated[Float, Field(gt=0, lt=1)] | None = None  # of a head's dims that are turned (GPT-NeoX, arXiv 2204.06745); None: all
-    scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
-
-    def rotary_dims(self, head_dim: int) -> int:
-        """Dims of a head that are turned, as half as many pairs (i, i + head_dim / 2), the first."""
-        return head_dim if self.share is None else int(head_dim * self.share)
+from maxlm.hardware import topologies
 
 
 class RouterConfig(Section):
@@ -189,14 +148,15 @@ class ModelConfig(Section):
     n_kv_heads: Positive = 0  # derived: n_heads
     head_dim: Positive = 0  # derived: d_model / n_heads; with latent attention nope_dim + rope_dim
     d_ff: Positive
-    # geglu and gelu in their tanh form; swiglu_clamped: gpt-oss's (arXiv 2508.10925)
-    activation: Literal["swiglu", "geglu", "gelu", "swiglu_clamped"] = "swiglu"
+    # geglu and gelu in their tanh form, or exact (arXiv 1606.08415); swiglu_clamped: gpt-oss's (arXiv 2508.10925)
+    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "swiglu_clamped"] = "swiglu"
     clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
     qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
-    bias: Literal["none", "qkv", "all"] = "none"  # all: every linear layer, never the unembedding
+    # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
+    bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     learned_positions: LearnedPositionsConfig | None = None  # None: RoPE
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
@@ -242,6 +202,26 @@ class ModelConfig(Section):
     def logits_softcap(self) -> float | None:
         """Cap of logits, or None."""
         return None if self.softcap is None else self.softcap.logits
+
+    @property
+    def gated(self) -> bool:
+        """True if feed-forward layers have a gate."""
+        return self.activation not in ("gelu", "gelu_exact")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True if queries, keys and values have biases."""
+        return self.bias in ("qkv", "attention", "all")
+
+    @property
+    def out_bias(self) -> bool:
+        """True if the output projection of attention has a bias."""
+        return self.bias in ("attention", "all")
+
+    @property
+    def mlp_bias(self) -> bool:
+        """True if feed-forward layers and routers have biases."""
+        return self.bias in ("mlp", "all")
 
     @property
     def multipliers(self) -> Multipliers:
@@ -569,9 +549,21 @@ class WandbConfig(Section):
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
-    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8
-    accelerator: Text | None = None  # as Cloud TPU names it: v5p-128
+    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8. Rented names are translated: v5p-128
+    accelerator: Text | None = None  # as its cloud names it: v5p-128, a3-megagpu-8g; derived for TPUs
     network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/chips.py states
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_rented_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("topology"), str):
+            return values
+        name, given = values["topology"], values.get("accelerator")
+        with contextlib.suppress(topologies.TopologyError):  # the rules refuse it, with the file it is from
+            topology = topologies.parse(name)
+            machine = name.lower() if name.lower() in topologies.MACHINE_TYPES and not topology.is_tpu else topologies.accelerator(topology)
+            return {**values, "topology": topology.name, "accelerator": machine if given is None else given}
+        return values
 
 
 class Config(Section):

@@ -13,6 +13,16 @@ from maxlm.interop.known_keys import HARMLESS, NEUTRAL
 Json = dict[str, Any]
 Section = dict[str, Any]  # settings of our `model` section
 
+# Activations as the library names them: ours of gated layers, None for the default, and ours of layers without a gate.
+GATED: dict[str, str | None] = {
+    "silu": None,
+    "swish": None,
+    "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
+    "gelu": "geglu_exact",
+}
+UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+
 # Defaults of the library that differ from those of `_decoder`, or from "none".
 _QWEN: Json = {"max_window_layers": 28, "sliding_window": 4096}
 DEFAULTS: dict[str, Json] = {
@@ -150,11 +160,11 @@ def _decoder(
     latent: bool = False,
     partial: bool = False,
 ) -> Section:
-    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `eps`: its key and default; `latent` and
-    `partial`: see `_rope`.
-    """
+    """Settings that all families but GPT-2 name alike. `activation`, `eps`: keys and defaults; `latent`, `partial`: see `_rope`."""
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
-    keys.only(*activation)
+    gate = keys.get(*activation)
+    if not isinstance(gate, str) or gate not in GATED:
+        keys.refuse(activation[0], gate, f"is not supported: {', '.join(GATED)} are")
     groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers", most=MOST)
     head_dim = None if keys.get("head_dim") is None else keys.count("head_dim")
     return {
@@ -169,6 +179,7 @@ def _decoder(
         "init_std": keys.positive("initializer_range", 0.02),
         "rope": _rope(keys, latent=latent, partial=partial),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
+        "activation": GATED[gate],
     }
 
 
@@ -251,12 +262,14 @@ _SCALINGS: dict[str, Callable[[Keys], Section]] = {
 
 def _llama(keys: Keys) -> Section:
     keys.only("rope_interleaved", False)
-    bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
-    if bias != mlp_bias:
-        keys.refuse(
-            "attention_bias", bias, f"and mlp_bias = {mlp_bias} are not supported: maxlm has biases in all linear layers or in none"
-        )
-    return {**_decoder(keys), "bias": "all" if bias else None}
+    return {**_decoder(keys), "bias": _biases(keys)}
+
+
+def _biases(keys: Keys) -> str | None:
+    """Linear layers with biases, where `attention_bias` and `mlp_bias` say which."""
+    return {(True, True): "all", (True, False): "attention", (False, True): "mlp"}.get(
+        (keys.flag("attention_bias", False), keys.flag("mlp_bias", False))
+    )
 
 
 def _windows(keys: Keys, types: list[str]) -> Section:
@@ -296,8 +309,7 @@ def _qwen2(keys: Keys) -> Section:
 
 
 def _qwen3(keys: Keys) -> Section:
-    keys.only("attention_bias", False)
-    return _qwen(keys, qk_norm=True)
+    return _qwen(keys, qk_norm=True, bias="attention" if keys.flag("attention_bias", False) else None)
 
 
 def _qwen3_moe(keys: Keys) -> Section:
@@ -336,7 +348,7 @@ def _gemma(keys: Keys, *, attention_cap: bool, **settings: Any) -> Section:
     keys.only("use_bidirectional_attention", False)
     keys.ignore("hidden_act")  # old files have it beside hidden_activation, which is what is read
     keys.only("sliding_window_size", None, keys.get("sliding_window"))  # a second name of it in some
-    section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "activation": "geglu", "norm_position": "sandwich"}
+    section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "norm_position": "sandwich"}
     section |= {"scale_embeddings": True, "tie_embeddings": keys.flag("tie_word_embeddings", True), **settings}
     scale = keys.positive("query_pre_attn_scalar", 256) ** -0.5
     head_dim = keys.count("head_dim")
@@ -370,7 +382,9 @@ def _gemma3(keys: Keys) -> Section:
 
 
 def _gpt2(keys: Keys) -> Section:
-    keys.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    activation = keys.get("activation_function", "gelu_new")
+    if not isinstance(activation, str) or activation not in UNGATED:
+        keys.refuse("activation_function", activation, f"is not supported: {', '.join(UNGATED)} are")
     keys.only("scale_attn_weights", True)
     keys.only("scale_attn_by_inverse_layer_idx", False)
     keys.only("add_cross_attention", False)
@@ -383,7 +397,7 @@ def _gpt2(keys: Keys) -> Section:
         "d_ff": keys.count("n_inner", 4 * width),
         "norm_eps": keys.positive("layer_norm_epsilon", 1e-5),
         "init_std": keys.positive("initializer_range", 0.02),
-        "activation": "gelu",
+        "activation": UNGATED[activation],
         "norm": "layernorm",
         "bias": "all",
         "learned_positions": {"max_seq_len": keys.count("n_positions")},
@@ -393,6 +407,7 @@ def _gpt2(keys: Keys) -> Section:
 
 def _gpt_oss(keys: Keys) -> Section:
     keys.only("attention_bias", True)
+    keys.only("hidden_act", "silu")
     if keys.section("quantization_config").get("quant_method", "mxfp4") != "mxfp4":
         keys.refuse("quantization_config", keys.get("quantization_config"), "is not supported: only mxfp4 is")
     clamp = {"limit": keys.positive("swiglu_limit", 7.0), "slope": keys.positive("swiglu_alpha", 1.702)}

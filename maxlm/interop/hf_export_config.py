@@ -5,9 +5,10 @@ from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
-from maxlm.config.schema import ClampConfig, LinearScaling, Llama3Scaling, ModelConfig, MtpConfig, RopeConfig, RouterConfig, YarnScaling
+from maxlm.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, RouterConfig
 from maxlm.interop.families import FAMILIES, LIMITS, Family
-from maxlm.interop.hf_config import Json, read_config
+from maxlm.interop.hf_config import GATED, UNGATED, Json, read_config
 
 # Settings of training, which say nothing about the network.
 TRAINING = (
@@ -129,13 +130,18 @@ def _decoder(config: ModelConfig, **values: Any) -> Json:
         "rope_parameters": _rope(config.rope),
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
-        "hidden_act": "silu",
+        "hidden_act": _named(GATED, config.activation),
         **values,
     }
 
 
+def _named(table: dict[str, Any], activation: str) -> str:
+    """The library's name of an activation; its first for one that the family does not have."""
+    return next((theirs for theirs, ours in table.items() if ours == activation), next(iter(table)))
+
+
 def _llama(config: ModelConfig) -> Json:
-    return _decoder(config, attention_bias=config.bias == "all", mlp_bias=config.bias == "all")
+    return _decoder(config, attention_bias=config.out_bias, mlp_bias=config.mlp_bias)
 
 
 def _mistral(config: ModelConfig) -> Json:
@@ -146,7 +152,7 @@ def _mistral(config: ModelConfig) -> Json:
 
 def _qwen(config: ModelConfig) -> Json:
     local = "local" in config.layer_pattern
-    return _decoder(config, use_sliding_window=local, **(_types(config) if local else {}))
+    return _decoder(config, attention_bias=config.out_bias, use_sliding_window=local, **(_types(config) if local else {}))
 
 
 def _qwen2(config: ModelConfig) -> Json:
@@ -181,7 +187,7 @@ def _mixtral(config: ModelConfig) -> Json:
 
 def _gemma(config: ModelConfig) -> Json:
     scale = config.attention_scale or config.head_dim**-0.5
-    values = _decoder(config, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=_whole(scale**-2))
+    values = _decoder(config, hidden_activation=_named(GATED, config.activation), query_pre_attn_scalar=_whole(scale**-2))
     del values["hidden_act"]
     return {
         **values,
@@ -212,7 +218,7 @@ def _gpt2(config: ModelConfig) -> Json:
         "n_positions": config.max_seq_len or 1,
         "layer_norm_epsilon": config.norm_eps,
         "initializer_range": config.init_std,
-        "activation_function": "gelu_new",
+        "activation_function": _named(UNGATED, config.activation),
         "tie_word_embeddings": config.tie_embeddings,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     }

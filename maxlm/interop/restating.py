@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from maxlm.data.manifest import SETTINGS, TEMPLATE
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.interop.published_files import CONFIG, GENERATION, TOKENIZER_FILES, Json, copy_further_files, object_or_none, write_object
 from maxlm.training.saved_run import PUBLISHED, TOKENIZER, SavedRun
 
-_SETTINGS, _MAP, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_MAP = "special_tokens_map.json"
 _BOS, _EOS = "bos_token_id", "eos_token_id"
 _DTYPES = ("dtype", "torch_dtype")  # the second is of older files
 
@@ -66,10 +67,10 @@ def _write_tokenizer(source: Path, known: Tokenizer, folder: Path, *, as_importe
             shutil.copyfile(source / name, folder / name)
     if as_imported:
         return
-    if not (folder / _SETTINGS).is_file():
+    if not (folder / SETTINGS).is_file():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
-        write_object(folder / _SETTINGS, settings)
-    for name in () if _template_reads_end(source) else (_SETTINGS, _MAP):
+        write_object(folder / SETTINGS, settings)
+    for name in () if _template_reads_end(source) else (SETTINGS, _MAP):
         said: dict[str, Any] | None = object_or_none(source / name)
         if said is not None:
             stated = said.get("eos_token")
@@ -79,5 +80,5 @@ def _write_tokenizer(source: Path, known: Tokenizer, folder: Path, *, as_importe
 
 def _template_reads_end(source: Path) -> bool:
     """True if the chat template writes `eos_token`: then it stays what conversations were rendered with for training."""
-    named, alone = (object_or_none(source / _SETTINGS) or {}).get("chat_template"), source / _TEMPLATE
+    named, alone = (object_or_none(source / SETTINGS) or {}).get("chat_template"), source / TEMPLATE
     return "eos_token" in json.dumps(named) or (alone.is_file() and "eos_token" in alone.read_text(encoding="utf-8", errors="replace"))

@@ -12,11 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
+from maxlm.models.layers import Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter
 from maxlm.models.linear import BETWEEN, embedding_lookup, enter, over_layers
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
+from maxlm.models.rope import Angles, rope_angles
 from maxlm.models.router import Routing
 from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
 from maxlm.parallel import constrain

@@ -21,6 +21,7 @@ from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
+from maxlm.data.turns import turn_ends
 from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
@@ -288,7 +289,8 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
         source = source_tokenizer(config)
-        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on)
+        turns = turn_ends(config.data.stores)
+        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
         copy_published(source and source.parent, directory.path, goes_on=goes_on)
     return start
 

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema import ClampConfig, ModelConfig, RopeConfig
+from maxlm.config.rope import RopeConfig
+from maxlm.config.schema import ClampConfig, ModelConfig
 from maxlm.models import bind, init_parameters
-from maxlm.models.layers import gated, rope_angles, yarn_gains
+from maxlm.models.layers import gated
+from maxlm.models.rope import rope_angles, yarn_gains
 
 
 def clamped(gate, up, limit=7.0, slope=1.702):
