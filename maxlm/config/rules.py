@@ -641,10 +641,17 @@ def _elastic(config: Config) -> Iterator[Problem]:
 def _accelerator(config: Config) -> Iterator[Problem]:
     if config.cluster is None or config.cluster.accelerator is None:
         return
-    expected = topologies.accelerator(topology_of(config))
-    if config.cluster.accelerator != expected:
-        rule = f"is not what Cloud TPU calls cluster.topology = {config.cluster.topology}"
-        yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"
+    name, topology = config.cluster.accelerator, topology_of(config)
+    try:
+        machine = topologies.parse(name)
+    except TopologyError as error:
+        yield "cluster.accelerator", name, error.rule, f"{error.fix}, or null"
+        return
+    same = machine.chip.name == topology.chip.name and machine.sides[-1] == topology.sides[-1]  # of GPUs: the nodes are alike
+    if not (machine.name == topology.name if topology.is_tpu else same):
+        rule = f"is {machine.name}, and cluster.topology = {config.cluster.topology}"
+        right = topologies.accelerator(topology)
+        yield "cluster.accelerator", name, rule, f"use {right}, or null" if right is not None else "use null"
 
 
 def divisors_text(number: int) -> str:

@@ -5,6 +5,7 @@ sequences. `None` means "not used" unless the comment says what it is derived fr
 is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -51,6 +52,7 @@ from maxlm.config.reliability import (
 )
 from maxlm.config.rope import RopeConfig
 from maxlm.config.schedules import BatchStageConfig, BranchFromConfig, NoiseScaleConfig
+from maxlm.hardware import topologies
 
 
 class RouterConfig(Section):
@@ -577,9 +579,21 @@ class WandbConfig(Section):
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
-    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8
-    accelerator: Text | None = None  # as Cloud TPU names it: v5p-128
+    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8. Rented names are translated: v5p-128
+    accelerator: Text | None = None  # as its cloud names it: v5p-128, a3-megagpu-8g; derived for TPUs
     network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/chips.py states
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_rented_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("topology"), str):
+            return values
+        name, given = values["topology"], values.get("accelerator")
+        with contextlib.suppress(topologies.TopologyError):  # the rules refuse it, with the file it is from
+            topology = topologies.parse(name)
+            machine = name.lower() if name.lower() in topologies.MACHINE_TYPES and not topology.is_tpu else topologies.accelerator(topology)
+            return {**values, "topology": topology.name, "accelerator": machine if given is None else given}
+        return values
 
 
 class Config(Section):

@@ -98,10 +98,10 @@ class _Encode:
         return _forging_nothing(record.get("tools"), "tools", self._special)
 
     def _plain(self, prompt: str, response: str) -> np.ndarray:
-        """Encoded apart, since a prompt stands alone when a response is generated. The end of the document counts with the response."""
-        asked, answer = self._tokenizer.encode_documents([prompt, response])
-        asked = np.concatenate([np.array(self._settings.opening, np.uint32), asked[:-1]])
-        return segment(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
+        """A pair of texts as one segment. The end of the document counts with the response."""
+        before, after = self._tokenizer.encode_pair(prompt, response)
+        ids = np.concatenate([np.array(self._settings.opening, np.uint32), before, after, [self._tokenizer.end_of_document_id]])
+        return segment(ids, np.arange(len(ids)) >= len(self._settings.opening) + len(before))
 
     def _chat(self, messages: list[Message], first: int, tools: Any) -> np.ndarray:
         """The rendered conversation and the end of the document, which counts where the assistant's last turn has no special token."""

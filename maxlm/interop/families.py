@@ -1,7 +1,8 @@
 """The published families: which of their tensors is which of ours. Read backwards, the same tables are the export."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.layouts import (
@@ -301,3 +302,60 @@ FAMILIES: dict[str, Family] = {
         Family("gpt_oss", "GptOssForCausalLM", _gpt_oss),
     )
 }
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A config.json that the Hugging Face library does not run, though it describes a model of ours.
+
+    `key`: what is wrong in it, and `field`: that in our config; `broken`: true of such a config; `fix`: the rule and what to do.
+    """
+
+    families: tuple[str, ...]
+    key: str
+    field: str
+    broken: Callable[[Mapping[str, Any]], bool]
+    fix: str
+
+    def problem(self, values: Mapping[str, Any]) -> str | None:
+        """One line about what the library cannot run of this config.json; None if it can."""
+        if values.get("model_type") not in self.families or not self.broken(values):
+            return None
+        return f"{self.field} ({self.key} = {values.get(self.key)}): {self.fix}"
+
+
+def _is_odd_width(values: Mapping[str, Any]) -> bool:
+    return values["hidden_size"] % values["num_attention_heads"] != 0
+
+
+# From the `validate_architecture` of configuration_*.py and the masks of modeling_*.py, transformers 5.24.
+LIMITS = (
+    Limit(
+        ("llama", "gemma2", "gemma3_text", "deepseek_v2"),
+        "hidden_size",
+        "model.d_model",
+        _is_odd_width,
+        "the library wants num_attention_heads to divide it: use another model.d_model or model.n_heads",
+    ),
+    Limit(
+        ("gemma2", "gemma3_text"),
+        "query_pre_attn_scalar",
+        "model.attention_scale",
+        lambda values: not isinstance(values.get("query_pre_attn_scalar", 256), int),
+        "the library takes one over the square root of a whole number only: use such a scale",
+    ),
+    Limit(
+        ("gemma2", "gemma3_text", "gpt_oss"),
+        "sliding_window",
+        "model.window",
+        lambda values: not values.get("sliding_window", 1),
+        "the library makes the mask of local layers though no layer is local: give it any number of tokens",
+    ),
+    Limit(
+        ("llama",),
+        "initializer_range",
+        "model.init_std",
+        lambda values: not 0 <= values.get("initializer_range", 0) <= 1,
+        "the library wants it from 0 to 1: use such a deviation",
+    ),
+)

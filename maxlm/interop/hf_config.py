@@ -4,68 +4,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, quoted, shorten
 from maxlm.config.fields import INT64, LARGEST
 from maxlm.interop import packed
 from maxlm.interop.families import FAMILIES, Family
+from maxlm.interop.known_keys import HARMLESS, NEUTRAL
 
 Json = dict[str, Any]
 Section = dict[str, Any]  # settings of our `model` section
-
-# Keys that change nothing in the network: names of files and versions, dropout, which pretraining does without, and limits of their own.
-HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "attn_pdrop",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "ep_size",
-        "id2label",
-        "initial_context_length",
-        "initializer_range",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "n_ctx",
-        "num_nextn_predict_layers",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "qk_head_dim",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "return_dict",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "seq_aux",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    ]
-)
-
 
 # Activations as the library names them: ours of gated layers, None for the default, and ours of layers without a gate.
 GATED: dict[str, str | None] = {
@@ -112,6 +58,7 @@ DEFAULTS: dict[str, Json] = {
     "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
+MOST_NAMED, MOST_SAID = 40, 600  # unknown keys in an error, and characters of them with their values
 MOST = 10_000  # layers, or experts of a layer: the names of all tensors are made before any is read
 
 
@@ -187,14 +134,26 @@ class Keys:
             self.refuse(key, self._values[key], f"is not supported: only {' or '.join(map(repr, values))} is")
 
     def finish(self) -> None:
-        """Refuse keys that nothing has asked for."""
-        unknown = sorted(key for key in self._values.keys() - self._asked - HARMLESS if self._values[key] is not None)
-        if unknown:
-            self.refuse(unknown[0], self._values[unknown[0]], "is a setting that maxlm does not know, so it cannot say what it changes")
+        """Refuse all keys that nothing has asked for, unless they change nothing."""
+        left = {key: self._values[key] for key in sorted(self._values.keys() - self._asked - HARMLESS)}
+        told = {key: value for key, value in left.items() if value is not None and value not in NEUTRAL.get(key, ())}
+        if told:
+            names = [shorten(key) if key.isprintable() else quoted(key) for key in told]
+            said = [f"{name} = {_shown(value)}" for name, value in zip(names, told.values(), strict=True)]
+            if len(", ".join(said)) > MOST_SAID:
+                said = names
+            one = "is a setting that maxlm does not know, so it cannot say what it changes"
+            rule = one if len(said) == 1 else "are settings that maxlm does not know, so it cannot say what they change"
+            more = f", and {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""
+            raise UserError(f"{self._source}: {', '.join(said[:MOST_NAMED])}{more} {rule}.")
 
     def refuse(self, key: str, value: Any, rule: str) -> NoReturn:
-        text = repr(value)
-        raise UserError(f"{self._source}: {key} = {text if len(text) < 80 else text[:77] + '...'} {rule}.")
+        raise UserError(f"{self._source}: {key} = {_shown(value)} {rule}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
 
 
 # Models of several modalities, of which the text tower is imported: model_type -> that of `text_config`, where it does not say.
@@ -289,18 +248,20 @@ def _decoder(
 def _rope(
     keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False, share: float = 1.0
 ) -> Section:
-    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. `kind_of_layer`: where each has its own, with
-    the base `theta` if it states none.
+    """Rotary positions: the older `rope_scaling`, or `rope_parameters`, with `rope_theta` where these name no base.
+    `kind_of_layer`: where each has its own, with the base `theta` if it states none.
     `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned, by default `share`.
     """
-    given: Any = keys.section("rope_parameters")
-    given = given.get(kind_of_layer) if kind_of_layer else given
+    whole: Any = keys.section("rope_parameters")
+    given = whole.get(kind_of_layer) or {} if kind_of_layer else whole
     if not isinstance(given, dict):
-        keys.refuse("rope_parameters", given, "must be an object")
+        keys.refuse("rope_parameters", whole, "must hold an object for each kind of layer")
+    older = keys.section("rope_scaling") if kind_of_layer != "sliding_attention" else {}
     base = keys.get("rope_theta", 10000.0) if theta is None else theta
-    older = {"rope_theta": base, "partial_rotary_factor": keys.get("partial_rotary_factor")}
-    joined = {**older, **keys.section("rope_scaling"), **given}
-    scaling = Keys(joined, "config.json: rope_parameters")
+    plain = {"rope_theta": base, "partial_rotary_factor": keys.get("partial_rotary_factor")}
+    # As the library does: the older key takes the place of the newer one, and in Gemma 3 of its parts.
+    joined = {**plain, **given, **older} if kind_of_layer else {**plain, **(older or given)}
+    scaling = Keys(joined, "config.json: " + ("rope_scaling" if older else "rope_parameters"))
     section: Section = {"theta": scaling.positive("rope_theta")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     scaling.ignore("type")
@@ -408,6 +369,7 @@ def _windows(keys: Keys, types: list[str]) -> Section:
         keys.refuse("layer_types", types, f"is not supported: a list of {layers} of {' and '.join(names)} is")
     depth = [names[name] for name in types]
     if "local" not in depth:
+        keys.ignore("sliding_window")  # no layer reads it
         return {}
     period = next(n for n in range(1, layers + 1) if all(depth[i] == depth[i % n] for i in range(layers)))
     return {"layer_pattern": depth[:period], "window": keys.count("sliding_window")}
@@ -415,8 +377,10 @@ def _windows(keys: Keys, types: list[str]) -> Section:
 
 def _mistral(keys: Keys) -> Section:
     section = _decoder(keys)
-    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
-    return {**section, **_windows(keys, keys.get("layer_types", [kind] * section["n_layers"]))}
+    types = ["sliding_attention" if keys.get("sliding_window") else "full_attention"] * section["n_layers"]
+    if keys.get("layer_types", types) != types:  # the library warns of them, and does what sliding_window says
+        keys.refuse("layer_types", keys.get("layer_types"), "is not applied by the library's Mistral: use the family ministral there")
+    return {**section, **_windows(keys, types)}
 
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
@@ -455,6 +419,9 @@ def _mixtral(keys: Keys) -> Section:
 
 
 def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any) -> Section:
+    if keys.count("num_experts_per_tok") == 1 < n_experts and router.get("normalize", True):
+        rule = "is not supported here: this family scales the weights of chosen experts to a sum of 1, so that of one is always 1"
+        keys.refuse("num_experts_per_tok", 1, rule)
     return {"n_experts": n_experts, "top_k": keys.count("num_experts_per_tok"), "d_ff": d_ff, **settings, "router": router}
 
 
@@ -466,7 +433,7 @@ def _balance(keys: Keys, section: Section, top_k: int) -> Section:
     return {"balance_loss": weight * top_k / section["n_layers"]} if weight else {}
 
 
-def _gemma(keys: Keys, **settings: Any) -> Section:
+def _gemma(keys: Keys, *, attention_cap: bool, **settings: Any) -> Section:
     keys.only("attention_bias", False)
     keys.only("use_bidirectional_attention", False)
     keys.ignore("hidden_act")  # old files have it beside hidden_activation, which is what is read
@@ -475,13 +442,13 @@ def _gemma(keys: Keys, **settings: Any) -> Section:
     section |= {"scale_embeddings": True, "tie_embeddings": keys.flag("tie_word_embeddings", True), **settings}
     scale = keys.positive("query_pre_attn_scalar", 256) ** -0.5
     head_dim = keys.count("head_dim")
-    caps = {"attention": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+    caps = {"logits": "final_logit_softcapping", **({"attention": "attn_logit_softcapping"} if attention_cap else {})}
     softcap = {ours: keys.positive(name) for ours, name in caps.items() if keys.get(name) is not None}
     return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": softcap or None}
 
 
 def _gemma2(keys: Keys) -> Section:
-    section = _gemma(keys)
+    section = _gemma(keys, attention_cap=True)
     return {**section, **_windows(keys, _repeated(keys, 2))}
 
 
@@ -493,14 +460,15 @@ def _repeated(keys: Keys, period: int) -> list[str]:
 
 
 def _gemma3(keys: Keys) -> Section:
-    by_kind = "full_attention" in keys.section("rope_parameters")
-    section = _gemma(keys.without("rope_parameters") if by_kind else keys, qk_norm=True)
-    near = keys.positive("rope_local_base_freq", 10000.0)
-    local = _rope(keys, "sliding_attention", theta=near) if by_kind else {"theta": near}
-    far = {"rope": _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))} if by_kind else {}
-    section |= {"rope_local": local, **far}
-    period = keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
-    return {**section, **_windows(keys, _repeated(keys, period))}
+    given, kinds = keys.section("rope_parameters"), {"full_attention", "sliding_attention"}
+    if given.keys() - kinds:  # one object for all layers, which the library would pass over
+        keys.refuse("rope_parameters", dict(given), f"is not supported: an object for each of {' and '.join(sorted(kinds))} is")
+    keys.ignore("attn_logit_softcapping")  # the library stores it, and its Gemma 3 never applies it
+    section = _gemma(keys.without("rope_parameters"), attention_cap=False, qk_norm=True)
+    section["rope"] = _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))
+    section |= _windows(keys, _repeated(keys, keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))))
+    local = _rope(keys, "sliding_attention", theta=keys.positive("rope_local_base_freq", 10000.0))
+    return {**section, "rope_local": local if "window" in section else None}
 
 
 def _gpt2(keys: Keys) -> Section:

@@ -7,7 +7,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.config.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, MultipliersConfig, RouterConfig
-from maxlm.interop.families import FAMILIES, Family
+from maxlm.interop.families import FAMILIES, LIMITS, Family
 from maxlm.interop.hf_config import GATED, UNGATED, Json, read_config
 
 # Settings of training, which say nothing about the network.
@@ -18,31 +18,62 @@ TRAINING = (
 )
 
 
-DIVIDED = ("llama", "gemma2", "gemma3_text", "deepseek_v2")  # of which the library wants heads to divide the width
 _UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
+_UNUSED_WINDOW = 4096
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # null where there is none: the library has defaults of its own
+_POSITIONS = "max_position_embeddings"
+_OLDER_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")  # beside `rope_parameters`
 
 
-def family_of(config: ModelConfig, seq_len: int) -> tuple[Family, Json]:
-    """(family, config.json) that describe `config`. Raises UserError with what the nearest family cannot say."""
+def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) -> tuple[Family, Json]:
+    """(family, config.json) that describe `config`. `published`: of the model that it goes back to, whose config is restated with the keys
+    changed that say something else now. `seq_len`: tokens that it was trained on here, 0 if it was not. Raises UserError with what the
+    nearest family cannot say, or the library cannot run.
+    """
+    if published is not None and (restated := _restated(config, seq_len, published)) is not None:
+        return restated
     nearest: tuple[int, str] = (1 << 30, "")
     for name, write in _WRITERS.items():
-        values = {"model_type": name, **write(config), "max_position_embeddings": _positions(config, seq_len)}
-        if name == "gpt2":
-            del values["max_position_embeddings"]
+        values = {"model_type": name, **write(config)}
+        if name != "gpt2":
+            values |= {_POSITIONS: _positions(config.rope, config.max_seq_len or seq_len)}
         differing = _differing(config, values)
         if not differing:
-            return FAMILIES[name], values
+            facts = {key: published[key] for key in _TOKENS if key in published} if published else dict.fromkeys(_TOKENS)
+            return FAMILIES[name], {"architectures": [FAMILIES[name].architecture], **values, **facts}
         nearest = min(nearest, (len(differing), f"{FAMILIES[name].architecture} cannot say {', '.join(differing[:3])}"))
     raise UserError(f"This model cannot be exported: no published architecture is like it; the nearest, {nearest[1]}.")
 
 
-def _positions(config: ModelConfig, seq_len: int) -> int:
-    """Positions that the model is meant for: those that its RoPE is scaled to, if they are more than it was trained on here."""
-    scaling = config.rope.scaling
+def _restated(config: ModelConfig, seq_len: int, published: Json) -> tuple[Family, Json] | None:
+    """The published config with what `config` says otherwise; None if this is no model of its family any more."""
+    try:
+        family, section = read_config(published, "the published config.json")
+        depth = published.get("num_nextn_predict_layers") or 0
+        mtp = config.mtp if config.mtp_depth in (0, depth) else MtpConfig(depth=depth)  # not all releases have the modules' weights
+        was = ModelConfig(**{**section, "mtp": mtp})
+    except (UserError, ValueError):
+        return None
+    if family.model_type != published["model_type"] or family.model_type not in _WRITERS:  # a part, or of a type that the library lacks
+        return None
+    before, after = (_WRITERS[family.model_type](model) for model in (was, config))
+    changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    left_out = {key for key in changed if key not in after} | set(_OLDER_ROPE if "rope_parameters" in changed else ())
+    values = {key: value for key, value in published.items() if key not in left_out} | {key: after[key] for key in changed if key in after}
+    known = values.get(_POSITIONS)
+    scaled = _positions(config.rope, seq_len) if config.rope != was.rope or isinstance(config.rope.scaling, DynamicScaling) else seq_len
+    if scaled and isinstance(known, int) and scaled > known:
+        values[_POSITIONS] = scaled
+    return None if _differing(config, values) else (family, values)
+
+
+def _positions(rope: RopeConfig, seq_len: int) -> int:
+    """Positions that a model is meant for: those that its RoPE is scaled to, if they are more than it was trained on here."""
+    scaling = rope.scaling
     if isinstance(scaling, DynamicScaling):
         return scaling.original_seq_len  # from which the library computes
     original = getattr(scaling, "original_seq_len", 0)
-    return config.max_seq_len or max(seq_len, round(scaling.factor * original) if scaling else 0)
+    return max(seq_len, round(scaling.factor * original) if scaling else 0)
 
 
 def _differing(config: ModelConfig, values: Json) -> list[str]:
@@ -58,10 +89,7 @@ def _differing(config: ModelConfig, values: Json) -> list[str]:
     ]
     if config.moe is not None and not config.n_dense:  # then no layer is as wide as d_ff
         differing = [text for text in differing if not text.startswith("model.d_ff ")]
-    if values.get("hidden_size", 0) % values.get("num_attention_heads", 1) and values["model_type"] in DIVIDED:
-        differing.append(f"model.d_model = {config.d_model}, which n_heads does not divide")
-    if not isinstance(values.get("query_pre_attn_scalar", 0), int):
-        differing.append(f"model.attention_scale = {config.attention_scale}, which is not one over the root of a whole number")
+    differing += [problem for limit in LIMITS if (problem := limit.problem(values)) is not None]
     balanced = [bool(model.moe and model.moe.router.bias_rate) for model in (config, again)]
     return differing + (["model.moe.router.bias_rate"] if balanced[0] != balanced[1] else [])
 
@@ -90,7 +118,8 @@ def _rope(rope: RopeConfig) -> Json:
 def _types(config: ModelConfig) -> Json:
     pattern = config.layer_pattern
     names = {"local": "sliding_attention", "global": "full_attention"}
-    return {"layer_types": [names[pattern[i % len(pattern)]] for i in range(config.n_layers)], "sliding_window": config.window}
+    window = config.window or _UNUSED_WINDOW  # from which the library makes a mask though no layer reads it
+    return {"layer_types": [names[pattern[i % len(pattern)]] for i in range(config.n_layers)], "sliding_window": window}
 
 
 def _decoder(config: ModelConfig, **values: Any) -> Json:
@@ -180,7 +209,9 @@ def _whole(value: float) -> float | int:
 
 def _gemma3(config: ModelConfig) -> Json:
     local = config.rope_local or config.rope
-    return {**_gemma(config), "rope_parameters": {"full_attention": _rope(config.rope), "sliding_attention": _rope(local)}}
+    values = _gemma(config)
+    del values["attn_logit_softcapping"]  # which the library would store and never apply
+    return {**values, "rope_parameters": {"full_attention": _rope(config.rope), "sliding_attention": _rope(local)}}
 
 
 def _gpt2(config: ModelConfig) -> Json:
@@ -311,5 +342,4 @@ _WRITERS: dict[str, Callable[[ModelConfig], Json]] = {
     "ernie4_5": _ernie,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
-    "kimi_k2": _deepseek_v3,
 }

@@ -20,9 +20,10 @@ from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import ADAPTER
 from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
-from maxlm.interop.tensor_files import write_tensors
+from maxlm.interop.published_files import CONFIG, object_or_none
+from maxlm.interop.tensor_files import ADAPTERS, write_tensors
 from maxlm.models.adapters import leaf
-from maxlm.training.saved_run import SavedRun, open_run
+from maxlm.training.saved_run import PUBLISHED, SavedRun, open_run
 
 FEED_FORWARD = ("gate", "up", "down")
 Tensors = dict[str, np.ndarray]
@@ -44,11 +45,11 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
             f"{run}: model.lora adapts `{feed_forward[0]}` beside experts, and PEFT (0.21) takes modules of that name for the experts: "
             "export the merged model (leave --adapter out), or train adapters of attention alone (model.lora.matrices)."
         )
-    family, _ = family_of(saved.config.model, saved.config.data.seq_len)
+    family, _ = family_of(saved.config.model, saved.config.data.seq_len, object_or_none(run / PUBLISHED / CONFIG))
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
-        write_tensors(tensors, made / "adapter_model.safetensors")
+        write_tensors(tensors, made / ADAPTERS)
         (made / ADAPTER).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 

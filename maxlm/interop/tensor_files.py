@@ -21,6 +21,8 @@ from maxlm.interop.copying import all_finite, widened
 from maxlm.interop.families import OTHER_TOWERS, TEXT_TOWER
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"  # PEFT's name
+_PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
@@ -53,6 +55,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
         kinds: dict[str, str] = {}
         listed = _listed(source) if source.is_dir() else {}
         files = sorted(set(listed.values())) or _files(source)
+        self.passed_over = sorted({file.name for file in source.glob("*.safetensors")} - {file.name for file in files})
         for file in files:
             for name in self._handle(file).keys():  # noqa: SIM118  (no mapping)
                 if name in self._file:
@@ -267,15 +270,19 @@ def _listed(folder: Path) -> dict[str, Path]:
 
 
 def _files(source: Path) -> list[Path]:
-    """The safetensors files of a folder without an index."""
+    """The safetensors files of a folder without an index: the whole model, else its numbered parts, else all but adapters."""
     if source.is_file():
         return [source]
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        pickles = [file.name for pattern in PICKLES for file in source.glob(pattern)]
-        rule = f"only pickle files ({some(pickles)}), which can run code when they are read" if pickles else "no safetensors files"
-        raise UserError(f"{source} holds {rule}: use a source with safetensors files.")
-    return files
+    found = sorted(source.glob("*.safetensors"))
+    whole = [file for file in found if file.name == WHOLE]
+    parts = [file for file in found if _PART.fullmatch(file.name)]
+    if files := whole or parts or [file for file in found if file.name != ADAPTERS]:
+        return files
+    pickles = [file.name for pattern in PICKLES for file in source.glob(pattern)]
+    rule = f"only pickle files ({some(pickles)}), which can run code when they are read" if pickles else "no safetensors files"
+    if found:
+        rule = f"only adapters ({ADAPTERS})"
+    raise UserError(f"{source} holds {rule}: use a source with safetensors files of the model.")
 
 
 def _refuse_others(file: Path) -> None:

@@ -188,8 +188,15 @@ CASES = {
     "index lies": (shards(moved), f"{Q} is not where it says"),
     "index forgets": (shards(lambda index, folder: index["weight_map"].pop(Q)), f"{Q} is not where it says"),
     "tensor twice": (
-        lambda folder: (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes()),
+        lambda folder: (
+            [(folder / f"{name}.safetensors").write_bytes((folder / "model.safetensors").read_bytes()) for name in "ab"]
+            and (folder / "model.safetensors").unlink()
+        ),
         "which one counts",
+    ),
+    "adapters of safetensors alone": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+        "holds only adapters (adapter_model.safetensors)",
     ),
     "tokenizer damaged": (tokenizer, "is not a tokenizer.json that the tokenizers library reads"),
     "tied and different": (config(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
@@ -206,6 +213,21 @@ def test_a_source_that_cannot_be_read_is_one_line(name, tmp_path):
     assert said in str(told.value)
     assert "\n" not in str(told.value) and len(str(told.value)) < 500
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"], "nothing is written"
+
+
+def test_a_whole_model_is_read_whatever_lies_beside_it(tmp_path):
+    """Adapters, and the same tensors under names of their own; each is named, since nothing of it is in the import."""
+    source = make(tmp_path / "source")
+    for name in ("adapter_model", "consolidated", "consolidated.00", "model-00001-of-00002"):
+        save_file({Q: np.ones(3, np.float32)}, source / f"{name}.safetensors")
+    imported = import_model(source, tmp_path / "out", [], nothing)
+    (note,) = (note for note in imported.notes if "not read" in note)
+    names = "adapter_model.safetensors, consolidated.00.safetensors, consolidated.safetensors, and 1 more"
+    assert note == f"not read, since the model is in other files: {names}"
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    (source / "model-00001-of-00002.safetensors").unlink()
+    again = import_model(source, tmp_path / "again", [], nothing)
+    assert again.parameters == imported.parameters
 
 
 OF_FAMILIES = {
