@@ -17,7 +17,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from maxlm.config import directory_lock
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.paths import is_remote
-from maxlm.config.schema import DataConfig, PrepareConfig
+from maxlm.config.schema import ChatConfig, DataConfig, PreferencesConfig, PrepareConfig
 from maxlm.data import manifest, marks, storage
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.conversations import ConversationEncoder, find_template
@@ -72,6 +72,8 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     path, spoken = config.prepare.tokenizer.path, config.prepare.conversations
     companions = companions_of(path.rpartition("/")[0] or ".") if path is not None else {}
     template = None if spoken is None else find_template(spoken, companions)
+    if template is not None and isinstance(spoken, ChatConfig | PreferencesConfig) and spoken.template is not None:
+        companions = companions | {manifest.TEMPLATE: template.source.encode()}  # so that it goes along with the model
     templated = spoken is None or spoken.kind == "chat"
     opening = () if path is None or templated else opening_of(path, config.prepare.tokenizer.end_of_document)
     settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template, opening)}

@@ -21,6 +21,7 @@ from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
+from maxlm.data.turns import turn_ends
 from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
@@ -60,7 +61,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
-from maxlm.training.saved_run import TOKENIZER, source_tokenizer
+from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
 from maxlm.training.session import Outcome, Session, Start
 
 EXIT_CODES = {
@@ -287,7 +288,10 @@ def _record_start(run: OpenRun) -> Start:
     directory.write_config(dump(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
-        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source_tokenizer(config), goes_on=goes_on)
+        source = source_tokenizer(config)
+        turns = turn_ends(config.data.stores)
+        copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
+        copy_published(source and source.parent, directory.path, goes_on=goes_on)
     return start
 
 
