@@ -51,9 +51,9 @@ def source(tmp_path_factory):
     config |= {"max_position_embeddings": 131072, "_name_or_path": "somebody/é", "temperature": 0.6, "torch_dtype": "float32"}
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps(config, indent=4, ensure_ascii=False) + "\n\n")
-    (folder / "generation_config.json").write_text('{"eos_token_id": %d,   "top_p": 0.9, "do_sample": true}' % config["eos_token_id"])
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {config["eos_token_id"]},   "top_p": 0.9, "do_sample": true}}')
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "bos_token": {"content": "<s>"}, "model_max_length": 9}))
-    (folder / "special_tokens_map.json").write_text('{"eos_token":"%s"}' % END)
+    (folder / "special_tokens_map.json").write_text(f'{{"eos_token":"{END}"}}')
     for name in ("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"):
         (folder / name).write_bytes(name.encode() * 3)
     (folder / "additional_chat_templates").mkdir()
