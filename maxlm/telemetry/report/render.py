@@ -86,8 +86,8 @@ def _headline(runs: Sequence[Run]) -> str:
         blocks.append(f"{head}<p class=lead>{escape(summary)}</p>")
         notes += [f'<p class="note">{f"{_head(run)}: " if many else ""}{escape(note)}</p>' for note in notes_of(run)]
     described = "".join(blocks)
-    if len(runs) > FEW_RUNS:
-        described = f"<details><summary>What each run did</summary>{described}</details>"
+    if many:  # on phones page.js folds it
+        described = f"<details{' open' * (len(runs) <= FEW_RUNS)}><summary>What each run did</summary>{described}</details>"
     chip = "" if many else _chip(status_of(runs[0]))
     cards = _comparison(runs, figures) if many else _cards(figures[0])
     return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{described}{"".join(notes)}{cards}</header>'

@@ -58,7 +58,8 @@ summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius
 .lead{font-size:.92rem;line-height:1.45}
 .cards{grid-template-columns:repeat(auto-fill,minmax(98px,1fr));gap:6px;margin-top:.8rem}.cards div{padding:6px 8px;overflow-wrap:anywhere}
 .cards dt{font-size:.76rem;line-height:1.25}.cards dd{font-size:.95rem}.cards small{display:none}
-th,td{padding-right:.8rem}.numbers td,.numbers thead th+th{padding-left:.8rem}}
+tbody th{white-space:normal;overflow-wrap:break-word;min-width:6.5rem}th,td{padding:.22rem .8rem .22rem 0}
+.numbers td,.numbers thead th+th{padding:.22rem 0 .22rem .8rem}}
 @media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}body{font-size:11pt}main{padding:0}
 .scroll{max-height:none;overflow:visible;background:none}thead th{position:static}table{font-size:.8rem}
 th,td,tbody th{white-space:normal!important}
