@@ -149,3 +149,9 @@ def test_labels_of_an_axis_have_one_notation(evaluate):
         ["0", "0.2", "0.4", "0.6", "0.8", "1", "1.2"],
         ["5e14", "1e15", "1.5e15", "2e15", "2.5e15"],
     ]
+
+
+def test_numbers_are_short(evaluate):
+    values = [0, 0.0003, 2.5, 500, 2000, 50_000, 1_500_000, -0.001, 2.5e14, 1e300, -1.23456e-300]
+    found = evaluate("values => values.map(value => short(value))", values)
+    assert found == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250T", "1e300", "-1.23e-300"]

@@ -292,23 +292,6 @@ def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
     assert after["range"] == pytest.approx([200_500, 300_250], abs=1)
 
 
-def test_ticks_are_round_few_and_within(look, make):
-    found = look(
-        [make("r")],
-        """
-        const ranges = [[0, 1], [3.1, 8.3], [0, 3e-4], [1, 3e5], [-5, 5], [1e-9, 2e-9], [7, 7.001]];
-        const logs = [[2.9, 8.5], [3, 3.2], [1e-6, 10], [0.5, 600]];
-        const texts = [0, 0.0003, 2.5, 500, 2000, 50000, 1500000, -0.001, 2.5e14].map(short);
-        ticks(15e12, 15e12 + 0.01, 5);  // narrower than floats are apart: it has to end
-        return {ranges: ranges.map(([a, b]) => [a, b, ticks(a, b, 5)]), logs: logs.map(([a, b]) => [a, b, logTicks(a, b, 6)]), texts};
-        """,
-    )
-    for low, high, values in found["ranges"] + found["logs"]:
-        assert 2 <= len(values) <= 12
-        assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in values)
-    assert found["texts"] == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250T"]
-
-
 def test_no_two_ticks_of_an_axis_have_the_same_label(look, make):
     """However far one has zoomed into a long run, and however little a loss changes."""
     found = look(
@@ -448,6 +431,7 @@ def test_on_a_phone_the_first_chart_is_on_the_second_screen_at_the_latest(look, 
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 401, "loss": 3.0, "mfu": 0.4, "tokens_per_s": 1e4, "step_time_s": 1, "data_wait_s": 0.1}) + "\n")
     script = """
+        for (const svg of document.querySelectorAll('svg.plot')) svg.remove();  // as wide as this window
         const frame = make('iframe', {width: 360, height: 760}, document.body);
         frame.contentDocument.write('<!doctype html>' + document.head.outerHTML + document.querySelector('main').outerHTML);
         frame.contentDocument.close();
