@@ -154,6 +154,7 @@ def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
     known = open_tokenizer(str(tokenizer))
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(tokenizer / name, folder / name)
     if not (folder / "tokenizer_config.json").is_file():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
