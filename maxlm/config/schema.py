@@ -301,34 +301,44 @@ class TokenizerConfig(Section):
 
 
 class PromptResponseConfig(Section):
-    """JSONL of plain texts. The response counts, and the end-of-document token after it."""
+    """Rows of plain texts. The response counts, and the end-of-document token after it."""
 
     kind: Literal["prompt_response"]
     prompt_field: Text = "prompt"
     response_field: Text = "response"
+    special_tokens: Literal["text", "tokens"] = "text"  # whether special tokens that a text holds are text, or those tokens
     too_long: Literal["refuse", "leave_out"] = "refuse"  # longer than data.seq_len
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"  # a field missing, no text, nothing to learn ...; those left out are counted
 
 
 class ChatConfig(Section):
-    """JSONL of conversations: lists of {role, content}, rendered by the chat template. All turns of the assistant count."""
+    """Rows of conversations: lists of {role, content}, rendered by the chat template. The turns of the assistant count."""
 
     kind: Literal["chat"]
-    messages_field: Text = "messages"
+    messages_field: Text = "messages"  # where a row lacks it, `conversations`
     template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)  # for the template, as enable_thinking; those of a row win
     date: Text | None = None  # for templates that ask for today's
+    turns: Literal["all", "last"] = "all"  # of the assistant, that count
+    special_tokens: Literal["text", "tokens"] = "text"  # in messages; as text they cannot be written, so that such a row is a bad one
     too_long: Literal["refuse", "leave_out"] = "refuse"
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"
 
 
 class PreferencesConfig(Section):
-    """JSONL of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
+    """Rows of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
 
     kind: Literal["preferences"]
-    prompt_field: Text = "prompt"
+    prompt_field: Text = "prompt"  # where a row lacks it, the beginning that both responses share
     chosen_field: Text = "chosen"
     rejected_field: Text = "rejected"
     template: ReadPath | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)
     date: Text | None = None
+    turns: Literal["all", "last"] = "all"
+    special_tokens: Literal["text", "tokens"] = "text"
     too_long: Literal["refuse", "leave_out"] = "refuse"  # both responses together, each with the prompt
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"
 
 
 class PrepareConfig(Section):

@@ -150,6 +150,7 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
     folder.mkdir()
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
     tokenizer = Tokenizer(
         (folder / "tokenizer.json").read_bytes(), _end_of_document(source, end_of_document), str(source / "tokenizer.json")

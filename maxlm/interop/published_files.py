@@ -42,7 +42,9 @@ def copy_further_files(published: Path, folder: Path) -> None:
     for name in _OLDER:
         if (published / name).is_file():
             shutil.copyfile(published / name, folder / name)
-    _copy_templates(published, folder)
+    tools = manifest.TOOL_TEMPLATE
+    if (folder / tools).is_file() or not (published / tools).is_file():  # else the run was trained with another template
+        _copy_templates(published, folder)
 
 
 def _digest(file: Path) -> str:

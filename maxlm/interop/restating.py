@@ -64,6 +64,7 @@ def _write_tokenizer(source: Path, known: Tokenizer, folder: Path, *, as_importe
     """Copy the files of the tokenizer; those that say otherwise what ends a document, as of another model, are changed."""
     for name in TOKENIZER_FILES:
         if name != GENERATION and (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
     if as_imported:
         return
