@@ -118,12 +118,12 @@ def _side_by_side(parts: list[tuple[weights.Target, Pair]]) -> Pair:
     target, (a, b) = parts[0]
     ours = target.rule.ours
     if target.rule.rows is not None:
-        b, ranks = np.zeros((target.rule.rows[2], sum(len(a) for _, (a, _) in parts)), np.float32), 0
-        for part, (a, own_b) in parts:
+        joined, first = np.zeros((target.rule.rows[2], sum(len(a) for _, (a, _) in parts)), np.float32), 0
+        for part, (a, b) in parts:
             assert part.rule.rows is not None, "rules of one tensor all say their rows"
-            b[slice(*part.rule.rows[:2]), ranks : ranks + len(a)] = own_b
-            ranks += len(a)
-        return np.concatenate([a for _, (a, _) in parts]), b
+            joined[slice(*part.rule.rows[:2]), first : first + len(a)] = b
+            first += len(a)
+        return np.concatenate([a for _, (a, _) in parts]), joined
     if len(ours) == 1:
         return a, b
     assert not target.rule.interleaved, "only experts are"
