@@ -138,6 +138,14 @@ class ClampConfig(Section):
     slope: PositiveFloat = 1.702
 
 
+class MultipliersConfig(Section):
+    """Constant factors of activations (Granite 3), beside those of `model.parametrization`."""
+
+    embedding: PositiveFloat = 1.0  # of embeddings
+    residual: PositiveFloat = 1.0  # of what each sublayer adds
+    logits_divisor: PositiveFloat = 1.0  # logits are divided by it
+
+
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
@@ -167,6 +175,7 @@ class ModelConfig(Section):
     softcap: SoftcapConfig | None = None
     tie_embeddings: Bool = False
     scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
+    multipliers: MultipliersConfig | None = None
     init_std: PositiveFloat = 0.02
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
@@ -192,6 +201,11 @@ class ModelConfig(Section):
     def max_seq_len(self) -> int | None:
         """Positions of the learned table; None with RoPE, which has no limit."""
         return None if self.learned_positions is None else self.learned_positions.max_seq_len
+
+    def most_generated(self, prompt: int) -> int | None:
+        """Tokens of a prompt of so many tokens and its continuation at most, by RoPE; None: any."""
+        limits = [rope.most_generated(prompt) for rope in (self.rope, self.rope_local or self.rope)]
+        return None if self.learned_positions is not None else min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def attention_softcap(self) -> float | None:
@@ -224,14 +238,30 @@ class ModelConfig(Section):
         return self.bias in ("mlp", "all")
 
     @property
-    def multipliers(self) -> Multipliers:
-        """Factors of activations; all 1 for the standard parametrization."""
+    def parametrized(self) -> Multipliers:
+        """Factors of activations that the parametrization gives; all 1 for the standard one."""
         return STANDARD if self.parametrization is None else self.parametrization.multipliers(self.d_model, self.n_layers, self.head_dim)
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of embeddings with `scale_embeddings`: the root of the width, or of that of the base model."""
-        return self.d_model**0.5 * self.multipliers.embedding
+        """Factor of embeddings: the root of the width, or of the base model's width, with `scale_embeddings`; times the constant one."""
+        scale = self.d_model**0.5 * self.parametrized.embedding if self.scale_embeddings else 1.0
+        return scale * (1.0 if self.multipliers is None else self.multipliers.embedding)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores, but for the one of scaled RoPE."""
+        return (self.attention_scale or self.head_dim**-0.5) * self.parametrized.attention
+
+    @property
+    def output_scale(self) -> float:
+        """Factor of hidden states after a final norm."""
+        return self.parametrized.output / (1.0 if self.multipliers is None else self.multipliers.logits_divisor)
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor of what each sublayer adds, but for the one of the parametrization."""
+        return 1.0 if self.multipliers is None else self.multipliers.residual
 
     @property
     def mtp_depth(self) -> int:

@@ -128,7 +128,8 @@ def print_samples(
         return
     tokenizer = SavedRun(directory, config).text_tokenizer()
     most = most_generated(config)
-    limits = {text: min(config.samples.tokens, most - len(tokenizer.encode_prompt(text))) for text in config.samples.prompts}
+    lengths = {text: len(tokenizer.encode_prompt(text)) for text in config.samples.prompts}
+    limits = {text: min(config.samples.tokens, min(most, config.model.most_generated(n) or most) - n) for text, n in lengths.items()}
     texts: dict[str, str] = {}
     with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
         for limit in sorted({limit for limit in limits.values() if limit > 0}):  # one, unless a prompt nearly fills the context

@@ -17,6 +17,7 @@ from maxlm.interop.layouts import (
     Reordered,
     RotaryPairs,
     Rule,
+    interleaved,
     turned_first,
 )
 
@@ -39,6 +40,12 @@ class Family:
     copies: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
 
+
+# Beginnings of names of the text tower in files of several modalities, and what a text model has in their place; other towers and bridges.
+TEXT_TOWER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+OTHER_TOWERS = tuple(
+    f"{outer}{name}." for outer in ("", "model.") for name in ("vision_tower", "multi_modal_projector", "mm_projector", "vision_model")
+)
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -115,6 +122,29 @@ def _stablelm(config: ModelConfig) -> tuple[Rule, ...]:
         *_layer_norm(LAYER + "input_layernorm", "attention_norm"),
         *_layer_norm(LAYER + "post_attention_layernorm", "mlp_norm"),
         *_mlp(),
+    )
+
+
+def _ernie(config: ModelConfig) -> tuple[Rule, ...]:
+    order = interleaved(config.head_dim)
+    return *_tables(), *_attention(lambda layout: Reordered(layout, order)), *_pre_norms(), *_mlp()
+
+
+def _phi3(config: ModelConfig) -> tuple[Rule, ...]:
+    order = turned_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
+    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    ends = (queries, queries + keys, queries + 2 * keys)
+    turned = Reordered(LINEAR, order)
+    return (
+        *_tables(),
+        *_pre_norms(),
+        Rule(ATTENTION + "qkv_proj.weight", ("attention/query_DHK",), turned, rows=(0, ends[0], ends[2])),
+        Rule(ATTENTION + "qkv_proj.weight", ("attention/key_DGK",), turned, rows=(*ends[:2], ends[2])),
+        Rule(ATTENTION + "qkv_proj.weight", ("attention/value_DGK",), LINEAR, rows=(*ends[1:], ends[2])),
+        Rule(ATTENTION + "o_proj.weight", ("attention/out_HKD",), OUTPUT),
+        Rule(LAYER + "mlp.gate_up_proj.weight", ("mlp/gate_DF",), LINEAR, rows=(0, config.d_ff, 2 * config.d_ff)),
+        Rule(LAYER + "mlp.gate_up_proj.weight", ("mlp/up_DF",), LINEAR, rows=(config.d_ff, 2 * config.d_ff, 2 * config.d_ff)),
+        Rule(LAYER + "mlp.down_proj.weight", ("mlp/down_FD",), LINEAR),
     )
 
 
@@ -200,11 +230,32 @@ def _deepseek(config: ModelConfig) -> tuple[Rule, ...]:
         Rule(LAYER + "mlp.gate.e_score_correction_bias", ("mlp/balancing_E",), exact=True),
         *_EXPERTS_OF_QWEN,
         *_mlp("mlp.shared_experts.", "mlp/shared/"),
-        # Multi-token prediction: their one matrix reads the embedding, then hidden states.
-        Rule(LAYER + "enorm.weight", ("token_norm/scale_D",)),
-        Rule(LAYER + "hnorm.weight", ("hidden_norm/scale_D",)),
-        Rule(LAYER + "eh_proj.weight", ("token_DD", "hidden_DD"), LINEAR),
-        Rule(LAYER + "shared_head.norm.weight", ("final_norm/scale_D",)),
+        *_FURTHER_MODULES,
+    )
+
+
+# Multi-token prediction: their one matrix reads the embedding, then hidden states.
+_FURTHER_MODULES = (
+    Rule(LAYER + "enorm.weight", ("token_norm/scale_D",)),
+    Rule(LAYER + "hnorm.weight", ("hidden_norm/scale_D",)),
+    Rule(LAYER + "eh_proj.weight", ("token_DD", "hidden_DD"), LINEAR),
+    Rule(LAYER + "shared_head.norm.weight", ("final_norm/scale_D",)),
+)
+
+
+def _glm4_moe(config: ModelConfig) -> tuple[Rule, ...]:
+    order = turned_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
+    return (
+        *_tables(),
+        *_attention(lambda layout: Reordered(layout, order)),
+        *_pre_norms(),
+        *_head_norms(Reordered(KEEP, order)),
+        *_mlp(),
+        Rule(LAYER + "mlp.gate.weight", ("mlp/router_DE",), LINEAR, exact=True),
+        Rule(LAYER + "mlp.gate.e_score_correction_bias", ("mlp/balancing_E",), exact=True),
+        *_EXPERTS_OF_QWEN,
+        *_mlp("mlp.shared_experts.", "mlp/shared/"),
+        *_FURTHER_MODULES,
     )
 
 
@@ -241,6 +292,12 @@ FAMILIES: dict[str, Family] = {
         Family("mixtral", "MixtralForCausalLM", _mixtral),
         Family("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek),
         Family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek, copies=_TABLES_OF_MTP),
+        Family("kimi_k2", "DeepseekV3ForCausalLM", _deepseek, copies=_TABLES_OF_MTP),
+        Family("phi3", "Phi3ForCausalLM", _phi3),
+        Family("granite", "GraniteForCausalLM", _llama),
+        Family("seed_oss", "SeedOssForCausalLM", _llama),
+        Family("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, copies=_TABLES_OF_MTP),
+        Family("ernie4_5", "Ernie4_5ForCausalLM", _ernie),
         Family("stablelm", "StableLmForCausalLM", _stablelm),
         Family("gpt_oss", "GptOssForCausalLM", _gpt_oss),
     )

@@ -25,6 +25,14 @@ UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"
 
 # Defaults of the library that differ from those of `_decoder`, or from "none".
 _QWEN: Json = {"max_window_layers": 28, "sliding_window": 4096}
+_DEEPSEEK_V3: Json = {
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
 DEFAULTS: dict[str, Json] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -32,17 +40,22 @@ DEFAULTS: dict[str, Json] = {
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen3_moe": _QWEN,
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6},
-    "stablelm": {"use_qkv_bias": False},
-    "deepseek_v2": {"n_shared_experts": 2},
-    "deepseek_v3": {
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
     },
+    "stablelm": {"use_qkv_bias": False},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "seed_oss": {"head_dim": 128},
+    "glm4_moe": {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "ernie4_5": {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    "deepseek_v2": {"n_shared_experts": 2},
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
 MOST_NAMED, MOST_SAID = 40, 600  # unknown keys in an error, and characters of them with their values
@@ -93,6 +106,12 @@ class Keys:
         other._asked = self._asked
         return other
 
+    def having(self, key: str, value: Any) -> "Keys":
+        """These keys, and what was asked of them, with another value of one."""
+        other = Keys({**self._values, key: value}, self._source)
+        other._asked = self._asked
+        return other
+
     def ignore(self, *names: str) -> None:
         """Accept keys whatever they say."""
         self._asked.update(names)
@@ -137,13 +156,55 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
+# Models of several modalities, of which the text tower is imported: model_type -> that of `text_config`, where it does not say.
+TOWERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "kimi_k25": "kimi_k2"}
+_OF_TOWERS = frozenset(  # keys of other towers, and of how they are joined
+    [
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_id",
+        "image_token_index",
+        "media_placeholder_token_id",
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "projector_hidden_act",
+        "spatial_merge_size",
+        "text_config",
+        "vision_config",
+        "vision_feature_layer",
+    ]
+)
+
+
+def has_towers(values: Mapping[str, Any]) -> bool:
+    """True for the config.json of a model of several modalities."""
+    return values.get("model_type") in TOWERS
+
+
+def text_tower(values: Mapping[str, Any], source: str) -> Json:
+    """config.json of the text tower of a model of several modalities; other values as they are. Raises UserError where both levels
+    say something else of the ends of texts or of tied embeddings.
+    """
+    if not has_towers(values):
+        return dict(values)
+    keys = Keys(values, source)
+    text = keys.section("text_config")
+    if not text:
+        keys.refuse("text_config", values.get("text_config"), f"is missing, which a model of the type {values['model_type']} has")
+    if "tie_word_embeddings" in values and text.get("tie_word_embeddings", values["tie_word_embeddings"]) != values["tie_word_embeddings"]:
+        keys.refuse("tie_word_embeddings", values["tie_word_embeddings"], "contradicts text_config: make them the same")
+    outer = {name: value for name, value in values.items() if name not in _OF_TOWERS}
+    return {**outer, "model_type": TOWERS[values["model_type"]], **text}
+
+
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
     """(family, settings of our `model` section) of a config.json. Raises UserError naming the first key that is not supported."""
+    values = text_tower(values, source)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         Keys(values, source).refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
     keys = Keys({**DEFAULTS.get(model_type, {}), **values}, source)
-    if (quantized := keys.peek("quantization_config")).get("quant_method") == packed.METHOD:
+    if (quantized := keys.peek("quantization_config")).get("quant_method") in packed.METHODS:
         if rule := packed.problem(quantized):
             keys.refuse("quantization_config", quantized, rule)
         keys = keys.without("quantization_config")
@@ -159,8 +220,9 @@ def _decoder(
     *,
     latent: bool = False,
     partial: bool = False,
+    share: float = 1.0,
 ) -> Section:
-    """Settings that all families but GPT-2 name alike. `activation`, `eps`: keys and defaults; `latent`, `partial`: see `_rope`."""
+    """Settings that all families but GPT-2 name alike. `activation`, `eps`: key and default; the others: see `_rope`."""
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
     gate = keys.get(*activation)
     if not isinstance(gate, str) or gate not in GATED:
@@ -177,16 +239,18 @@ def _decoder(
         "d_ff": keys.count("intermediate_size"),
         "norm_eps": keys.positive(*eps),
         "init_std": keys.positive("initializer_range", 0.02),
-        "rope": _rope(keys, latent=latent, partial=partial),
+        "rope": _rope(keys, latent=latent, partial=partial, share=share),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
         "activation": GATED[gate],
     }
 
 
-def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False) -> Section:
+def _rope(
+    keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False, share: float = 1.0
+) -> Section:
     """Rotary positions: the older `rope_scaling`, or `rope_parameters`, with `rope_theta` where these name no base.
     `kind_of_layer`: where each has its own, with the base `theta` if it states none.
-    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned.
+    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned, by default `share`.
     """
     whole: Any = keys.section("rope_parameters")
     given = whole.get(kind_of_layer) or {} if kind_of_layer else whole
@@ -204,10 +268,10 @@ def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, la
     if not isinstance(kind, str) or kind not in _SCALINGS:
         scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
     if kind != "default":
-        section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
+        section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling, keys)}
         if kind == "yarn":
             section["scaling"] |= _yarn_gains(scaling, section["scaling"]["factor"], latent=latent)
-    share = scaling.positive("partial_rotary_factor", 1.0)
+    share = scaling.positive("partial_rotary_factor", share)
     if not partial and share != 1:
         scaling.refuse("partial_rotary_factor", share, "is not supported here: the library turns whole heads in this family")
     if share != 1:
@@ -216,20 +280,44 @@ def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, la
     return section
 
 
-def _llama3(keys: Keys) -> Section:
+def _original(keys: Keys, config: Keys) -> int:
+    """Length of sequences before RoPE was scaled; as in the library the model's own, where it is not stated."""
+    return keys.count("original_max_position_embeddings", config.get("max_position_embeddings"))
+
+
+def _longrope(keys: Keys, config: Keys) -> Section:
+    """The library reads `factor`, else the longest sequence over the original one (modeling_rope_utils.py)."""
+    original = _original(keys, config)
+    stated = keys.get("factor") is not None
+    factor = keys.positive("factor") if stated else config.count("max_position_embeddings") / original
+    told = {} if keys.get("attention_factor") is None else {"attention_factor": keys.positive("attention_factor")}
+    factors = {name: keys.get(name) for name in ("short_factor", "long_factor")}
+    for name, values in factors.items():
+        if not isinstance(values, list) or not all(type(n) in (int, float) and 0 < n < LARGEST for n in values):
+            keys.refuse(name, values, "must be a list of numbers above 0")
+    return {"factor": max(factor, 1.0), **factors, "original_seq_len": original, **told}
+
+
+def _dynamic(keys: Keys, config: Keys) -> Section:
+    """The library computes with the model's longest sequence, whatever else is stated."""
+    keys.ignore("original_max_position_embeddings")
+    return {"factor": keys.positive("factor"), "original_seq_len": config.count("max_position_embeddings")}
+
+
+def _llama3(keys: Keys, config: Keys) -> Section:
     names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
     return {
         **{ours: keys.number(name) for ours, name in names.items()},
-        "original_seq_len": keys.count("original_max_position_embeddings"),
+        "original_seq_len": _original(keys, config),
     }
 
 
-def _yarn(keys: Keys) -> Section:
+def _yarn(keys: Keys, config: Keys) -> Section:
     return {
         "factor": keys.positive("factor"),
         "beta_fast": keys.number("beta_fast", 32),
         "beta_slow": keys.number("beta_slow", 1),
-        "original_seq_len": keys.count("original_max_position_embeddings"),
+        "original_seq_len": _original(keys, config),
         "truncate": keys.flag("truncate", True),
     }
 
@@ -252,11 +340,13 @@ def _yarn_gains(keys: Keys, factor: float, *, latent: bool) -> Section:
     return section if read == usual else {**section, "attention_factor": read}
 
 
-_SCALINGS: dict[str, Callable[[Keys], Section]] = {
-    "default": lambda keys: {},
-    "linear": lambda keys: {"factor": keys.positive("factor")},
+_SCALINGS: dict[str, Callable[[Keys, Keys], Section]] = {
+    "default": lambda keys, config: {},
+    "linear": lambda keys, config: {"factor": keys.positive("factor")},
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "dynamic": _dynamic,
 }
 
 
@@ -405,6 +495,55 @@ def _gpt2(keys: Keys) -> Section:
     }
 
 
+def _phi3(keys: Keys) -> Section:
+    """Its RoPE takes the original length from the config, and calls LongRoPE by older names (Phi3Config of the library)."""
+    keys.only("lm_head_bias", False)
+    keys.only("full_attn_mod", 1)
+    keys.only("interpolate_factor", 1)
+    original = keys.count("original_max_position_embeddings", 4096)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = keys.section(name)
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in ("su", "yarn", "longrope"):
+            renamed = {key: value for key, value in scaling.items() if key != "type"}
+            keys = keys.having(name, {**renamed, "rope_type": "longrope", "original_max_position_embeddings": original})
+        elif kind not in (None, "default"):
+            keys.refuse("rope_type", kind, "is not supported in this family: default and longrope are")
+    section = _decoder(keys, partial=True)
+    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
+    return {**section, **_windows(keys, [kind] * section["n_layers"])}
+
+
+def _granite(keys: Keys) -> Section:
+    section, scale = {**_decoder(keys), "bias": _biases(keys)}, keys.positive("attention_multiplier", 1.0)
+    names = {"embedding": "embedding_multiplier", "residual": "residual_multiplier", "logits_divisor": "logits_scaling"}
+    factors = {ours: keys.positive(theirs, 1.0) for ours, theirs in names.items()}
+    head_dim = section["head_dim"] or section["d_model"] // section["n_heads"]
+    section["attention_scale"] = None if scale == head_dim**-0.5 else scale
+    return {**section, "multipliers": factors if any(value != 1 for value in factors.values()) else None}
+
+
+def _seed_oss(keys: Keys) -> Section:
+    keys.ignore("residual_dropout")
+    attention, out, mlp = keys.flag("attention_bias", True), keys.flag("attention_out_bias", False), keys.flag("mlp_bias", False)
+    kinds = {(True, True, True): "all", (True, True, False): "attention", (True, False, False): "qkv", (False, False, True): "mlp"}
+    if (attention, out, mlp) not in (*kinds, (False, False, False)):
+        keys.refuse("attention_out_bias", out, f"is not supported with attention_bias = {attention} and mlp_bias = {mlp}")
+    return {**_decoder(keys), "bias": kinds.get((attention, out, mlp))}
+
+
+def _glm4_moe(keys: Keys) -> Section:
+    keys.ignore("num_mtp_layers")
+    section = {**_decoder(keys, partial=True, share=0.5), "qk_norm": keys.flag("use_qk_norm", False)}
+    section["bias"] = "qkv" if keys.flag("attention_bias", False) else None
+    router = {"normalize": keys.flag("norm_topk_prob", True), "scale": keys.positive("routed_scaling_factor", 1.0), **_noaux(keys)}
+    return {**section, "moe": _shared_moe(keys, router)}
+
+
+def _ernie(keys: Keys) -> Section:
+    return {**_decoder(keys), "bias": "all" if keys.flag("use_bias", False) else None}
+
+
 def _gpt_oss(keys: Keys) -> Section:
     keys.only("attention_bias", True)
     keys.only("hidden_act", "silu")
@@ -424,9 +563,7 @@ def _stablelm(keys: Keys) -> Section:
     keys.only("qk_layernorm", False)
     keys.only("use_parallel_residual", False)
     keys.ignore("hidden_dropout")
-    section = _decoder(keys, eps=("layer_norm_eps", 1e-5), partial=True)
-    if keys.get("partial_rotary_factor") is None and keys.section("rope_parameters").get("partial_rotary_factor") is None:
-        section["rope"]["share"] = 0.25  # the library's default
+    section = _decoder(keys, eps=("layer_norm_eps", 1e-5), partial=True, share=0.25)
     return {**section, "norm": "layernorm", "bias": "qkv" if keys.flag("use_qkv_bias", False) else None}
 
 
@@ -445,11 +582,15 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     }
     latent = {ours: keys.count(name) for ours, name in names.items() if ours != "q_rank" or keys.get(name) is not None}
     section |= {"latent": latent, "head_dim": None, "n_kv_heads": None}
-    n_dense, n_shared = (keys.count(name, 0, least=0) for name in ("first_k_dense_replace", "n_shared_experts"))
     router = {"normalize": keys.flag("norm_topk_prob", False), "scale": keys.positive("routed_scaling_factor", 1.0), **router}
+    return {**section, "moe": _shared_moe(keys, router)}
+
+
+def _shared_moe(keys: Keys, router: Section) -> Section:
+    """Routed and shared experts after some dense layers, as DeepSeek names them."""
+    n_dense, n_shared = (keys.count(name, 0, least=0) for name in ("first_k_dense_replace", "n_shared_experts"))
     n_experts, d_ff = keys.count("n_routed_experts", most=MOST), keys.count("moe_intermediate_size")
-    moe = _moe(keys, n_experts, d_ff, router, n_shared=n_shared, n_dense=n_dense)
-    return {**section, "moe": moe}
+    return _moe(keys, n_experts, d_ff, router, n_shared=n_shared, n_dense=n_dense)
 
 
 def _deepseek_v2(keys: Keys) -> Section:
@@ -469,10 +610,15 @@ def _deepseek_v3(keys: Keys) -> Section:
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
     keys.ignore("aux_loss_alpha")
+    return _deepseek(keys, _noaux(keys))
+
+
+def _noaux(keys: Keys) -> Section:
+    """A router of sigmoid scores with a bias of the choice, of the best groups."""
     groups, best = keys.count("n_group"), keys.count("topk_group")
     chosen = {"groups": groups, "top_groups": best} if best < groups else {}
     balance = {"bias_rate": 0.001, "balance_loss": 1e-4, "balance_over": "sequence"}  # arXiv 2412.19437, section 4.2
-    return _deepseek(keys, {"scores": "sigmoid", **chosen, **balance})
+    return {"scores": "sigmoid", **chosen, **balance}
 
 
 _READERS: dict[str, Callable[[Keys], Section]] = {
@@ -487,6 +633,12 @@ _READERS: dict[str, Callable[[Keys], Section]] = {
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
     "stablelm": _stablelm,
     "gpt_oss": _gpt_oss,
+    "phi3": _phi3,
+    "granite": _granite,
+    "seed_oss": _seed_oss,
+    "glm4_moe": _glm4_moe,
+    "ernie4_5": _ernie,
 }

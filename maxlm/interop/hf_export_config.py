@@ -5,8 +5,8 @@ from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
-from maxlm.config.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, RouterConfig
+from maxlm.config.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, MultipliersConfig, RouterConfig
 from maxlm.interop.families import FAMILIES, LIMITS, Family
 from maxlm.interop.hf_config import GATED, UNGATED, Json, read_config
 
@@ -54,14 +54,14 @@ def _restated(config: ModelConfig, seq_len: int, published: Json) -> tuple[Famil
         was = ModelConfig(**{**section, "mtp": mtp})
     except (UserError, ValueError):
         return None
-    if family.model_type != published["model_type"]:  # a part of the published model
+    if family.model_type != published["model_type"] or family.model_type not in _WRITERS:  # a part, or of a type that the library lacks
         return None
     before, after = (_WRITERS[family.model_type](model) for model in (was, config))
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     left_out = {key for key in changed if key not in after} | set(_OLDER_ROPE if "rope_parameters" in changed else ())
     values = {key: value for key, value in published.items() if key not in left_out} | {key: after[key] for key in changed if key in after}
     known = values.get(_POSITIONS)
-    scaled = _positions(config.rope, seq_len) if config.rope != was.rope else seq_len
+    scaled = _positions(config.rope, seq_len) if config.rope != was.rope or isinstance(config.rope.scaling, DynamicScaling) else seq_len
     if scaled and isinstance(known, int) and scaled > known:
         values[_POSITIONS] = scaled
     return None if _differing(config, values) else (family, values)
@@ -70,6 +70,8 @@ def _restated(config: ModelConfig, seq_len: int, published: Json) -> tuple[Famil
 def _positions(rope: RopeConfig, seq_len: int) -> int:
     """Positions that a model is meant for: those that its RoPE is scaled to, if they are more than it was trained on here."""
     scaling = rope.scaling
+    if isinstance(scaling, DynamicScaling):
+        return scaling.original_seq_len  # from which the library computes
     original = getattr(scaling, "original_seq_len", 0)
     return max(seq_len, round(scaling.factor * original) if scaling else 0)
 
@@ -77,7 +79,7 @@ def _positions(rope: RopeConfig, seq_len: int) -> int:
 def _differing(config: ModelConfig, values: Json) -> list[str]:
     try:
         section = read_config(values, "config.json")[1]
-        further = MtpConfig(depth=config.mtp_depth) if config.mtp and values["model_type"] == "deepseek_v3" else None
+        further = MtpConfig(depth=config.mtp_depth) if config.mtp and FAMILIES[values["model_type"]].copies else None
         again = ModelConfig(**{**section, "mtp": further})
     except (UserError, ValueError) as error:
         return [str(error).splitlines()[0]] * _UNREADABLE
@@ -97,11 +99,15 @@ def _rope(rope: RopeConfig) -> Json:
     if scaling is None:
         return values
     values |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if isinstance(scaling, LinearScaling):
+    if isinstance(scaling, LinearScaling | DynamicScaling):
         return values
     values |= {"original_max_position_embeddings": scaling.original_seq_len}
     if isinstance(scaling, Llama3Scaling):
         return {**values, "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if isinstance(scaling, LongRopeScaling):
+        told = scaling.attention_factor
+        values |= {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+        return values if told is None else {**values, "attention_factor": told}
     assert isinstance(scaling, YarnScaling)
     values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
     gain, told = scaling.mscale_all_dim, scaling.attention_factor
@@ -237,18 +243,41 @@ def _stablelm(config: ModelConfig) -> Json:
     return {key: value for key, value in values.items() if key not in ("attention_bias", "rms_norm_eps", "head_dim")}
 
 
-def _deepseek(config: ModelConfig) -> Json:
-    values = _decoder(config)
-    if config.latent is None or config.moe is None:
-        return values
-    latent, moe = config.latent, config.moe
-    values |= {
-        "q_lora_rank": latent.q_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.nope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-        "head_dim": latent.rope_dim,
+def _phi3(config: ModelConfig) -> Json:
+    values = _mistral(config)
+    scaling = config.rope.scaling
+    original = scaling.original_seq_len if isinstance(scaling, LongRopeScaling) else 4096
+    values["rope_parameters"] |= {"partial_rotary_factor": config.rope.share or 1.0}
+    values = {key: value for key, value in values.items() if key != "head_dim"}
+    return {**values, "original_max_position_embeddings": original, "pad_token_id": None}
+
+
+def _granite(config: ModelConfig) -> Json:
+    factors, scale = config.multipliers or MultipliersConfig(), config.attention_scale or config.head_dim**-0.5
+    names = {"embedding_multiplier": factors.embedding, "residual_multiplier": factors.residual, "logits_scaling": factors.logits_divisor}
+    return {key: value for key, value in {**_llama(config), **names, "attention_multiplier": scale}.items() if key != "head_dim"}
+
+
+def _seed_oss(config: ModelConfig) -> Json:
+    return _decoder(config, attention_bias=config.qkv_bias, attention_out_bias=config.out_bias, mlp_bias=config.mlp_bias)
+
+
+def _glm4_moe(config: ModelConfig) -> Json:
+    values = _decoder(config, attention_bias=config.qkv_bias, use_qk_norm=config.qk_norm)
+    values["rope_parameters"] |= {"partial_rotary_factor": config.rope.share or 1.0}
+    return {**values, **_shared_moe(config), **_groups(config)}
+
+
+def _ernie(config: ModelConfig) -> Json:
+    values = _decoder(config, use_bias=config.bias == "all")
+    return {key: value for key, value in values.items() if key != "attention_bias"}
+
+
+def _shared_moe(config: ModelConfig) -> Json:
+    moe = config.moe
+    if moe is None:
+        return {}
+    return {
         "n_routed_experts": moe.n_experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.d_ff,
@@ -256,6 +285,27 @@ def _deepseek(config: ModelConfig) -> Json:
         "first_k_dense_replace": moe.n_dense,
         "norm_topk_prob": moe.router.normalize,
         "routed_scaling_factor": moe.router.scale,
+    }
+
+
+def _groups(config: ModelConfig) -> Json:
+    """Groups of experts, and the modules that predict further, of families with a bias of the choice."""
+    router = config.moe.router if config.moe else RouterConfig()
+    return {"n_group": router.groups, "topk_group": router.top_groups, "num_nextn_predict_layers": config.mtp_depth}
+
+
+def _deepseek(config: ModelConfig) -> Json:
+    values = _decoder(config)
+    if config.latent is None or config.moe is None:
+        return values
+    latent = config.latent
+    values |= _shared_moe(config) | {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "head_dim": latent.rope_dim,
         "moe_layer_freq": 1,
     }
     return values
@@ -270,10 +320,7 @@ def _deepseek_v2(config: ModelConfig) -> Json:
 
 
 def _deepseek_v3(config: ModelConfig) -> Json:
-    router = config.moe.router if config.moe else None
-    groups = {"n_group": router.groups, "topk_group": router.top_groups} if router else {}
-    depth = {"num_nextn_predict_layers": config.mtp_depth}
-    return {**_deepseek(config), **groups, **depth, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return {**_deepseek(config), **_groups(config), "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 _WRITERS: dict[str, Callable[[ModelConfig], Json]] = {
@@ -288,6 +335,11 @@ _WRITERS: dict[str, Callable[[ModelConfig], Json]] = {
     "gpt2": _gpt2,
     "stablelm": _stablelm,
     "gpt_oss": _gpt_oss,
+    "granite": _granite,
+    "seed_oss": _seed_oss,
+    "phi3": _phi3,
+    "glm4_moe": _glm4_moe,
+    "ernie4_5": _ernie,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
 }

@@ -20,9 +20,9 @@ from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.text_frame import FRAME
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.interop import published_files, weights
+from maxlm.interop import packed, published_files, weights
 from maxlm.interop.families import Family
-from maxlm.interop.hf_config import read_config
+from maxlm.interop.hf_config import has_towers, read_config, text_tower
 from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.published_files import TOKENIZER_FILES, keep_files, object_or_none, read_object
@@ -80,9 +80,12 @@ def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _
     if not source.exists():
         raise UserError(f"{source} does not exist: name a folder with config.json and safetensors files, or one such file.")
     config_file = config_file or folder / published_files.CONFIG
-    values = _config(config_file)
+    published = _config(config_file)
+    values = text_tower(published, str(config_file))
     family, section = read_config(values, str(config_file))
-    files = TensorFiles(source)
+    files = TensorFiles(source, packed.block_size(values.get("quantization_config")))
+    if has_towers(published):
+        files.keep_text()
     digest = hashlib.sha256(json.dumps([values, sorted(files.items())], sort_keys=True).encode()).hexdigest()
     eos = values.get("eos_token_id")
     section = _with_further_modules(values, section, files)

@@ -113,9 +113,17 @@ def _side_by_side(parts: list[tuple[weights.Target, Pair]]) -> Pair:
     """The pair of one tensor of theirs. Where it holds several of ours (GPT-2's queries, keys and values), B is block by block, so the rank
     is the sum of theirs.
     """
+    parts.sort(key=lambda part: part[0].rule.rows or (0,))
     own = {target.part: (target, pair) for target, pair in parts}
     target, (a, b) = parts[0]
     ours = target.rule.ours
+    if target.rule.rows is not None:
+        joined, first = np.zeros((target.rule.rows[2], sum(len(a) for _, (a, _) in parts)), np.float32), 0
+        for part, (a, b) in parts:
+            assert part.rule.rows is not None, "rules of one tensor all say their rows"
+            joined[slice(*part.rule.rows[:2]), first : first + len(a)] = b
+            first += len(a)
+        return np.concatenate([a for _, (a, _) in parts]), joined
     if len(ours) == 1:
         return a, b
     assert not target.rule.interleaved, "only experts are"

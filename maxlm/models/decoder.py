@@ -12,12 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter
+from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
 from maxlm.models.linear import BETWEEN, embedding_lookup, enter, over_layers
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
-from maxlm.models.rope import Angles, rope_angles
 from maxlm.models.router import Routing
 from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
 from maxlm.parallel import constrain
@@ -35,7 +34,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False, ahead: bool = False) -> None:
         sandwich = config.norm_position == "sandwich"
-        self.multiplier = 1.0 if ahead else config.multipliers.residual  # of what each sublayer adds
+        self.multiplier = config.residual_scale * (1.0 if ahead else config.parametrized.residual)  # of what each sublayer adds
         self.attention_norm = Norm(config.d_model, config)
         self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
@@ -83,7 +82,7 @@ class Decoder(nnx.Module):
         self.position_PD = parameter(positions, ("position", "embed_act"), config.init_std) if positions else None
         self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
         self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
-        self.final_norm = Norm(config.d_model, config, multiplier=config.multipliers.output)
+        self.final_norm = Norm(config.d_model, config, multiplier=config.output_scale)
         self.output_VD = None if config.tie_embeddings else parameter(table, ("vocab", "embed"), config.init_std)
 
     @jax.named_scope("embed")
@@ -96,7 +95,8 @@ class Decoder(nnx.Module):
 
     def _embed_tokens(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS)
-        return x_BSD * jnp.asarray(self.config.embedding_scale, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
+        scale = self.config.embedding_scale
+        return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
     def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
         """Rotary angles of queries and keys in global (False) and local (True) layers."""

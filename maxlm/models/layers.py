@@ -13,10 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm import kernels
+from maxlm.config.rope import RopeConfig
 from maxlm.config.schema import ClampConfig, ContextAttention, MemoryConfig, ModelConfig
 from maxlm.kernels.attention import Form, Layout, Mask
+from maxlm.kernels.platform import device
 from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, Axes, enter, gated_linear, linear
-from maxlm.models.rope import Angles, rotate, yarn_gains
+from maxlm.models.rope_scaling import rope_gains, scaled_frequencies
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, context_size, mesh_axes
 from maxlm.parallel.context import context_attention
@@ -33,6 +35,9 @@ _STATIC = {"static": True}
 def parameter(shape: Sequence[int], axes: Sequence[str], std: float = 0.0, *, mean: float = 0.0) -> nnx.Param:
     """Declare a float32 parameter, initially normal with this mean and deviation; `axes` name the logical axis of each dim."""
     return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=mean, std=std)
+
+
+Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
 
 
 @jax.tree_util.register_dataclass
@@ -69,14 +74,35 @@ class Norm(nnx.Module):
         return (y_D if self.multiplier == 1 else y_D * self.multiplier).astype(x_D.dtype)
 
 
-_exact_gelu = partial(jax.nn.gelu, approximate=False)
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": jax.nn.gelu,  # by tanh
-    "gelu": jax.nn.gelu,
-    "geglu_exact": _exact_gelu,
-    "gelu_exact": _exact_gelu,
-}
+def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
+    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest come last."""
+    dim = config.rotary_dims(head_dim)
+    rest = head_dim // 2 - dim // 2
+    plain = [config.theta ** (-2 * i / dim) for i in range(dim // 2)] + [0.0] * rest  # radians a token
+    frequencies = jnp.asarray(plain, jnp.float32) if config.scaling is None else scaled_frequencies(config, dim, plain, positions_BS)
+    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequencies
+    gain_F = jnp.asarray([rope_gains(config)[0] if config.scaling else 1.0] * (dim // 2) + [1.0] * rest, jnp.float32)
+    return gain_F * jnp.cos(angle_BSF), gain_F * jnp.sin(angle_BSF)
+
+
+def rotate(x_BSHK: Float[Array, "B S H K"], angles: Angles) -> Float[Array, "B S H K"]:
+    """Rotate pairs (i, i + K/2) of every head by their angle, computed in float32."""
+    cos_BS1K, sin_BS1K = (jnp.concatenate([a, a], axis=-1)[:, :, None, :] for a in angles)
+    return (x_BSHK.astype(jnp.float32) * cos_BS1K + _quarter_turn(x_BSHK).astype(jnp.float32) * sin_BS1K).astype(x_BSHK.dtype)
+
+
+def _quarter_turn(x: jax.Array) -> jax.Array:
+    """(first half, second half) of the last dim as (-second half, first half). On TPU by a matmul, since its memory moves whole lanes."""
+    half = x.shape[-1] // 2
+    if device()[0] != "tpu":
+        return jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    rotation_KK = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)
+    return jnp.einsum("...K,KL->...L", x, rotation_KK, precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+
+
+_EXACT = partial(jax.nn.gelu, approximate=False)
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu}  # by tanh
+ACTIVATIONS |= {"geglu_exact": _EXACT, "gelu_exact": _EXACT}
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array, clamp: ClampConfig | None = None) -> jax.Array:
@@ -105,7 +131,7 @@ class AttentionBase(nnx.Module):
         rope = config.rope_local if local and config.rope_local else config.rope
         self.local = local
         self.mask = layer_mask(config, local=local)
-        self.scale = (config.attention_scale or config.head_dim**-0.5) * yarn_gains(rope)[1] * config.multipliers.attention
+        self.scale = config.score_scale * (rope_gains(rope)[1] if rope.scaling else 1.0)
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
         self.out_HKD = parameter((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)

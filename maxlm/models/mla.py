@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import LatentConfig, ModelConfig
-from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, parameter
+from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, parameter, rotate
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
-from maxlm.models.rope import rotate
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
 # B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: first those without position, then rotary ones; V of values

@@ -309,6 +309,6 @@ def test_a_model_that_no_family_is_like_is_refused_by_what_differs(tmp_path):
     source = make(tmp_path / "source")
     import_model(source, tmp_path / "model", [], nothing)
     file = tmp_path / "model" / "config.yml"
-    file.write_text(file.read_text().replace("activation: swiglu", "activation: geglu"))
-    with pytest.raises(UserError, match=r"no published architecture is like it; the nearest, .* cannot say model.activation = geglu"):
+    file.write_text(file.read_text().replace("activation: swiglu", "activation: gelu"))
+    with pytest.raises(UserError, match=r"no published architecture is like it; the nearest, .* cannot say model.activation = gelu"):
         export_model(tmp_path / "model", tmp_path / "out", "float32", "5GB", None, nothing)
