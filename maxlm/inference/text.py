@@ -122,10 +122,12 @@ def _prompt(line: str, where: str, is_json: bool) -> str:
 
 def print_samples(
     config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
-) -> None:
-    """Continue `samples.prompts`, in one batch on the mesh of `params`, and print them; none once `stopped()`."""
+) -> dict[str, str | None]:
+    """Continue `samples.prompts`, in one batch on the mesh of `params`, print and return them: of a prompt that fills the context None; {}
+    once `stopped()`.
+    """
     if config.samples is None or stopped():
-        return
+        return {}
     tokenizer = SavedRun(directory, config).text_tokenizer()
     most = most_generated(config)
     lengths = {text: len(tokenizer.encode_prompt(text)) for text in config.samples.prompts}
@@ -142,3 +144,4 @@ def print_samples(
             console.print(prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)
+    return {prompt: texts.get(prompt) for prompt in config.samples.prompts}

@@ -151,6 +151,7 @@ function start() {  // also for each newer page of a live report: the view stays
   refresh();
 }
 
+if (matchMedia('(max-width: 760px)').matches) for (const prose of document.querySelectorAll('header details')) prose.open = false;
 let width = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; refresh(); } });
 addEventListener('beforeprint', () => {
