@@ -434,6 +434,8 @@ def export(
             typer.echo(f"{out}: adapters of {adapters.architecture}, {adapters.parameters:,} parameters")
             return
         exported = export_model(run_dir, out, dtype, shard_size, step, progress, of, quantize)
+    for note in exported.notes:
+        typer.echo(f"note: {note}")
     files = "1 file" if exported.files == 1 else f"{exported.files} files"
     stored = dtype if quantize is None else f"{quantize} and {dtype}"
     typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {files} of {stored}")

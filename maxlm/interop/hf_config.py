@@ -497,14 +497,9 @@ def _gpt2(keys: Keys) -> Section:
 
 def _phi3(keys: Keys) -> Section:
     """Its RoPE takes the original length from the config, and calls LongRoPE by older names (Phi3Config of the library)."""
-    for name, value in (
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("lm_head_bias", False),
-        ("full_attn_mod", 1),
-        ("interpolate_factor", 1),
-    ):
-        keys.only(name, value)
+    keys.only("lm_head_bias", False)
+    keys.only("full_attn_mod", 1)
+    keys.only("interpolate_factor", 1)
     original = keys.count("original_max_position_embeddings", 4096)
     for name in ("rope_scaling", "rope_parameters"):
         scaling = keys.section(name)
