@@ -8,7 +8,7 @@ from maxlm.config.loader import flatten
 from maxlm.config.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, MultipliersConfig, RouterConfig
 from maxlm.interop.families import FAMILIES, LIMITS, Family
-from maxlm.interop.hf_config import GATED, UNGATED, Json, read_config
+from maxlm.interop.hf_config import GATED, UNGATED, Json, read_config, text_tower
 
 # Settings of training, which say nothing about the network.
 TRAINING = (
@@ -30,6 +30,7 @@ def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) 
     changed that say something else now. `seq_len`: tokens that it was trained on here, 0 if it was not. Raises UserError with what the
     nearest family cannot say, or the library cannot run.
     """
+    published = None if published is None else text_tower(published, "the published config.json")
     if published is not None and (restated := _restated(config, seq_len, published)) is not None:
         return restated
     nearest: tuple[int, str] = (1 << 30, "")
