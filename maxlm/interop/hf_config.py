@@ -194,7 +194,9 @@ def text_tower(values: Mapping[str, Any], source: str) -> Json:
     if "tie_word_embeddings" in values and text.get("tie_word_embeddings", values["tie_word_embeddings"]) != values["tie_word_embeddings"]:
         keys.refuse("tie_word_embeddings", values["tie_word_embeddings"], "contradicts text_config: make them the same")
     outer = {name: value for name, value in values.items() if name not in _OF_TOWERS}
-    return {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    joined = {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    family = FAMILIES.get(str(joined["model_type"]))
+    return joined if family is None else {**joined, "architectures": [family.architecture]}
 
 
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:

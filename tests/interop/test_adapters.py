@@ -23,6 +23,12 @@ MODELS = {  # model, adapted matrices, modules that have an adapter, of which so
     "llama": ({}, None, 14, 0),
     "gpt2, queries and values in one tensor": (GPT2 | {"learned_positions": {"max_seq_len": 64}}, ["query", "value", "down"], 4, 2),
     "stablelm, a share of each head turned": ({"rope": {"share": 0.5}, "norm": "layernorm", "n_kv_heads": 8}, None, 14, 0),
+    "phi, queries, keys and values in one tensor, gate and up in another": (
+        {"rope": {"share": 0.5}, "n_kv_heads": 4},
+        ["query", "value", "out", "up", "down"],
+        8,
+        2,
+    ),
     "deepseek, rotary pairs": (LATENT | {"moe": MOE}, ["query", "out", "query_down", "kv_down", "kv"], 10, 0),
 }
 
