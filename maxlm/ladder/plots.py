@@ -47,8 +47,7 @@ def predictions(analysis: Analysis) -> str:
         axes.plot([place, place], [one.low, one.high], color=COLORS[0], linewidth=6, alpha=0.3, solid_capstyle="butt")
         axes.plot(place, one.predicted, "_", color=COLORS[0], markersize=18, label="predicted, with interval" if not place else None)
         axes.plot(place, one.measured, "o", color=COLORS[1], label="measured" if not place else None)
-    names = [one.name for one in analysis.predictions]
-    axes.set_xticks(range(len(names)), names, parse_math=False)  # a `$` in the name of a run is no formula
+    axes.set_xticks(range(len(analysis.predictions)), [one.name for one in analysis.predictions])
     axes.set_xlim(-0.7, len(analysis.predictions) - 0.3)
     axes.legend(frameon=False, fontsize=9)
     return _svg(figure)
