@@ -150,7 +150,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write a PNG to `path`: bus bandwidth against size, a panel per axis, a line per operation, dashed limits. Raises OSError."""
     axes_names = list(dict.fromkeys(row.axis for row in rows))
     figure = Figure(figsize=(1.5 + 7 * len(axes_names), 5.5), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(title, fontsize="medium", parse_math=False)
     panels = figure.subplots(1, len(axes_names), sharey=True, squeeze=False)[0]
     for panel, axis in zip(panels, axes_names, strict=True):
         _panel(panel, [row for row in rows if row.axis == axis])
