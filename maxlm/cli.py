@@ -2,27 +2,22 @@
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 import maxlm
-from maxlm.config.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
-from maxlm.config.transient import is_transient
-from maxlm.runtime import progress_file
+from maxlm.command_line import run_app
+from maxlm.config.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from maxlm.config.schema import WeightsKind
     from maxlm.hardware.prices import Term
-
-CTRL_C = 130  # exit code of typer after it
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +40,9 @@ def _shipped(incomplete: str) -> list[str]:
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
-CONFIG = typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
+CONFIG = typer.Argument(
+    metavar="CONFIG", help="A path, a name under configs/ such as runs/quickstart, or the folder of a run.", autocompletion=_shipped
+)
 ConfigName = Annotated[str, CONFIG]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
 Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4, v5p-128 or h100x16; the config's own if not given.")]
@@ -82,7 +79,10 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
     from maxlm.runtime.cluster_env import split_arguments
 
     cluster, rest = split_arguments(overrides or [])
-    settings = load(config, rest).config
+    loaded = load(config, rest)
+    settings = loaded.config
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
     from rich.console import Console
 
     from maxlm.telemetry.phases import Phases
@@ -625,6 +625,19 @@ def _links_during_training(
 
 
 @app.command()
+def path(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Such as gcp/maxlm-gcp, slurm/train.sbatch or configs/models.")] = "",
+) -> None:
+    """Print where a file or folder of maxlm lies: the scripts for clouds and Slurm, and the configs."""
+    from maxlm.config.loader import PACKAGE
+
+    place = (PACKAGE / name).resolve()
+    if not place.exists() or ".." in Path(name).parts or Path(name).is_absolute():
+        raise UserError(f"maxlm has no {shorten(name)}: there are configs, gcp/maxlm-gcp and slurm/train.sbatch.")
+    typer.echo(place)
+
+
+@app.command()
 def doctor(
     place: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --cluster: coordinator= and the like.")] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Run on every host at once: compare them, and name the slow one.")] = False,
@@ -651,48 +664,4 @@ def doctor(
 
 def main() -> None:
     """Run the command line. An error of the input or of storage, or a signal, prints one line and sets the exit code; no traceback."""
-    try:
-        code = _run()
-    except (UserError, typer.TyperException) as error:  # typer's are mistakes in the command itself
-        message = str(error) if isinstance(error, UserError) else str(UserError(error.format_message()))
-        _end(message, getattr(error, "exit_code", ExitCode.WRONG_INPUT))
-    except KeyboardInterrupt:
-        code = CTRL_C  # `__main__` prints which signal it was, and ends with STOPPED
-    except BrokenPipeError:
-        _close_output()
-        _end("the program that read this output has ended.", ExitCode.STOPPED)
-    except OSError as error:
-        if error.errno not in WRONG_PATH and not is_transient(error):
-            raise
-        _close_output()
-        _end(str(as_user_error(error)), as_user_error(error).exit_code)
-    sys.exit(code)
-
-
-def _run() -> int | None:
-    """Run the command and flush its output; return its exit code."""
-    for argument in sys.argv[1:]:
-        if any("\udc80" <= char <= "\udcff" for char in argument):  # surrogates: bytes that are no UTF-8
-            raise UserError(f"{shorten(argument)} on the command line is not UTF-8 text: rename it, or type it again.")
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter
-    try:
-        code: int | None = app(standalone_mode=False)
-    except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # raised by typer
-            raise ended.__context__ from None
-        raise
-    sys.stdout.flush()
-    return code
-
-
-def _end(message: str, code: int) -> NoReturn:
-    if message:  # a command without arguments has printed its help instead
-        progress_file.record_error(message)
-        typer.echo(f"maxlm: {message}", err=True)
-    sys.exit(code)
-
-
-def _close_output() -> None:
-    """Redirect stdout to the null device, so that the interpreter's last flush does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    run_app(app)

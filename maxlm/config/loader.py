@@ -16,25 +16,30 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config import assumed, explain, rules
+from maxlm.config import assumed, explain, rules, schedule_rules
 from maxlm.config.errors import SHOWN, UserError, shorten, show
 from maxlm.config.paths import expand_home
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
+RUN_CONFIG = "config.yml"  # in the folder of a run
 MOST_BYTES = 2**16  # of text, which take the parser a second
 MOST_EXTENDS = 32  # configs that one extends, and one after another
 MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
 Schema = TypeVar("Schema", bound=BaseModel)
-SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = (PACKAGE / "configs").resolve()  # in a clone a link to the folder beside the package
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A checked config and, for each dotted key somebody set, the file or `command line` it was set by."""
+    """A checked config and, for each dotted key somebody set, the file or `command line` it was set by. `notes`: sentences about settings
+    that were changed to fit others.
+    """
 
     config: Config
     sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def source(self, key: str) -> str:
         """Source of `key`; `default` if nobody set it."""
@@ -42,7 +47,7 @@ class LoadedConfig:
 
 
 def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
-    """Read, merge and check the config `name`: a path, or a name under `configs/`. Raises UserError on any bad input.
+    """Read, merge and check the config `name`: a path, a name under `configs/`, or the folder of a run. Raises UserError on any bad input.
 
     `any_mesh`: the mesh need not match the devices of the cluster. `assume`: for a model alone, whose files have neither `data` nor
     `train`, required settings of those are assumed, with the source `ASSUMED`.
@@ -50,6 +55,9 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     path = find(name)
     files = _Files()
     merged, sources = files.resolve(path)
+    if (folder := _run_folder(name, path)) is not None:
+        place = {"run": {"dir": str(folder.parent), "name": folder.name}}
+        _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
     _override(merged, sources, overrides, files, Config)
     run = merged.setdefault("run", {})
@@ -58,8 +66,9 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     if assume and model_alone:
         assumed.fill(merged, sources)
     config = validate(merged, sources)
+    config, notes = schedule_rules.fit_schedule(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     rules.check(config, sources, any_mesh=any_mesh)
-    return LoadedConfig(config, sources)
+    return LoadedConfig(config, sources, tuple(notes))
 
 
 def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> Schema:
@@ -118,7 +127,9 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find(name: str) -> Path:
-    """The file a config name means: a path, or a name under `configs/` here or as shipped, `.yml` understood."""
+    """The file a config name means: a path, or a name under `configs/` here or as shipped, `.yml` understood; else `config.yml` in the
+    folder of a run.
+    """
     if "\0" in name or not name.strip() or not _is_unicode(name):
         raise UserError(f"config {show(name)} is not a file name: give a path or a name under configs/.")
     try:
@@ -129,12 +140,22 @@ def find(name: str) -> Path:
     file = next((candidate for candidate in candidates if _is(candidate.is_file)), None)
     if file is not None:
         return file
+    if _is((Path(spelt) / RUN_CONFIG).is_file):
+        return Path(spelt) / RUN_CONFIG
     known = shipped()
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
     near = inside or closest or [config for config in known if config.startswith("runs/")]
-    problem = "is a folder" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
+    problem = f"is a folder without {RUN_CONFIG}" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
+
+
+def _run_folder(name: str, config: Path) -> Path | None:
+    """The folder of a run, if `name` is that and `config` was found in it."""
+    folder = Path(expand_home(name))
+    if config != folder / RUN_CONFIG:
+        return None
+    return folder if folder.name and ".." not in folder.parts else folder.resolve()
 
 
 def shipped() -> list[str]:

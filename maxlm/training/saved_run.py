@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import UnreachableError
 from maxlm.config import Config, UserError, load
+from maxlm.config.loader import RUN_CONFIG
 from maxlm.config.schema import WeightsKind
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
@@ -28,7 +29,7 @@ from maxlm.training.rollback import Journal
 from maxlm.training.schedule_free import at_average, with_z
 from maxlm.training.split_masters import difference_dtype, in_parts, whole
 
-CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
+CONFIG, CHECKPOINTS, TOKENIZER = RUN_CONFIG, "checkpoints", "tokenizer"
 _log = logging.getLogger(__name__)
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
 

@@ -374,3 +374,59 @@ def test_a_setting_that_has_moved_is_named_with_its_new_place(write, old, new):
     for name in path:
         info = owner.model_fields[name]
         owner = section_of(info, {}) or owner
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_smoke_test_of_any_run_needs_one_setting(name, steps):
+    """Warm-up and decay of a file are shortened for the command line's `train.steps`, and that is said."""
+    before = load(name).config
+    loaded = load(name, [f"train.steps={steps}", *(["train.tokens=null"] if before.train.tokens else [])])
+    optimizer = loaded.config.optimizer
+    warmup = loaded.config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    assert warmup < steps and warmup + loaded.config.decay_steps <= steps
+    assert bool(loaded.notes) == (before.optimizer != optimizer)
+    assert not load(name).notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "warmup", "decay"),
+    [
+        (["train.steps=5"], 4, 0),
+        (["train.steps=5", "optimizer.schedule=wsd"], 4, 1),
+        (["train.steps=500", "optimizer.schedule=wsd", "optimizer.decay_steps=485"], 15, 485),
+        (["train.steps=1"], 0, 0),
+        (["train.steps=21"], 20, 0),
+    ],
+)
+def test_warm_up_and_decay_get_what_room_there_is(write, settings, warmup, decay):
+    write(long=f"{BASE.replace('steps: 10', 'steps: 1000')}\noptimizer: {{warmup_steps: 20}}\n")
+    config = load("long", settings).config
+    assert (config.optimizer.warmup_steps, config.decay_steps) == (warmup, decay)
+
+
+def test_a_warm_up_that_the_same_hand_wrote_is_refused_and_not_shortened(write):
+    write(short=f"{BASE}\noptimizer: {{warmup_steps: 20}}\n", long=BASE)
+    for name, settings in (("short", []), ("long", ["train.steps=5", "optimizer.warmup_steps=20"])):
+        with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 20"):
+            load(name, settings)
+
+
+def test_the_folder_of_a_run_is_its_config_wherever_it_lies(write, tmp_path):
+    write(elsewhere__mine__config=f"{BASE}\nrun: {{dir: runs, name: first}}\n", both=BASE, both__config=BASE, empty__other=BASE)
+    for name, place in (("elsewhere/mine", ("elsewhere", "mine")), (f"{tmp_path}/elsewhere/mine/", (f"{tmp_path}/elsewhere", "mine"))):
+        run = load(name).config.run
+        assert (run.dir, run.name) == place
+    assert load("elsewhere/mine", ["run.name=new"]).config.run.name == "new"
+    assert load("elsewhere/mine/config.yml").config.run.dir == "runs", "a file is a config as any"
+    assert load("both").config.run.name == "both", "a config of that name wins"
+    with pytest.raises(UserError, match=r"empty is a folder without config\.yml"):
+        load("empty")
+
+
+def test_here_is_a_folder_of_a_run_too(write, tmp_path, monkeypatch):
+    write(elsewhere__mine__config=BASE)
+    monkeypatch.chdir(tmp_path / "elsewhere/mine")
+    for name in (".", "../mine"):
+        run = load(name).config.run
+        assert (run.dir, run.name) == (str(tmp_path / "elsewhere"), "mine")
