@@ -5,6 +5,7 @@ the command line over all. Sections merge key by key; lists are replaced; a sect
 that is `{}` on the command line: by its defaults.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,12 +17,14 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+import maxlm
 from maxlm.config import assumed, explain, rules, schedule_rules
 from maxlm.config.errors import SHOWN, UserError, shorten, show
 from maxlm.config.paths import expand_home
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
+_WRITTEN_BY = "# Written by maxlm "
 RUN_CONFIG = "config.yml"  # in the folder of a run
 MOST_BYTES = 2**16  # of text, which take the parser a second
 MOST_EXTENDS = 32  # configs that one extends, and one after another
@@ -101,6 +104,29 @@ def dump(config: Config) -> str:
     text = StringIO()
     _yaml().dump(_present(config), text)
     return text.getvalue()
+
+
+def saved_text(config: Config) -> str:
+    """The resolved config as `dump` has it, after a line with the version of maxlm, for the folder of a run or of a model."""
+    return f"{_WRITTEN_BY}{maxlm.__version__}\n{dump(config)}"
+
+
+def load_saved(folder: Path) -> Config:
+    """Load `config.yml` of a run; the size of its mesh is not checked. Raises UserError, which names the version of maxlm that wrote a file
+    which this one cannot read.
+    """
+    file = (folder / RUN_CONFIG).absolute()
+    try:
+        return load(str(file), any_mesh=True).config
+    except UserError as error:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            first = file.read_text(encoding="utf-8").partition("\n")[0]
+            version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
+            if version != maxlm.__version__:
+                writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026, or by hand"
+                fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
+                raise UserError(f"{error} This config was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
+        raise
 
 
 def _present(section: BaseModel) -> dict[str, Any]:

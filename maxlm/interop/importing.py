@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
-from maxlm.config.loader import dump
+from maxlm.config.loader import saved_text
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.text_frame import FRAME
@@ -103,7 +103,7 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
         notes = weights.check(config.model, family, found, files)
         if jax.process_index() == 0:
             _write_model(folder / MODEL, known, count_parameters(config.model))
-            (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+            (folder / CONFIG).write_text(saved_text(config), encoding="utf-8")
             notes += _copy_tokenizer(known.folder, folder / TOKENIZER, config.model, known.end_of_document)
         return config, found, mesh, notes
 

@@ -18,7 +18,7 @@ from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError
-from maxlm.config.loader import dump
+from maxlm.config.loader import saved_text
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.hardware.chips import PEAK_NAMES
@@ -61,12 +61,13 @@ from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
 from maxlm.training.saved_run import TOKENIZER, source_tokenizer
-from maxlm.training.session import Outcome, Session, Start
+from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
     "done": ExitCode.DONE,
     "nothing_left": ExitCode.DONE,
     "preempted": ExitCode.STOPPED,
+    "interrupted": ExitCode.STOPPED,
     "unhealthy": ExitCode.UNHEALTHY,
     "corrupted": ExitCode.HOST_LOST,  # started again, best without the host that was named
 }
@@ -234,7 +235,7 @@ def _profiling(run: OpenRun, session: Session, stop: StopSignal) -> Iterator[Ses
 
 def _regroups(outcome: Outcome, here: Cluster) -> bool:
     """True if training stopped because hosts have come back."""
-    return outcome.status == "preempted" and bool(here.regrouping())
+    return outcome.status in STOPPED and bool(here.regrouping())
 
 
 def _session(
@@ -257,6 +258,7 @@ def _session(
         run.journal,
         run.directory.path if run.directory.primary else None,
         checks,
+        signal=lambda: stop.received,
     )
 
 
@@ -284,7 +286,7 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary and start.restored is not None:
         changed = changed_settings(directory, config, start, run.data.train.fingerprint)
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
-    directory.write_config(dump(config))
+    directory.write_config(saved_text(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
         copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source_tokenizer(config), goes_on=goes_on)

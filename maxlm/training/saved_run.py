@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import UnreachableError
-from maxlm.config import Config, UserError, load
-from maxlm.config.loader import RUN_CONFIG
+from maxlm.config import Config, UserError
+from maxlm.config.loader import RUN_CONFIG, load_saved
 from maxlm.config.schema import WeightsKind
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
@@ -196,4 +196,4 @@ def open_run(directory: Path) -> SavedRun:
     """Open the folder of a run. The size of its mesh is not checked. Raises UserError if it is none."""
     if not (directory / CONFIG).is_file():
         raise UserError(f"{directory} is not a run directory: it has no {CONFIG}; give the folder that `maxlm train` printed.")
-    return SavedRun(directory, load(str((directory / CONFIG).absolute()), any_mesh=True).config)
+    return SavedRun(directory, load_saved(directory))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from maxlm import cli
+from maxlm import __version__, cli
 from maxlm.config import UserError, load
 from maxlm.config.explain import MOVED, section_of
-from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
+from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, flatten, load_saved, saved_text
 from maxlm.config.rules import check_devices, topology_of
 from maxlm.config.schema import Config, LoopConfig, MemoryConfig, SamplesConfig
 
@@ -430,3 +430,20 @@ def test_here_is_a_folder_of_a_run_too(write, tmp_path, monkeypatch):
     for name in (".", "../mine"):
         run = load(name).config.run
         assert (run.dir, run.name) == (str(tmp_path / "elsewhere"), "mine")
+
+
+@pytest.mark.parametrize("line", ["# Written by maxlm 0.0.9\n", ""])
+def test_a_saved_config_that_this_version_cannot_read_names_the_version_that_wrote_it(tmp_path, line):
+    (tmp_path / RUN_CONFIG).write_text(f"{line}{BASE}future: {{setting: 1}}\n")
+    with pytest.raises(UserError, match=r"future.*written by (a )?maxlm (0\.0\.9|of before).* or export the run with that version"):
+        load_saved(tmp_path)
+    (tmp_path / RUN_CONFIG).write_text(f"# Written by maxlm {__version__}\n{BASE}future: {{setting: 1}}\n")
+    with pytest.raises(UserError, match="future") as caught:
+        load_saved(tmp_path)
+    assert "written by" not in str(caught.value), "a mistake of today"
+
+
+def test_a_saved_config_reads_back(tmp_path):
+    config = load("runs/quickstart").config
+    (tmp_path / RUN_CONFIG).write_text(saved_text(config))
+    assert load_saved(tmp_path) == config
