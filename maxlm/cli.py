@@ -50,6 +50,7 @@ Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joine
 Shapes = Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")]
 Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")]
 Weights = Annotated[str, typer.Option(metavar="KIND", help="raw, or ema: their moving average, which a run with `ema` keeps.")]
+Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="Split the CPU into N devices, to try meshes on it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -73,7 +74,7 @@ def options(
 
 
 @app.command()
-def train(config: ConfigName, overrides: Overrides = None) -> None:
+def train(config: ConfigName, overrides: Overrides = None, devices: Devices = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.config import load
     from maxlm.runtime.cluster_env import split_arguments
@@ -89,6 +90,7 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
 
     phases = Phases(Console())
     with phases("importing libraries"):
+        _split_cpu(devices)
         from maxlm.inference.text import print_samples
         from maxlm.runtime.run import run_training
 
@@ -100,6 +102,13 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
             from maxlm.cost.prediction import predictor
 
     raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks, predictor))
+
+
+def _split_cpu(devices: int | None) -> None:
+    if devices is not None:
+        from maxlm.runtime.jax_setup import use_virtual_devices
+
+        use_virtual_devices(devices)
 
 
 @app.command(name="config")
@@ -370,7 +379,9 @@ def generate(
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
         found = generate_from_run(run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype)
-    for text, continuation in zip(texts, found, strict=True):
+    for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
+        if len(texts) > 1:
+            typer.echo(f"--- {number} of {len(texts)}: {shorten(text)!r}")
         typer.echo(text + continuation)
 
 
@@ -577,6 +588,7 @@ def bench_comm_(
     slices: Slices = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps to read counters in, where no machine is named.")] = 20,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a plot, as a PNG.")] = None,
+    devices: Devices = None,
     json_: Json = False,
 ) -> None:
     """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links; or links during training."""
@@ -586,6 +598,7 @@ def bench_comm_(
 
     cluster, rest = split_arguments(arguments or [])
     check_options({name for name in context.params if _is_given(context, name)}, during_training=during_training)
+    _split_cpu(devices)
     if during_training:
         raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
     operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest)

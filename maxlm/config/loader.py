@@ -56,9 +56,16 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     `train`, required settings of those are assumed, with the source `ASSUMED`.
     """
     path = find(name)
+    folder = _run_folder(name, path)
+    with _naming_writer(path) if folder is not None else contextlib.nullcontext():
+        return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume)
+
+
+def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool) -> LoadedConfig:
+    """`load` of a file, which is that of the run in `folder` if one is given."""
     files = _Files()
     merged, sources = files.resolve(path)
-    if (folder := _run_folder(name, path)) is not None:
+    if folder is not None:
         place = {"run": {"dir": str(folder.parent), "name": folder.name}}
         _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
@@ -112,21 +119,28 @@ def saved_text(config: Config) -> str:
 
 
 def load_saved(folder: Path) -> Config:
-    """Load `config.yml` of a run; the size of its mesh is not checked. Raises UserError, which names the version of maxlm that wrote a file
-    which this one cannot read.
-    """
+    """Load `config.yml` of a run; the size of its mesh is not checked. Raises UserError as `load` does for the folder of a run."""
     file = (folder / RUN_CONFIG).absolute()
-    try:
+    with _naming_writer(file):
         return load(str(file), any_mesh=True).config
+
+
+@contextlib.contextmanager
+def _naming_writer(file: Path) -> Iterator[None]:
+    """Add to an error in the saved config `file` which version of maxlm wrote it, if another, and what to do."""
+    try:
+        yield
     except UserError as error:
-        with contextlib.suppress(OSError, UnicodeDecodeError):
+        try:
             first = file.read_text(encoding="utf-8").partition("\n")[0]
-            version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
-            if version != maxlm.__version__:
-                writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026, or by hand"
-                fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
-                raise UserError(f"{error} This config was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
-        raise
+        except (OSError, UnicodeDecodeError):
+            raise error from None
+        version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
+        if version == maxlm.__version__:
+            raise
+        writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026"
+        fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
+        raise UserError(f"{error} {file.name} was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
 
 
 def _present(section: BaseModel) -> dict[str, Any]:

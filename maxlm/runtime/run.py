@@ -394,7 +394,7 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
             console.rule(style="dim")
     with contextlib.suppress(OSError):
         say(str(read_ledger(directory)))
-        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory))):
+        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory) if figure.matters)):
             say(line)
     if bill is not None and (spent := bill.sentence(config.batch_sizes.before(outcome.step) * config.data.seq_len)):
         say(spent)

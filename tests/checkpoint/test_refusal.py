@@ -68,7 +68,9 @@ def test_model_state_among_the_parameters_is_refused_by_name(saved):
     directory, states = saved
     params = {name: leaf for name, leaf in states[3]["params"].items() if name != "embed"}
     wanted = {**states[3], "params": params, "model_state": {"embed": states[3]["params"]["embed"]}}
-    with pytest.raises(CheckpointError, match=r"an earlier maxlm, which stored params\.embed among the parameters.* use another run\.name"):
+    with pytest.raises(
+        CheckpointError, match=rf"maxlm {__version__}, which stored params\.embed among the parameters.* use another run\.name"
+    ):
         open_store(directory).restore(wanted)
 
 
@@ -84,7 +86,7 @@ def test_a_moving_average_of_before_its_name_was_recorded_is_one():
 
 
 def test_the_version_that_wrote_a_checkpoint_is_recorded_and_named(saved):
-    directory, states = saved
+    directory, _ = saved
     file = directory / "3/manifest/manifest.json"
     content = manifest.parse(file.read_text())
     assert (content.maxlm, content.writer) == (__version__, f"maxlm {__version__}")
@@ -99,9 +101,7 @@ def test_the_version_that_wrote_a_checkpoint_is_recorded_and_named(saved):
 def test_an_older_state_is_refused_with_the_version_and_what_to_do():
     leaf = Leaf("float32", (2, 3), (0, 0))
     wanted = {"updater.momentum.w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
-    with pytest.raises(
-        CheckpointError, match=r"written by maxlm 0\.0\.9, which stored .* with the maxlm that wrote it, or export it there"
-    ):
+    with pytest.raises(CheckpointError, match=r"written by maxlm 0\.0\.9, which stored .* or export it there \(`maxlm export`\)"):
         check_leaves({"workers.momentum.w": leaf}, wanted, "checkpoint 4", whole=True, writer="maxlm 0.0.9")
 
 

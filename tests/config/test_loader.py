@@ -437,6 +437,8 @@ def test_a_saved_config_that_this_version_cannot_read_names_the_version_that_wro
     (tmp_path / RUN_CONFIG).write_text(f"{line}{BASE}future: {{setting: 1}}\n")
     with pytest.raises(UserError, match=r"future.*written by (a )?maxlm (0\.0\.9|of before).* or export the run with that version"):
         load_saved(tmp_path)
+    with pytest.raises(UserError, match=r"future.*written by .* or export the run with that version"):
+        load(str(tmp_path))
     (tmp_path / RUN_CONFIG).write_text(f"# Written by maxlm {__version__}\n{BASE}future: {{setting: 1}}\n")
     with pytest.raises(UserError, match="future") as caught:
         load_saved(tmp_path)

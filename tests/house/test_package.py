@@ -63,7 +63,7 @@ def test_the_licence_is_apache_2_and_is_named():
 
 
 def test_the_changelog_has_this_version():
-    assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## [{__version__.removesuffix('.dev0')}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert PROJECT["project"]["version"] == __version__
 
 
@@ -162,7 +162,13 @@ def test_an_installed_package_has_its_configs_and_scripts_in_an_empty_folder(ins
     assert "--accelerator-type=v5p-128" in done.stdout
     assert Path(maxlm(installed, tmp_path, "path", "slurm/train.sbatch").stdout.strip()).is_file()
     small = ["model.n_layers=1", "model.d_model=32", "model.d_ff=32", "data.seq_len=64", "train.steps=2", "samples=null"]
-    small += ["data.prepare.sources=[texts]", "model.vocab_size=512", "data.prepare.tokenizer.vocab_size=512", "train.eval_batches=0", "train.eval_every=null"]
+    small += [
+        "data.prepare.sources=[texts]",
+        "model.vocab_size=512",
+        "data.prepare.tokenizer.vocab_size=512",
+        "train.eval_batches=0",
+        "train.eval_every=null",
+    ]
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("def f(x):\n    return x\n" * 2000)
     assert "report" in maxlm(installed, tmp_path, "train", "runs/quickstart", *small).stdout
