@@ -26,6 +26,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.topologies import Topology, near
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 
 if TYPE_CHECKING:
     import jax
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?)([KMGTP]?)"
-_VIRTUAL = "--xla_force_host_platform_device_count="  # of this process's own devices, for which nothing is compiled here
 _TOO_BIG = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE)
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -302,7 +302,7 @@ def _key(program: str, devices: list[int], topology: Topology, options: Mapping[
     """
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
     machine = "" if topology.is_tpu else f"{gpu_compiler.target_of(topology.chip)} {available_hbm(topology)}"
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_VIRTUAL)]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(VIRTUAL_DEVICES)]
     given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags, *_library()]
     facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given, resident])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()

@@ -15,6 +15,7 @@ import jax
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime import cluster_env, coordination, deadline, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
@@ -164,7 +165,7 @@ def _count_devices(spec: ProcessSpec, accelerators: Collection[str], n_gpus: int
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         n_visible = n_gpus if visible is None else len([one for one in visible.split(",") if one.strip()])
         return len(spec.devices) if spec.devices is not None else n_visible
-    virtual = re.findall(r"--xla_force_host_platform_device_count=(\d{1,6})", os.environ.get("XLA_FLAGS", ""))
+    virtual = re.findall(rf"{VIRTUAL_DEVICES}(\d{{1,6}})", os.environ.get("XLA_FLAGS", ""))
     return int(virtual[-1]) if virtual else 1
 
 

@@ -94,7 +94,7 @@ def _mesh(request: Request) -> Mesh:
     if len(devices) == 1:
         raise UserError(
             "there is one device, and nothing to measure: start one process a host, with coordinator=, process_count= and process_id= "
-            "where no launcher says them; for several devices of a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8."
+            "where no launcher says them; for several devices of a CPU add --devices 8."
         )
     if request.whole:
         return build_mesh(request.config)

@@ -51,7 +51,7 @@ tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;backg
 .numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem;white-space:nowrap}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
 .dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
-.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
+.dot.skip,.dot.preempt,.dot.interrupt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
 code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
 @media(max-width:760px){main{padding:20px 16px 40px}h1{font-size:1.5rem;margin-bottom:.4rem}h2{margin-top:1.8rem}svg text{font-size:17px}
