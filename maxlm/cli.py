@@ -142,6 +142,7 @@ def compile_(
 
 @app.command(name="plan")
 def plan_(
+    context: typer.Context,
     config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     topology: Topology = None,
@@ -152,6 +153,7 @@ def plan_(
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile a few layouts only, in seconds to a minute for a small model.")] = False,
     prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given (docs/cost.md).")] = None,
     buy: Annotated[str, typer.Option(metavar="TERM", help="on-demand, spot, reserved-1y or reserved-3y.")] = "on-demand",
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Buy there; where it is cheapest if not given.")] = None,
@@ -176,8 +178,7 @@ def plan_(
     from maxlm.runtime import deadline
 
     if calibrate:
-        others = (config, overrides, topology, slices, chips_at_most, tokens, prices, region, days_at_most, dollars_at_most, flops, ladder)
-        if any((*others, calibration, any_format)) or buy != "on-demand":
+        if any(_is_given(context, name) for name in context.params if name not in ("calibrate", "out", "json_")):
             raise UserError("--calibrate measures this machine, and goes with --out and --json alone.")
         from maxlm.planning.calibrate import calibrate as measure
 
@@ -197,7 +198,7 @@ def plan_(
         for line in recommended.sentences:
             typer.echo(line, err=json_)
         settings, tokens = (*settings, *recommended.overrides), recommended.tokens
-    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices)
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices, quick)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))
