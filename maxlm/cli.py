@@ -572,7 +572,7 @@ def bench_comm_(
     ] = None,
     operation: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Such as all-reduce; all if not given. Repeatable.")] = None,
     smallest: Annotated[str, typer.Option(metavar="SIZE", help="Size of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
-    largest: Annotated[str, typer.Option(metavar="SIZE", help="Largest size; each is four times the one before.")] = "1GB",
+    largest: Annotated[str | None, typer.Option(metavar="SIZE", help="Each is four times the one before; 1GB, of CPUs 4MB.")] = None,
     during_training: Annotated[bool, typer.Option("--during-training", help="Use of each link while a training step runs.")] = False,
     topology: Topology = None,
     slices: Slices = None,
@@ -589,11 +589,11 @@ def bench_comm_(
     check_options({name for name in context.params if _is_given(context, name)}, during_training=during_training)
     if during_training:
         raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
-    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest)
+    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest or sizes.LARGEST)
     from maxlm.cost.mesh_links import bus_limit
     from maxlm.runtime.comm.bench_command import Request, bench_comm
 
-    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out)
+    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out, largest is None)
     raise typer.Exit(bench_comm(request, cluster, bus_limit, as_json=json_))
 
 
