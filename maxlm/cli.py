@@ -151,6 +151,7 @@ def compile_(
 
 @app.command(name="plan")
 def plan_(
+    context: typer.Context,
     config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     topology: Topology = None,
@@ -161,6 +162,7 @@ def plan_(
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile a few layouts only, in seconds to a minute for a small model.")] = False,
     prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given (docs/cost.md).")] = None,
     buy: Annotated[str, typer.Option(metavar="TERM", help="on-demand, spot, reserved-1y or reserved-3y.")] = "on-demand",
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Buy there; where it is cheapest if not given.")] = None,
@@ -185,8 +187,7 @@ def plan_(
     from maxlm.runtime import deadline
 
     if calibrate:
-        others = (config, overrides, topology, slices, chips_at_most, tokens, prices, region, days_at_most, dollars_at_most, flops, ladder)
-        if any((*others, calibration, any_format)) or buy != "on-demand":
+        if any(_is_given(context, name) for name in context.params if name not in ("calibrate", "out", "json_")):
             raise UserError("--calibrate measures this machine, and goes with --out and --json alone.")
         from maxlm.planning.calibrate import calibrate as measure
 
@@ -206,7 +207,7 @@ def plan_(
         for line in recommended.sentences:
             typer.echo(line, err=json_)
         settings, tokens = (*settings, *recommended.overrides), recommended.tokens
-    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices)
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices, quick)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))
@@ -584,7 +585,7 @@ def bench_comm_(
     ] = None,
     operation: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Such as all-reduce; all if not given. Repeatable.")] = None,
     smallest: Annotated[str, typer.Option(metavar="SIZE", help="Size of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
-    largest: Annotated[str, typer.Option(metavar="SIZE", help="Largest size; each is four times the one before.")] = "1GB",
+    largest: Annotated[str | None, typer.Option(metavar="SIZE", help="Each is four times the one before; 1GB, of CPUs 4MB.")] = None,
     during_training: Annotated[bool, typer.Option("--during-training", help="Use of each link while a training step runs.")] = False,
     topology: Topology = None,
     slices: Slices = None,
@@ -603,11 +604,11 @@ def bench_comm_(
     _split_cpu(devices)
     if during_training:
         raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
-    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest)
+    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest or sizes.LARGEST)
     from maxlm.cost.mesh_links import bus_limit
     from maxlm.runtime.comm.bench_command import Request, bench_comm
 
-    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out)
+    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out, largest is None)
     raise typer.Exit(bench_comm(request, cluster, bus_limit, as_json=json_))
 
 

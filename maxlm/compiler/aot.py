@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.compiler import gpu_compiler, program_cache
+from maxlm.compiler.hidden_stderr import hidden_stderr
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
@@ -196,12 +196,13 @@ def available_hbm(topology: Topology) -> int:
 
     sharding = jax.sharding.SingleDeviceSharding(devices(topology)[0])
     huge = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32, sharding=sharding)
-    try:
-        jax.jit(lambda x: x + 1).lower(huge).compile()
-    except jax.errors.JaxRuntimeError as error:
-        sizes = _needed_and_available(str(error))
-        if sizes is not None:
-            return sizes[1]
+    with hidden_stderr():
+        try:
+            jax.jit(lambda x: x + 1).lower(huge).compile()
+        except jax.errors.JaxRuntimeError as error:
+            sizes = _needed_and_available(str(error))
+            if sizes is not None:
+                return sizes[1]
     return topology.chip.hbm_bytes_per_device
 
 
@@ -269,29 +270,12 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
     if set(topology.sides) == {1}:
         settings["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        with _silence():
+        with hidden_stderr():
             described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **settings)
     except JaxRuntimeError as error:
         choices = ", ".join(near(topology.chip, topology.chips // topology.slices))
         raise UserError(f"libtpu does not have {topology.name} ({str(error).splitlines()[0]}): near it there are {choices}.") from None
     return tuple(described.devices)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Hide what libtpu writes to the process's stderr (that it finds no TPU), unless the block fails."""
-    with tempfile.TemporaryFile() as hidden:
-        stderr = os.dup(2)
-        os.dup2(hidden.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            hidden.seek(0)
-            os.write(stderr, hidden.read())
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
 
 
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool], resident: int) -> str:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
@@ -180,17 +181,17 @@ def _tell_slices(spec: ProcessSpec, configured: Collection[int], environ: Mutabl
 
 
 @contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, for libraries that print there (gloo prints its connections); print nothing of ours meanwhile."""
+def stdout_to_stderr() -> Iterator[TextIO]:
+    """Redirect stdout to stderr, for libraries that print there (gloo prints its connections); yields the real one for what is ours."""
     sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace") as stdout:
+        os.dup2(2, 1)
+        try:
+            yield stdout
+        finally:
+            sys.stdout.flush()
+            stdout.flush()
+            os.dup2(stdout.fileno(), 1)
 
 
 def _initialize(spec: ProcessSpec, name: str, secret: bytes, say: Callable[[str], None]) -> None:
