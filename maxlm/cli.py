@@ -352,6 +352,8 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16: of matrices, activations and caches.")] = "float32",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     weights: Weights = "raw",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages to the assistant, rendered by the chat template.")] = False,
+    special: Annotated[bool, typer.Option("--special-tokens", help="Special tokens in prompts are those tokens, not text.")] = False,
 ) -> None:
     """Continue prompts with the model of a run."""
     if not math.isfinite(temperature):
@@ -369,9 +371,11 @@ def generate(
         raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
-        found = generate_from_run(run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype)
+        found = generate_from_run(
+            run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype, chat=chat, special=special
+        )
     for text, continuation in zip(texts, found, strict=True):
-        typer.echo(text + continuation)
+        typer.echo(continuation if chat else f"{text}{continuation}")
 
 
 @app.command(name="import")

@@ -25,6 +25,9 @@ class TextChecker(NamedTuple):
 
     special: re.Pattern[str]
     allowed: bool
+    fix: str = (
+        f"take it out, leave such rows out ({FIELD}.bad_rows=leave_out), or set {FIELD}.special_tokens=tokens if it is meant as that token"
+    )
 
     def __call__(self, value: Any, where: str) -> Any:
         """Return `value`, of JSON, unless one of its texts holds half a surrogate pair or a special token. Raises RowError."""
@@ -32,10 +35,7 @@ class TextChecker(NamedTuple):
         while waiting:  # no recursion: what JSON nests has no depth of ours
             part = waiting.pop()
             if isinstance(part, str) and (found := self.special.search(encodable(part, where))) and not self.allowed:
-                raise RowError(
-                    f"{where} holds the special token {found[0]}, which would forge the end of a turn; take it out, leave such rows out "
-                    f"({FIELD}.bad_rows=leave_out), or set {FIELD}.special_tokens=tokens if it is meant as that token."
-                )
+                raise RowError(f"{where} holds the special token {found[0]}, which would forge the end of a turn; {self.fix}.")
             if isinstance(part, dict):
                 waiting += part.keys()
             if isinstance(part, dict | list):

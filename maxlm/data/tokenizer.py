@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -55,9 +56,14 @@ class Tokenizer:
         opening = self.frame.opening
         return [*(() if tuple(ids[: len(opening)]) == opening else opening), *ids] or [self.prefix]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the prompt `text`, as `opened`."""
-        return self.opened(self.encode(text).tolist())
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the prompt `text`, as `opened`. `special`: as in `encode`."""
+        return self.opened(self.encode(text, special=special).tolist())
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches every special token."""
+        return re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))))
 
     @property
     def ids(self) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Text in, text out, with the model of a run."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,29 +15,34 @@ from maxlm.config.schema import ModelConfig, WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.inference.generate import Sampler, batch_rows, cache_slots, generate
+from maxlm.inference.chat import Prompt, chat_prompts
+from maxlm.inference.generate import Ids, Sampler, batch_rows, cache_slots, generate
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
-from maxlm.training.saved_run import SavedRun, open_run
+from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
 
+_log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16")
 MOST_PROMPTS = 2**16  # of a file
 
 
 def generate_from_run(
     directory: Path,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     sampler: Sampler,
     step: int | None = None,
     *,
     of: WeightsKind = "raw",
     overrides: Sequence[str] = (),
     dtype: str = "float32",
+    chat: bool = False,
+    special: bool = False,
 ) -> list[str]:
     """Continue `prompts` with the model of a run directory, of the newest checkpoint or exactly `step`: its weights, or their average.
 
-    `overrides`: settings of the mesh that the weights are split over; without any they lie on one device.
+    `overrides`: settings of the mesh that the weights are split over; without any they lie on one device. `chat`: prompts are conversations
+    that the model's chat template renders, and what follows is the assistant's turn. `special`: special tokens in prompts are those tokens.
 
     Raises UserError if the directory is no run or holds no checkpoint, or for a mesh, dtype or lengths that do not fit.
     """
@@ -46,7 +53,12 @@ def generate_from_run(
     tokenizer = run.text_tokenizer()
     if not all(prompts):
         raise UserError("the prompt is empty: give a text to continue.")
-    longest = max(len(tokenizer.encode_prompt(prompt)) for prompt in prompts)
+    if chat:
+        ids, ends = chat_prompts(run.directory / TOKENIZER, tokenizer, prompts, special=special)
+        sampler = replace(sampler, stop=(*sampler.stop, *ends))
+    else:
+        ids = [_plain(tokenizer, prompt, special) for prompt in prompts]
+    longest = max(map(len, ids))
     length, most = longest + sampler.max_new_tokens, most_generated(config)
     if length > most:
         raise UserError(
@@ -57,7 +69,17 @@ def generate_from_run(
         slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
         weights = run.weights(mesh, step, of)
-        return continue_texts(config.model, weights.params, weights.model_state, tokenizer, prompts, sampler, dtype=dtype)
+        return _continue(config.model, weights.params, weights.model_state, tokenizer, ids, sampler, dtype)
+
+
+def _plain(tokenizer: Tokenizer, prompt: Prompt, special: bool) -> Ids:
+    """Ids of a text to continue. Special tokens in it that are read as text are named in the log."""
+    if not isinstance(prompt, str):
+        raise UserError("a conversation is no text to continue: give --chat.")
+    if not special and (found := tokenizer.special_pattern.search(prompt)):
+        fix = "--special-tokens reads it as that token, and --chat renders the model's own chat template"
+        _log.warning("the prompt holds %s, which is read as text: %s", found[0], fix)
+    return tokenizer.encode_prompt(prompt, special=special)
 
 
 def _mesh(config: Config, overrides: Sequence[str]) -> jax.sharding.Mesh:
@@ -82,14 +104,21 @@ def continue_texts(
     Each ends with an id that the model ends texts with, or before the first of `sampler.stop` that its text holds, be it that the stop
     begins or ends inside a token: stops are looked for in the decoded continuation, every few tokens, and never in the prompt.
     """
-    stops, ids = Stops(tokenizer, sampler.stop), [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    return _continue(model, params, model_state, tokenizer, [tokenizer.encode_prompt(prompt) for prompt in prompts], sampler, dtype)
+
+
+def _continue(
+    model: ModelConfig, params: Parameters, model_state: Parameters, tokenizer: Tokenizer, ids: list[Ids], sampler: Sampler, dtype: str
+) -> list[str]:
+    """The continuations of encoded prompts, as `continue_texts`."""
+    stops = Stops(tokenizer, sampler.stop)
     end, check = tokenizer.end_of_document_id, stops.finished if stops else None
     found = generate(model, params, model_state, ids, sampler, end, dtype=dtype, finished=check)
     return [stops.text(new, prompt) for new, prompt in zip(found, ids, strict=True)]
 
 
-def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: a text a line, or for a name that ends in .jsonl one JSON string, or object with a `prompt`, a line.
+def read_prompts(file: Path) -> list[Prompt]:
+    """Prompts of a file: a text a line, or for a name that ends in .jsonl one JSON string, or object with a `prompt` or `messages`, a line.
 
     Raises UserError: it is not UTF-8, holds no prompt or too many, or a line is none of these.
     """
@@ -105,13 +134,15 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _prompt(line: str, where: str, is_json: bool) -> str:
+def _prompt(line: str, where: str, is_json: bool) -> Prompt:
     if not is_json:
         return line
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{where} is no JSON: write a JSON string, or an object with a prompt, a line.") from None
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        return value
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise UserError(f'{where} has no prompt: write a JSON string, or an object such as {{"prompt": "Once"}}, a line.')

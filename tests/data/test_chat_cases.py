@@ -255,6 +255,12 @@ def test_reasoning_has_many_names(folder, tmp_path, name):
     assert made.counted[0].startswith("//Hiwhy/why/Yes")
 
 
+def test_reasoning_that_no_template_writes_is_said(folder, tmp_path, capsys):
+    Made(folder, tmp_path, [{"messages": [USER, YES]}, {"messages": [USER, {**YES, "thinking": "why"}]}], quiet=False)
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert re.search(r"1 of 2 conversations have reasoning that the chat template does not write.*line 2: 'why'", said)
+
+
 def test_arguments_of_the_template(folder, tmp_path):
     """Those of the config, and of a row over them."""
     (tmp_path / "t.jinja").write_text("{{ style }}:" + CHATML)
