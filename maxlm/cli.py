@@ -339,7 +339,8 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]... [mesh.KEY=VALUE]...", help="Texts to continue; settings such as mesh.fsdp=8.")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts: a text a line, or .jsonl with strings or a `prompt`.")
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="More prompts: a text a line, or .jsonl: strings, `prompt`, `messages`."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token each time.")] = 0.8,

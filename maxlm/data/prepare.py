@@ -26,7 +26,7 @@ from maxlm.data.metadata import write_index
 from maxlm.data.opening import opening_of
 from maxlm.data.readers import Fields, documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
-from maxlm.data.template_files import beside_with, template_file, template_of_config
+from maxlm.data.template_files import template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
@@ -75,7 +75,7 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     companions = companions_of(path.rpartition("/")[0] or ".") if path is not None else {}
     template = None if spoken is None else template_of_config(spoken, companions)
     if spoken is not None and spoken.kind != "prompt_response":
-        companions = beside_with(companions, template_file(spoken))
+        companions = with_template(companions, template_file(spoken))
     templated = spoken is None or spoken.kind == "chat"
     opening = () if path is None or templated else opening_of(path, config.prepare.tokenizer.end_of_document)
     settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template, opening)}
