@@ -339,8 +339,7 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]... [mesh.KEY=VALUE]...", help="Texts to continue; settings such as mesh.fsdp=8.")
     ] = None,
     prompts_file: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="More prompts: a text a line, or .jsonl: strings, `prompt`, `messages`."),
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More: a text a line, or .jsonl: strings, `prompt`, `messages`.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token each time.")] = 0.8,
@@ -360,16 +359,13 @@ def generate(
     if not math.isfinite(temperature):
         raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
     from maxlm.inference.generate import Sampler
-    from maxlm.inference.text import generate_from_run, read_prompts
+    from maxlm.inference.text import generate_from_run, read_arguments
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
     sampler = Sampler(tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()))
-    mesh = [text for text in prompts or [] if re.fullmatch(r"mesh\.\w+=\S*", text)]
-    texts = [text for text in prompts or [] if text not in mesh] + (read_prompts(prompts_file) if prompts_file else [])
-    if not texts:
-        raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
+    texts, mesh = read_arguments(prompts or [], prompts_file)
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
         found = generate_from_run(

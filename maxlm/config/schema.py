@@ -563,6 +563,7 @@ class SamplesConfig(Section):
 
     prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
     tokens: Positive = 64  # of each continuation
+    chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
 
 
 class EvaluationConfig(Section):

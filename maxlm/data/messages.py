@@ -56,7 +56,7 @@ def read_conversation(record: dict[str, Any], name: str, check: TextChecker, *, 
 
     `prompt`: one that an answer is generated for. Raises RowError.
     """
-    if name not in record and SHAREGPT in record:
+    if record.get(name) is None and record.get(SHAREGPT) is not None:
         name = SHAREGPT
     messages = _messages(_present(record, name), name, check)
     if name == SHAREGPT and isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
@@ -158,6 +158,8 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RowError(f"{where} is not a message: an object with a role and its content.")
     message: Message = {key: part for key, part in value.items() if part is not None}
+    if off := [name for name in ("weight", "train") if message.get(name, 1) != 1]:
+        raise RowError(f"{where} has {off[0]} = {message[off[0]]}: every turn of the assistant counts, or the last alone ({FIELD}.turns).")
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,11 +54,7 @@ def generate_from_run(
     tokenizer = run.text_tokenizer()
     if not all(prompts):
         raise UserError("the prompt is empty: give a text to continue.")
-    if chat:
-        ids, ends = chat_prompts(run.directory / TOKENIZER, tokenizer, prompts, special=special)
-        sampler = replace(sampler, stop=(*sampler.stop, *ends))
-    else:
-        ids = [_plain(tokenizer, prompt, special) for prompt in prompts]
+    ids, sampler = _encoded(run.directory / TOKENIZER, tokenizer, prompts, sampler, chat=chat, special=special)
     longest = max(map(len, ids))
     length, most = longest + sampler.max_new_tokens, most_generated(config)
     if length > most:
@@ -70,6 +67,16 @@ def generate_from_run(
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
         weights = run.weights(mesh, step, of)
         return _continue(config.model, weights.params, weights.model_state, tokenizer, ids, sampler, dtype)
+
+
+def _encoded(
+    folder: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], sampler: Sampler, *, chat: bool, special: bool = False
+) -> tuple[list[Ids], Sampler]:
+    """Ids of prompts, and the sampler with the stops that belong to them."""
+    if not chat:
+        return [_plain(tokenizer, prompt, special) for prompt in prompts], sampler
+    ids, ends = chat_prompts(folder, tokenizer, prompts, special=special)
+    return ids, replace(sampler, stop=(*sampler.stop, *ends))
 
 
 def _plain(tokenizer: Tokenizer, prompt: Prompt, special: bool) -> Ids:
@@ -117,6 +124,16 @@ def _continue(
     return [stops.text(new, prompt) for new, prompt in zip(found, ids, strict=True)]
 
 
+def read_arguments(arguments: Sequence[str], file: Path | None) -> tuple[list[Prompt], list[str]]:
+    """(prompts among the arguments of the command and in `file`, settings of the mesh among them). Raises UserError: there is no prompt."""
+    mesh = [text for text in arguments if re.fullmatch(r"mesh\.\w+=\S*", text)]
+    prompts: list[Prompt] = [text for text in arguments if text not in mesh]
+    prompts += read_prompts(file) if file else []
+    if not prompts:
+        raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
+    return prompts, mesh
+
+
 def read_prompts(file: Path) -> list[Prompt]:
     """Prompts of a file: a text a line, or for a name that ends in .jsonl one JSON string, or object with a `prompt` or `messages`, a line.
 
@@ -157,18 +174,24 @@ def print_samples(
     """Continue `samples.prompts`, in one batch on the mesh of `params`, and print them; none once `stopped()`."""
     if config.samples is None or stopped():
         return
-    tokenizer = SavedRun(directory, config).text_tokenizer()
-    most = most_generated(config)
-    limits = {text: min(config.samples.tokens, most - len(tokenizer.encode_prompt(text))) for text in config.samples.prompts}
+    tokenizer, samples = SavedRun(directory, config).text_tokenizer(), config.samples
+    try:
+        encoded, sampler = _encoded(directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
+    except UserError as error:  # the run is done and saved
+        console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
+        return
+    most, ids = most_generated(config), dict(zip(samples.prompts, encoded, strict=True))
+    limits = {text: min(samples.tokens, most - len(ids[text])) for text in ids}
     texts: dict[str, str] = {}
     with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
         for limit in sorted({limit for limit in limits.values() if limit > 0}):  # one, unless a prompt nearly fills the context
             batch = [prompt for prompt in limits if limits[prompt] == limit]
-            found = continue_texts(config.model, params, model_state, tokenizer, batch, Sampler(max_new_tokens=limit))
+            cut = replace(sampler, max_new_tokens=limit)
+            found = _continue(config.model, params, model_state, tokenizer, [ids[prompt] for prompt in batch], cut, "float32")
             texts |= dict(zip(batch, found, strict=True))
     for prompt in config.samples.prompts:
-        console.rule(f"continuation of {prompt!r}", align="left", style="dim")
+        console.rule(f"{'answer to' if samples.chat else 'continuation of'} {prompt!r}", align="left", style="dim")
         if prompt in texts:
-            console.print(prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
+            console.print(texts[prompt] if samples.chat else prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)

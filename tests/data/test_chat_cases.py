@@ -186,6 +186,12 @@ BAD = {
     "no content": {"messages": [USER, {"role": "assistant", "content": None}]},
     "no such role": {"conversations": [{"from": "martian", "value": "Hi"}]},
     "no turn": {"messages": [USER]},
+    "a weight": {"messages": [USER, {**YES, "weight": 0}]},
+    "null calls": {"messages": [USER, {"role": "assistant", "tool_calls": "null"}]},
+    "a null call": {"messages": [USER, {"role": "assistant", "tool_calls": [None]}]},
+    "arguments that are no JSON": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no json"}}]}]
+    },
     "reserved": {"messages": [USER, YES], "chat_template_kwargs": {"messages": []}},
     "a failing template": {"messages": [USER, {**YES, "content": "raise"}]},
 }

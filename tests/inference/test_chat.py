@@ -1,9 +1,12 @@
 """Prompts of chat models have the ids of training, whichever way they are written."""
 
+import io
 import json
 
+import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from tiny import tiny_config
 from tokenizers import Tokenizer as Bpe
 
@@ -103,6 +106,24 @@ def test_special_tokens_in_a_prompt_are_text_unless_asked_for(run, asked, caplog
 def test_prompts_that_are_refused(run, asked, prompt, options, said):
     with pytest.raises(UserError, match=said):
         text.generate_from_run(run[0], [prompt], Sampler(), **options)
+
+
+@pytest.mark.parametrize("place", ["", "elsewhere"])
+def test_samples_of_a_run_are_answers(run, asked, monkeypatch, tmp_path, place):
+    """And where they cannot be rendered, a run that is done does not fail."""
+    folder, marked = run
+    counts = (marked & marks.COUNTS) != 0
+    asked[1]["answer"] = (marked & marks.IDS)[counts].tolist()
+    config = tiny_config(model={"vocab_size": 512}, samples={"prompts": ["some words"], "chat": True}, data={"seq_len": 64})
+    params = {"any": jax.device_put(0, jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()))}
+    monkeypatch.setattr(SavedRun, "text_tokenizer", lambda _: open_tokenizer(str(folder / "tokenizer")))
+    said = io.StringIO()
+    text.print_samples(config, folder / place, params, {}, Console(file=said, width=200), stopped=lambda: False)
+    if place:
+        assert "no samples: --chat: " in said.getvalue()
+        return
+    assert asked[0][0][0] == [(marked & marks.IDS)[: np.argmax(counts)].tolist()]
+    assert "answer to 'some words'" in said.getvalue() and said.getvalue().rstrip().endswith("yes")
 
 
 def test_a_model_without_a_template_is_one_line(run, asked, tmp_path):
