@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
