@@ -47,7 +47,7 @@ def _shipped(incomplete: str) -> list[str]:
 CONFIG = typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
 ConfigName = Annotated[str, CONFIG]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
-Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4; the config's own if not given.")]
+Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4, v5p-128 or h100x16; the config's own if not given.")]
 Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joined by the data-centre network.")]
 Shapes = Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")]
 Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")]

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -183,28 +183,29 @@ def open_tokenizer(folder: str) -> Tokenizer:
     return tokenizer
 
 
-def started_tokenizer(store: str, own: Path, source: Path | None, *, goes_on: bool = False) -> Tokenizer:
+def started_tokenizer(store: str, own: Path, source: Path | None, *, goes_on: bool = False, turns: Collection[int] = ()) -> Tokenizer:
     """The tokenizer of the token store `store` with the frame of `started_frame`, as `copy_tokenizer` records it in `own`."""
     tokenizer = open_tokenizer(store)
-    tokenizer.frame = started_frame(source, own, tokenizer.end_of_document_id, goes_on=goes_on)
+    tokenizer.frame = started_frame(source, own, tokenizer.end_of_document_id, goes_on=goes_on, turns=turns)
     return tokenizer
 
 
-def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes_on: bool = False) -> None:
+def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes_on: bool = False, turns: Collection[int] = ()) -> None:
     """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store. The companions of the
-    tokenizer come from the store, or else from the folder `source`, the tokenizer of the model that the run starts from, as does the frame
-    of texts. `goes_on`: as of `started_frame`.
+    tokenizer come from the store, and those that it lacks from the folder `source`, the tokenizer of the model that the run starts from,
+    as does the frame of texts. `goes_on`, `turns`: as of `started_frame`.
     """
     content, info = storage.read_bytes(store, manifest.TOKENIZER), manifest.load(store)
     assert content is not None and info is not None, "a store that opened has both"
     storage.write_bytes(str(folder), manifest.TOKENIZER, content)
-    frame = started_frame(source, folder, info.end_of_document_id, goes_on=goes_on)
+    frame = started_frame(source, folder, info.end_of_document_id, goes_on=goes_on, turns=turns)
     if frame != TextFrame():
         settings = {**info.settings, FRAME: frame.to_json()}
         info = info.model_copy(update={"settings": settings, "fingerprint": manifest.fingerprint(settings)})
     storage.write_bytes(str(folder), manifest.MANIFEST, manifest.as_bytes(info.model_dump(mode="json")))
-    companions = companions_of(store) or ({} if source is None else companions_of(str(source)))
-    for name, content in companions.items():
+    companions = companions_of(store)
+    lacking = {} if source is None or manifest.SETTINGS in companions else companions_of(str(source))
+    for name, content in (lacking | companions).items():
         storage.write_bytes(str(folder), name, content)
 
 

@@ -170,18 +170,21 @@ def _prompt(line: str, where: str, is_json: bool) -> Prompt:
 
 def print_samples(
     config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
-) -> None:
-    """Continue `samples.prompts`, in one batch on the mesh of `params`, and print them; none once `stopped()`."""
+) -> dict[str, str | None]:
+    """Continue `samples.prompts`, in one batch on the mesh of `params`, print and return them: of a prompt that fills the context None; {}
+    once `stopped()`.
+    """
     if config.samples is None or stopped():
-        return
+        return {}
     tokenizer, samples = SavedRun(directory, config).text_tokenizer(), config.samples
     try:
         encoded, sampler = _encoded(directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
     except UserError as error:  # the run is done and saved
         console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
-        return
+        return {}
     most, ids = most_generated(config), dict(zip(samples.prompts, encoded, strict=True))
-    limits = {text: min(samples.tokens, most - len(ids[text])) for text in ids}
+    lengths = {text: len(ids[text]) for text in ids}
+    limits = {text: min(samples.tokens, min(most, config.model.most_generated(n) or most) - n) for text, n in lengths.items()}
     texts: dict[str, str] = {}
     with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
         for limit in sorted({limit for limit in limits.values() if limit > 0}):  # one, unless a prompt nearly fills the context
@@ -195,3 +198,4 @@ def print_samples(
             console.print(texts[prompt] if samples.chat else prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)
+    return {prompt: texts.get(prompt) for prompt in config.samples.prompts}

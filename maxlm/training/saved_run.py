@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from maxlm.training.schedule_free import at_average, with_z
 from maxlm.training.split_masters import difference_dtype, in_parts, whole
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
+PUBLISHED = "published"  # files of the published model that a run goes back to, as they were imported
 _log = logging.getLogger(__name__)
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
 
@@ -80,6 +82,11 @@ class SavedRun:
         for step in sorted(step for step in found if step > newest):
             _log.warning("%s: checkpoint %d is passed over unless it is named: %s", self.directory, step, found[step])
         return found
+
+    @property
+    def untrained(self) -> bool:
+        """True for a model as it was imported."""
+        return RunDirectory(self.directory, primary=False).model.is_file() and self.checkpoints.steps() == [0]
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that it would continue from itself, oldest first."""
@@ -189,6 +196,19 @@ def source_tokenizer(config: Config) -> Path | None:
     """The tokenizer of the run or the model that a run begins as; None if its config names none."""
     source = config.train.branch_from or config.train.start_from
     return None if source is None else Path(source.path) / TOKENIZER
+
+
+def copy_published(source: Path | None, folder: Path, *, goes_on: bool) -> None:
+    """Copy the files of the published model that the run or model in `source` goes back to into the run's `folder`, for its export.
+
+    `goes_on`: the run has a checkpoint of its own, so what it keeps stays where the source is gone.
+    """
+    if source is not None and (source / PUBLISHED).is_dir():
+        if (source / PUBLISHED).resolve() != (folder / PUBLISHED).resolve():
+            shutil.rmtree(folder / PUBLISHED, ignore_errors=True)
+            shutil.copytree(source / PUBLISHED, folder / PUBLISHED)
+    elif not goes_on:
+        shutil.rmtree(folder / PUBLISHED, ignore_errors=True)
 
 
 def open_run(directory: Path) -> SavedRun:

@@ -23,8 +23,8 @@ from maxlm import cli
 from maxlm.config import directory_lock
 from maxlm.corpus import command, engine
 from maxlm.corpus.executors import local
-from maxlm.corpus.read.stream import zstd
 from maxlm.corpus.shards import read_shard
+from maxlm.documents.stream import zstd
 
 GOOD = b'{"text": "The first text of the file that is good."}\n{"text": "And a second one, which is good as well."}\n'
 MORE = b"".join(json.dumps({"text": random.Random(n).randbytes(30).hex()}).encode() + b"\n" for n in range(500))
@@ -274,8 +274,12 @@ SOURCE = {"paths": ["raw"]}
 # Settings that cannot be honoured -> what is prepared, changes of the corpus file, words of the line. The exit code is 2.
 REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
     "source that is missing": (nothing, paths("raw", "nowhere"), r"nowhere does not exist; give"),
-    "folder without files": (lambda folder: (folder / "bare").mkdir(), paths("bare"), r"bare has no file in it; give"),
-    "glob without matches": (nothing, paths("raw/*.warc"), r"raw/\*\.warc has no file in it; give"),
+    "folder without files": (
+        lambda folder: (folder / "bare").mkdir(),
+        paths("bare"),
+        r"bare (is a folder without files of data|matches no file); give",
+    ),
+    "glob without matches": (nothing, paths("raw/*.warc"), r"raw/\*\.warc (is a folder without files of data|matches no file); give"),
     "storage that is unknown": (nothing, paths("nosuch://x/y"), r"nosuch:// is no storage that fsspec knows"),
     "object that is missing": (nothing, paths("memory://none/a"), r"memory://none/a does not exist"),
     "file of two sources": (

@@ -28,6 +28,12 @@ def test_one_task_a_node_runs_maxlm_with_restarts(cloud):
     ]
 
 
+def test_all_components_of_a_heterogeneous_job_take_part(cloud):
+    cloud.execute(["bash", SCRIPT, "mine.yml"], SLURM_HET_SIZE="3", **JOB)
+    (srun,) = cloud.calls
+    assert "--het-group=0-2" in srun[: srun.index(".venv/bin/maxlm")]
+
+
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (3, True), (4, False)])
 def test_only_what_was_saved_and_stopped_goes_back_to_the_queue(cloud, code, again):
     cloud.answer("srun", code=code)

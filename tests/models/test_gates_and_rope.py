@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema import ClampConfig, ModelConfig, RopeConfig
+from maxlm.config.rope import RopeConfig
+from maxlm.config.schema import ClampConfig, ModelConfig
 from maxlm.models import bind, init_parameters
-from maxlm.models.layers import gated, rope_angles, yarn_gains
+from maxlm.models.layers import gated, rope_angles
+from maxlm.models.rope_scaling import rope_gains
 
 
 def clamped(gate, up, limit=7.0, slope=1.702):
@@ -69,14 +71,14 @@ def test_yarn_ramps_as_gpt_oss_and_the_paper_do(truncate):
 def test_the_temperature_is_applied_once():
     """To what is turned, or to all scores: never to both."""
     for rope in (RopeConfig(), yarn()):
-        assert yarn_gains(rope)[1] == 1
-    assert yarn_gains(yarn(mscale_all_dim=1.0))[1] == pytest.approx((0.1 * np.log(32) + 1) ** 2)
+        assert rope_gains(rope)[1] == 1
+    assert rope_gains(yarn(mscale_all_dim=1.0))[1] == pytest.approx((0.1 * np.log(32) + 1) ** 2)
     np.testing.assert_allclose(frequencies(yarn(mscale_all_dim=1.0))[1], 1, rtol=1e-6)
 
 
 def test_a_factor_that_is_given_is_of_what_is_turned():
-    assert yarn_gains(yarn(attention_factor=1.25)) == (1.25, 1.0)
-    turned, scores = yarn_gains(yarn(attention_factor=0.8, mscale_all_dim=0.7))
+    assert rope_gains(yarn(attention_factor=1.25)) == (1.25, 1.0)
+    turned, scores = rope_gains(yarn(attention_factor=0.8, mscale_all_dim=0.7))
     assert turned == 0.8 and scores == pytest.approx((0.07 * np.log(32) + 1) ** 2)
 
 

@@ -61,6 +61,7 @@ def test_the_tokenizer_is_recorded_with_the_frame_of_where_the_run_began(train, 
     told = []
     monkeypatch.setattr(run, "copy_tokenizer", lambda *places, **said: told.append((*places[1:], said["goes_on"])))
     monkeypatch.setattr(run, "changed_settings", lambda *_: {})
+    monkeypatch.setattr(run, "turn_ends", lambda stores: ())
     data = SimpleNamespace(train=SimpleNamespace(fingerprint=""))
     opened = SimpleNamespace(
         asked=tiny_config(train=train),
