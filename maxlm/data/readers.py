@@ -31,6 +31,7 @@ SAID = {
     "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .parquet, .arrayrecord, .txt, .md, .html, source "
     "code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
 }
+BAD_RECORDS = ("not_json", "not_object", "malformed")  # cost one record, and the next one is read
 DAMAGED = "is damaged or not whole ({reason}: {example}); make or download it again"
 
 
@@ -44,10 +45,13 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Fields of a record. `text`: None for conversations, which are whole records; `content`: those that are not metadata."""
+    """Fields of a record. `text`: None for conversations, which are whole records; `content`: those that are not metadata.
+    `lenient`: records that are no JSON objects are left out and counted.
+    """
 
     text: str | None
     content: frozenset[str]
+    lenient: bool = False
 
     @classmethod
     def of_text(cls, name: str) -> "Fields":
@@ -100,7 +104,7 @@ def read_documents(file: SourceFile, fields: Fields, left_out: Counter[str] | No
                 continue
             problem = Defect(found.number, found.unit, reason, detail={"format": "control characters"})
         assert problem is not None
-        if problem.is_fault:
+        if problem.is_fault and not (fields.lenient and problem.number and problem.reason in BAD_RECORDS):
             raise _error(problem, origin if problem.number else file.path)
         if left_out is not None:
             left_out[problem.reason] += 1
