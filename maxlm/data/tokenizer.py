@@ -76,7 +76,7 @@ class Tokenizer:
         return manifest.fingerprint(json.loads(self.text))
 
     @functools.cached_property
-    def _joins(self) -> bool:
+    def joins(self) -> bool:
         """True if the ids of a text are those of its lines: not where a space is put before every text."""
         whole, first, second = (self._bpe.encode(text, add_special_tokens=False).ids for text in ("a\nb", "a\n", "b"))
         return bool(whole == first + second)
@@ -98,7 +98,7 @@ class Tokenizer:
 
     def _continued(self, text: str, special: bool) -> np.ndarray:
         """Ids of `text` inside a longer one: after a character that no token of `text` is joined with."""
-        if not self._joins:
+        if not self.joins:
             for character in _BEFORE:
                 first, both = self.encode(character), self.encode(character + text, special=special)
                 if np.array_equal(both[: len(first)], first):
@@ -110,7 +110,7 @@ class Tokenizer:
 
         Raises UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
-        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self._joins else [text] for text in texts]
+        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self.joins else [text] for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
         end = np.array([self.end_of_document_id], np.uint32)
         documents = []
