@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -349,7 +348,7 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]... [mesh.KEY=VALUE]...", help="Texts to continue; settings such as mesh.fsdp=8.")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts: a text a line, or .jsonl with strings or a `prompt`.")
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More: a text a line, or .jsonl: strings, `prompt`, `messages`.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token each time.")] = 0.8,
@@ -362,28 +361,29 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16: of matrices, activations and caches.")] = "float32",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     weights: Weights = "raw",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages to the assistant, rendered by the chat template.")] = False,
+    special: Annotated[bool, typer.Option("--special-tokens", help="Special tokens in prompts are those tokens, not text.")] = False,
 ) -> None:
     """Continue prompts with the model of a run."""
     if not math.isfinite(temperature):
         raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
     from maxlm.inference.generate import Sampler
-    from maxlm.inference.text import generate_from_run, read_prompts
+    from maxlm.inference.text import generate_from_run, read_arguments
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
     sampler = Sampler(tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()))
-    mesh = [text for text in prompts or [] if re.fullmatch(r"mesh\.\w+=\S*", text)]
-    texts = [text for text in prompts or [] if text not in mesh] + (read_prompts(prompts_file) if prompts_file else [])
-    if not texts:
-        raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
+    texts, mesh = read_arguments(prompts or [], prompts_file)
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
-        found = generate_from_run(run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype)
+        found = generate_from_run(
+            run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype, chat=chat, special=special
+        )
     for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
         if len(texts) > 1:
             typer.echo(f"--- {number} of {len(texts)}: {shorten(text)!r}")
-        typer.echo(text + continuation)
+        typer.echo(continuation if chat else f"{text}{continuation}")
 
 
 @app.command(name="import")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
 
 from maxlm.config import paths
 from maxlm.config.batch_sizes import BatchSizes, microbatches
@@ -317,7 +317,9 @@ class ChatConfig(Section):
     kind: Literal["chat"]
     messages_field: Text = "messages"  # where a row lacks it, `conversations`
     template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
-    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)  # for the template, as enable_thinking; those of a row win
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default={}, max_length=100
+    )  # for the template, as enable_thinking; those of a row win
     date: Text | None = None  # for templates that ask for today's
     turns: Literal["all", "last"] = "all"  # of the assistant, that count
     special_tokens: Literal["text", "tokens"] = "text"  # in messages; as text they cannot be written, so that such a row is a bad one
@@ -333,7 +335,7 @@ class PreferencesConfig(Section):
     chosen_field: Text = "chosen"
     rejected_field: Text = "rejected"
     template: ReadPath | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=100)
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={}, max_length=100)
     date: Text | None = None
     turns: Literal["all", "last"] = "all"
     special_tokens: Literal["text", "tokens"] = "text"
@@ -571,6 +573,7 @@ class SamplesConfig(Section):
 
     prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
     tokens: Positive = 64  # of each continuation
+    chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
 
 
 class EvaluationConfig(Section):

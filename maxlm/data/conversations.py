@@ -1,7 +1,6 @@
 """Rows with prompts, conversations or preference pairs -> ids with marks."""
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ class _Encode:
     def __init__(self, settings: ConversationEncoder) -> None:
         self._settings = settings
         self._tokenizer = Tokenizer(settings.text, settings.end_of_document, "the tokenizer")
-        self._special = re.compile("|".join(map(re.escape, sorted(self._tokenizer.special, key=len, reverse=True))))
+        self._special = self._tokenizer.special_pattern
         self._special_tokens = settings.config.special_tokens == "tokens"
         self._check = TextChecker(self._special, self._special_tokens)
         ids = self._tokenizer.ids  # a new dict of the whole vocabulary with every access
@@ -69,40 +68,40 @@ class _Encode:
         except UserError as error:
             raise UserError(f"{document.origin}: {error}") from error
         if len(marked) <= self._settings.longest:
-            return marked, content, None if note is None else Note("special_tokens", f"{document.origin}: {note}")
+            return marked, content, None if note is None else note._replace(text=f"{document.origin}: {note.text}")
         if config.too_long == "leave_out":
             return None, content, Note("too_long", document.origin)
         rule = f"has {len(marked):,} tokens, and a row of data.seq_len holds {self._settings.longest:,} with the last target"
         fix = f"raise data.seq_len to {len(marked) - 1}, shorten it, or set {FIELD}.too_long=leave_out"
         raise UserError(f"{document.origin}: {rule}; {fix}.")
 
-    def _encoded(self, record: dict[str, Any]) -> tuple[np.ndarray, bytes, str | None]:
-        """(ids with marks, bytes that choose the split, a special token that is encoded as text). Raises RowError."""
+    def _encoded(self, record: dict[str, Any]) -> tuple[np.ndarray, bytes, Note | None]:
+        """(ids with marks, bytes that choose the split, a note). Raises RowError."""
         config = self._settings.config
         if isinstance(config, ChatConfig):
-            marked = self._chat(read_conversation(record, config.messages_field, self._check), config.turns)
-            return marked, marked.tobytes(), None
+            marked, note = self._chat(read_conversation(record, config.messages_field, self._check), config.turns)
+            return marked, marked.tobytes(), note
         if isinstance(config, PromptResponseConfig):
             texts = [read_text(record, name) for name in (config.prompt_field, config.response_field)]
             marked = self._plain(*texts)
             return marked, marked.tobytes(), self._special_in(texts)
         pair = read_pair(record, (config.prompt_field, config.chosen_field, config.rejected_field), self._check)
-        texts = []
         if isinstance(pair.chosen, Conversation):
-            parts = [self._chat(one, config.turns) for one in (pair.chosen, pair.rejected)]
+            found = [self._chat(one, config.turns) for one in (pair.chosen, pair.rejected)]
+            parts, note = [ids for ids, _ in found], found[0][1] or found[1][1]
         else:
             texts = [pair.prompt, pair.chosen, pair.rejected]
-            parts = [self._plain(pair.prompt, text) for text in texts[1:]]
+            parts, note = [self._plain(pair.prompt, text) for text in texts[1:]], self._special_in(texts)
         if np.array_equal(parts[0], parts[1]):
             raise RowError(f"{config.chosen_field} and {config.rejected_field} have the same tokens, so there is nothing to prefer.")
         stated = record.get(config.prompt_field)
         prompt = json.dumps(pair.prompt if stated is None else stated, sort_keys=True)
-        return np.concatenate(parts), prompt.encode(), self._special_in(texts)
+        return np.concatenate(parts), prompt.encode(), note
 
-    def _special_in(self, texts: Sequence[str]) -> str | None:
-        """A special token that plain texts hold and that is encoded as text."""
+    def _special_in(self, texts: Sequence[str]) -> Note | None:
+        """Note a special token that plain texts hold and that is encoded as text."""
         found = None if self._special_tokens else next(filter(None, map(self._special.search, texts)), None)
-        return None if found is None else found[0]
+        return None if found is None else Note("special_tokens", found[0])
 
     def _plain(self, prompt: str, response: str) -> np.ndarray:
         """A pair of texts as one segment, with the end of the document: it counts unless the response ends with a special token."""
@@ -112,9 +111,9 @@ class _Encode:
         counts[-1] = not np.isin(after[-1:], self._special_ids).any()
         return segment(ids, counts)
 
-    def _chat(self, conversation: Conversation, turns: str) -> np.ndarray:
+    def _chat(self, conversation: Conversation, turns: str) -> tuple[np.ndarray, Note | None]:
         """The rendered conversation and the end of the document, which counts after a last turn of the assistant that has no end of its
-        own.
+        own; and a note of reasoning that the template does not write.
         """
         if self._render is None:
             raise UserError(f"the tokenizer has no chat template; set {FIELD}.template, or give plain texts.")
@@ -127,7 +126,11 @@ class _Encode:
             raise RowError("the chat template writes no text for the turns of the assistant, or marks none of it as generated.")
         answered = conversation.messages[-1]["role"] == "assistant"
         counts[-1] = answered and turn_end(rendered, ids, offsets) not in self._special_ids
-        return segment(np.append(ids, self._tokenizer.end_of_document_id), counts)
+        spoken = [message for message in conversation.messages[conversation.first :] if message["role"] == "assistant"]
+        reasoning = (message.get("reasoning_content") for message in (spoken[-1:] if turns == "last" else spoken))
+        dropped = [text for text in reasoning if isinstance(text, str) and text.strip() not in rendered.text]
+        note = Note("reasoning", f"{dropped[0].strip()[:40]!r}") if dropped else None
+        return segment(np.append(ids, self._tokenizer.end_of_document_id), counts), note
 
 
 def _record(text: str) -> dict[str, Any]:

@@ -25,6 +25,9 @@ class TextChecker(NamedTuple):
 
     special: re.Pattern[str]
     allowed: bool
+    fix: str = (
+        f"take it out, leave such rows out ({FIELD}.bad_rows=leave_out), or set {FIELD}.special_tokens=tokens if it is meant as that token"
+    )
 
     def __call__(self, value: Any, where: str) -> Any:
         """Return `value`, of JSON, unless one of its texts holds half a surrogate pair or a special token. Raises RowError."""
@@ -32,10 +35,7 @@ class TextChecker(NamedTuple):
         while waiting:  # no recursion: what JSON nests has no depth of ours
             part = waiting.pop()
             if isinstance(part, str) and (found := self.special.search(encodable(part, where))) and not self.allowed:
-                raise RowError(
-                    f"{where} holds the special token {found[0]}, which would forge the end of a turn; take it out, leave such rows out "
-                    f"({FIELD}.bad_rows=leave_out), or set {FIELD}.special_tokens=tokens if it is meant as that token."
-                )
+                raise RowError(f"{where} holds the special token {found[0]}, which would forge the end of a turn; {self.fix}.")
             if isinstance(part, dict):
                 waiting += part.keys()
             if isinstance(part, dict | list):
@@ -56,7 +56,7 @@ def read_conversation(record: dict[str, Any], name: str, check: TextChecker, *, 
 
     `prompt`: one that an answer is generated for. Raises RowError.
     """
-    if name not in record and SHAREGPT in record:
+    if record.get(name) is None and record.get(SHAREGPT) is not None:
         name = SHAREGPT
     messages = _messages(_present(record, name), name, check)
     if name == SHAREGPT and isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
@@ -158,6 +158,8 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RowError(f"{where} is not a message: an object with a role and its content.")
     message: Message = {key: part for key, part in value.items() if part is not None}
+    if off := [name for name in ("weight", "train") if message.get(name, 1) != 1]:
+        raise RowError(f"{where} has {off[0]} = {message[off[0]]}: every turn of the assistant counts, or the last alone ({FIELD}.turns).")
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -22,11 +22,12 @@ from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.encoding import Encoder, Note, TextEncoder, encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
+from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
 from maxlm.data.opening import opening_of
 from maxlm.data.readers import Fields, documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
-from maxlm.data.template_files import beside_with, template_file, template_of_config
+from maxlm.data.template_files import template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
@@ -37,7 +38,6 @@ TOKEN_BYTES = 56  # memory of a token of the tokenizer in training: a string in 
 SOURCES = "sources.json"
 LOCK_SECONDS = 5.0  # to wait for another process that is about to end
 CONTENT = "the content of data.prepare.sources"
-SPECIAL_TOKENS = "data.prepare.conversations.special_tokens"
 NEWER = ("bad_rows", "chat_template_kwargs", "special_tokens", "turns")  # settings that stores of older versions do not record
 
 
@@ -75,10 +75,16 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     companions = companions_of(path.rpartition("/")[0] or ".") if path is not None else {}
     template = None if spoken is None else template_of_config(spoken, companions)
     if spoken is not None and spoken.kind != "prompt_response":
-        companions = beside_with(companions, template_file(spoken))
+        companions = with_template(companions, template_file(spoken))
     templated = spoken is None or spoken.kind == "chat"
-    opening = () if path is None or templated else opening_of(path, config.prepare.tokenizer.end_of_document)
-    settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template, opening)}
+    settings = _settings(config.prepare, combined(files, of_files)) | _settings_of_conversations(config, template)
+    opening: tuple[int, ...] = ()
+    if path is not None and not templated:
+        end = config.prepare.tokenizer.end_of_document
+        opening = opening_of(path, end)
+        settings |= {f"{FIELD}.opening": list(opening)} if opening else {}
+        if not load_tokenizer(path, end).joins:  # older versions put a space before responses
+            settings[f"{FIELD}.pairs"] = "encoded as one text"
     existing = _existing(store, settings)
     if existing is not None:
         if of_files != known:  # new dates with the same content, or a format without digests
@@ -127,19 +133,17 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
     return {**settings, **{f"data.prepare.tokenizer.{key}": value for key, value in trained.items()}}
 
 
-def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None, opening: tuple[int, ...]) -> dict[str, Any]:
+def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None) -> dict[str, Any]:
     """The same for conversations, whose length matters only where longer ones are left out; {} for texts."""
     spoken = config.prepare.conversations if config.prepare is not None else None
     if spoken is None:
         return {}
     values = spoken.model_dump(exclude={"template"})
     values = {name: value for name, value in values.items() if name not in NEWER or value != type(spoken).model_fields[name].default}
-    settings = {f"data.prepare.conversations.{name}": value for name, value in values.items()}
-    if opening:
-        settings["data.prepare.conversations.opening"] = list(opening)
+    settings = {f"{FIELD}.{name}": value for name, value in values.items()}
     if template is not None:
         further = [part for part in (template.tool_use,) if part is not None]
-        settings["data.prepare.conversations.template"] = manifest.fingerprint([*template[:3], *further])
+        settings[f"{FIELD}.template"] = manifest.fingerprint([*template[:3], *further])
     return {**settings, "data.seq_len": config.seq_len} if spoken.too_long == "leave_out" else settings
 
 
@@ -245,7 +249,8 @@ class _Notes:
         said = {
             "too_long": f"conversations are left out, longer than data.seq_len = {self._seq_len}, the first at",
             "bad_rows": "conversations are left out as bad rows, the first at",
-            "special_tokens": f"rows hold special tokens as text ({SPECIAL_TOKENS}=tokens makes them tokens), the first at",
+            "special_tokens": f"rows hold special tokens as text ({FIELD}.special_tokens=tokens makes them tokens), the first at",
+            "reasoning": "conversations have reasoning that the chat template does not write, and that is not trained on, the first at",
         }
         lines = [
             f"{self._counts[kind]:,} of {seen:,} {rule} {self._first[kind].rstrip('.')}"
@@ -263,7 +268,8 @@ def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
         return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
     content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
     encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
-    return encoder, Fields(None, frozenset({*content, "tools", "conversations", "chat_template_kwargs"}))
+    fields = frozenset({*content, "tools", "conversations", "chat_template_kwargs"})
+    return encoder, Fields(None, fields, lenient=spoken.bad_rows == "leave_out")
 
 
 def _tokenizer(job: _Job) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Find the chat template of a tokenizer among the files beside it, as the Hugging Face library does."""
+"""Find the chat template of a tokenizer among the files in its folder, as the Hugging Face library does."""
 
 from collections.abc import Mapping
 from datetime import date as Date
@@ -14,8 +14,8 @@ from maxlm.data.sources import text_of
 from maxlm.data.tokenizer import read_if_present
 
 
-def template_of_config(config: PromptResponseConfig | ChatConfig | PreferencesConfig, beside: dict[str, bytes]) -> ChatTemplate | None:
-    """The chat template that `config` names, or the one among the files `beside` the tokenizer; None if there is none to be had.
+def template_of_config(config: PromptResponseConfig | ChatConfig | PreferencesConfig, files: dict[str, bytes]) -> ChatTemplate | None:
+    """The chat template that `config` names, or the one among the tokenizer's `files`; None if there is neither.
 
     Raises UserError: none is found for kind: chat, or the files are no JSON or no text.
     """
@@ -26,10 +26,10 @@ def template_of_config(config: PromptResponseConfig | ChatConfig | PreferencesCo
     arguments = config.chat_template_kwargs
     if reserved := [name for name in arguments if name in RESERVED]:
         raise ConfigError(f"{FIELD}.chat_template_kwargs", reserved[0], "is given to the template with every row", "choose another name")
-    template = find_template(beside_with(beside, template_file(config)), date=config.date, arguments=arguments)
+    template = find_template(with_template(files, template_file(config)), date=config.date, arguments=arguments)
     if template is None and isinstance(config, ChatConfig):
         raise UserError(
-            f"the tokenizer has no chat template: neither {TEMPLATE} nor tokenizer_config.json beside it holds one; "
+            f"the tokenizer has no chat template: neither {TEMPLATE} nor tokenizer_config.json in its folder holds one; "
             f"set {FIELD}.template to a file, or use {FIELD}.kind=prompt_response."
         )
     return template
@@ -45,25 +45,25 @@ def template_file(config: ChatConfig | PreferencesConfig) -> bytes | None:
     return content
 
 
-def beside_with(beside: dict[str, bytes], template: bytes | None) -> dict[str, bytes]:
-    """The files beside a tokenizer with another chat template, which takes the place of all that they hold."""
+def with_template(files: dict[str, bytes], template: bytes | None) -> dict[str, bytes]:
+    """The files of a tokenizer with another chat template, which takes the place of all templates in them."""
     if template is None:
-        return beside
-    return {**{name: content for name, content in beside.items() if name != TOOL_TEMPLATE}, TEMPLATE: template}
+        return files
+    return {**{name: content for name, content in files.items() if name != TOOL_TEMPLATE}, TEMPLATE: template}
 
 
-def find_template(beside: Mapping[str, bytes], *, date: str | None, arguments: dict[str, Any]) -> ChatTemplate | None:
-    """The chat template among the files `beside` a tokenizer. A file of its own comes before those of tokenizer_config.json; of several
+def find_template(files: Mapping[str, bytes], *, date: str | None, arguments: dict[str, Any]) -> ChatTemplate | None:
+    """The chat template among the `files` of a tokenizer. A file of its own comes before those of tokenizer_config.json; of several
     templates there, the default, and `tool_use` for conversations with tools.
     """
-    settings = {name: fields_of(beside[name], name) for name in ("special_tokens_map.json", "tokenizer_config.json") if name in beside}
+    settings = {name: fields_of(files[name], name) for name in ("special_tokens_map.json", "tokenizer_config.json") if name in files}
     stated = settings.get("tokenizer_config.json", {}).get("chat_template")
     if isinstance(stated, list):
         stated = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
     named = stated if isinstance(stated, dict) else {"default": stated}
-    files = {"default": TEMPLATE, "tool_use": TOOL_TEMPLATE}
-    if any(name in beside for name in files.values()):
-        named = {name: text_of(beside[file], file) for name, file in files.items() if file in beside}
+    places = {"default": TEMPLATE, "tool_use": TOOL_TEMPLATE}
+    if any(file in files for file in places.values()):
+        named = {name: text_of(files[file], file) for name, file in places.items() if file in files}
     source, tool_use = named.get("default"), named.get("tool_use")
     if not isinstance(source, str):
         return None

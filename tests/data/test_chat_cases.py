@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer as Bpe
 
 from maxlm.config.errors import UserError
@@ -186,6 +188,12 @@ BAD = {
     "no content": {"messages": [USER, {"role": "assistant", "content": None}]},
     "no such role": {"conversations": [{"from": "martian", "value": "Hi"}]},
     "no turn": {"messages": [USER]},
+    "a weight": {"messages": [USER, {**YES, "weight": 0}]},
+    "null calls": {"messages": [USER, {"role": "assistant", "tool_calls": "null"}]},
+    "a null call": {"messages": [USER, {"role": "assistant", "tool_calls": [None]}]},
+    "arguments that are no JSON": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no json"}}]}]
+    },
     "reserved": {"messages": [USER, YES], "chat_template_kwargs": {"messages": []}},
     "a failing template": {"messages": [USER, {**YES, "content": "raise"}]},
 }
@@ -199,6 +207,28 @@ def test_any_bad_row_is_left_out_by_policy(folder, tmp_path, what):
         Made(folder, tmp_path, [BAD[what], {"messages": [USER, YES]}], **settings)
     made = Made(folder, tmp_path / made_in(tmp_path, "b"), [BAD[what], {"messages": [USER, YES]}], bad_rows="leave_out", **settings)
     assert made.counted == [f"Yes{TURN}\n"]
+
+
+def test_a_line_that_is_no_json_is_a_bad_row(folder, tmp_path, caplog):
+    source = tmp_path / "l.jsonl"
+    source.write_text("no json\n" + json.dumps({"messages": [USER, YES]}) + "\n[1]\n")
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        Made(folder, tmp_path, source)
+    assert Made(folder, tmp_path / made_in(tmp_path, "b"), source, bad_rows="leave_out").counted == [f"Yes{TURN}\n"]
+    assert "1: a line that is not JSON" in caplog.text
+
+
+def test_chat_in_parquet(folder, tmp_path):
+    """Where rows of one table have all keys, null where a row lacks them."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+    rows = [{"messages": [USER, YES], "tools": None}, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}]
+    columns = {
+        "messages": [row["messages"] for row in rows],
+        "tools": [None, json.dumps([{"type": "function", "function": {"name": "f"}}])],
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "chat.parquet")
+    made = Made(folder, tmp_path, tmp_path / "chat.parquet", template=str(CASES / "tools.jinja"))
+    assert made.counted == [f"Yes{TURN}", f'<tool_call>{{"name": "f", "arguments": {{"city": "Rome"}}}}</tool_call>{TURN}']
 
 
 def test_pairs_as_whole_conversations(folder, tmp_path):
@@ -253,6 +283,12 @@ def test_reasoning_has_many_names(folder, tmp_path, name):
     (tmp_path / "t.jinja").write_text(source)
     made = Made(folder, tmp_path, [{"messages": [USER, {**YES, name: "why", "tool_calls": None}]}], template=str(tmp_path / "t.jinja"))
     assert made.counted[0].startswith("//Hiwhy/why/Yes")
+
+
+def test_reasoning_that_no_template_writes_is_said(folder, tmp_path, capsys):
+    Made(folder, tmp_path, [{"messages": [USER, YES]}, {"messages": [USER, {**YES, "thinking": "why"}]}], quiet=False)
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert re.search(r"1 of 2 conversations have reasoning that the chat template does not write.*line 2: 'why'", said)
 
 
 def test_arguments_of_the_template(folder, tmp_path):
