@@ -5,23 +5,24 @@ exit code 2, before anything is created.
 """
 
 import argparse
-import functools
 import hashlib
-import math
 import re
 import shlex
 import sys
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from ruamel.yaml import YAML
-
-from maxlm.config import Config, UserError, load, rules
-from maxlm.config.errors import ConfigError
-from maxlm.config.loader import SHIPPED, dump
-from maxlm.config.paths import is_remote
-from maxlm.hardware.topologies import Topology, either, is_tpu
+try:
+    from maxlm.config import Config, UserError, load, rules
+    from maxlm.config.errors import ConfigError
+    from maxlm.config.loader import dump
+    from maxlm.config.paths import is_remote
+    from maxlm.hardware import topologies
+    from maxlm.hardware.topologies import Topology, TopologyError, either, is_tpu, near
+except (ImportError, SyntaxError) as error:  # a package is missing, or Python is older than 3.11
+    fix = "run make .venv/installed in the clone, or set MAXLM_PYTHON to a Python that has maxlm"
+    sys.stderr.write(f"maxlm-gcp: {sys.executable} cannot import maxlm ({error}): {fix}.\n")
+    sys.exit(2)
 
 TABLE = Path(__file__).with_name("machines.tsv")
 GPUS_A_VM = 8  # of every machine type in the table
@@ -45,64 +46,54 @@ def machines() -> list[Machine]:
     return [Machine(*line.split("\t")) for line in lines if line and not line.startswith("#")]
 
 
-@functools.cache
-def tpu_topologies() -> dict[str, str]:
-    """Accelerator type -> topology, of every TPU under configs/clusters."""
-    files = sorted((SHIPPED / "clusters").glob("*.yml"))
-    clusters = [YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))["cluster"] for path in files]
-    return {cluster["accelerator"]: cluster["topology"] for cluster in clusters if "accelerator" in cluster}
-
-
-def find_machine(accelerator: str) -> Machine:
-    """Find a machine by name. Raises UserError with near names if there is none."""
-    families = {machine.name: machine for machine in machines() if machine.api != "gce"}
-    tpus = {name: families[name.rpartition("-")[0]] for name in tpu_topologies()}
-    vms = {machine.name: machine for machine in machines() if machine.api == "gce"}
-    if found := (tpus | vms).get(accelerator):
-        return found
-    spelt = {name: name for name in [*tpus, *vms]}
-    spelt |= {f"{machine.chip}-{name.rpartition('-')[2]}": name for name, machine in tpus.items()}  # v5e-256 for v5litepod-256
-    spelt |= {machine.chip: machine.name for machine in reversed(vms.values())}  # h100 for the first that has it
-    family, _, size = accelerator.rpartition("-")
-    kin = [spelt[name] for name in spelt if size.isdigit() and name.rpartition("-")[0] == family.lower() != ""]
-    if kin:  # of a family that is known
-        near = sorted(kin, key=lambda name: abs(math.log(int(name.rpartition("-")[2]) / max(1, int(size)))))[:3]
-    else:
-        near = list(dict.fromkeys(spelt[name] for name in get_close_matches(accelerator.lower(), spelt, n=3, cutoff=0.5)))
-    fix = f"did you mean {either(near)}?" if near else f"use a name such as {either(['v5p-128', 'v6e-256', 'a3-megagpu-8g'])}."
-    raise UserError(f"accelerator = {accelerator}: no machine of that name is known; {fix}")
+def find_machine(name: str) -> Machine:
+    """Find the machine that Google rents as `name`. Raises UserError with near names if there is none."""
+    vms = [machine for machine in machines() if machine.api == "gce"]
+    made = [machine for machine in vms if machine.chip == name.lower()]
+    if not made:
+        try:
+            topology = topologies.parse(name)
+        except TopologyError as error:
+            raise UserError(f"accelerator = {name}: {error}.") from None
+        made = [machine for machine in machines() if machine.chip == topology.chip.name.lower()]
+        found = next((machine for machine in made if topology.is_tpu or machine.name == name.lower()), None)
+        if found is not None:
+            return found
+    known = either([machine.name for machine in made or vms])
+    raise UserError(f"accelerator = {name}: is no machine type of Google Cloud that is known here; use {known}.")
 
 
 def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) -> tuple[Config, Machine]:
     """Return the config for the hosts, and its machine. Raises UserError."""
     own = [f"run.dir={RUN_DIR}"]
     if accelerator is not None:
-        topology = tpu_topologies().get(accelerator)
-        find_machine(accelerator)
-        own += [f"cluster={{topology: '{topology}', accelerator: {accelerator}}}"] if topology else []
+        machine = find_machine(accelerator)
+        topology = topologies.parse(accelerator)
+        if topology.is_tpu:
+            own.append(f"cluster={{topology: '{topology.name}', accelerator: null}}")
+        elif load(name, [*overrides, *own]).config.cluster is None:
+            own.append(f"cluster={{topology: '{topology.name}', accelerator: {machine.name}}}")
     config = load(name, [*overrides, *own]).config
-    if config.cluster is None and accelerator is not None:  # a TPU's has set it
-        own += [f"cluster.topology={find_machine(accelerator).chip}:1x{GPUS_A_VM}"]
-        config = load(name, [*overrides, *own]).config
     if config.cluster is None:
         raise UserError(
             f"cluster is not set in {name}, so the machine is unknown: extend a file of configs/clusters, or add --accelerator."
         )
-    machine = find_machine(accelerator or config.cluster.accelerator or _vm_of(config))
+    machine = find_machine(accelerator or config.cluster.accelerator or _machine_of(config))
     _check_stays(config, bucket)
     if config.checkpoint.dir is None and bucket:
         config = load(name, [*overrides, *own, f"checkpoint.dir={bucket}/{config.run.name}/checkpoints"]).config
     return config, machine
 
 
-def _vm_of(config: Config) -> str:
-    """The first machine type with the GPU of `cluster.topology`."""
-    chip = rules.topology_of(config).chip.name.lower()
-    names = [machine.name for machine in machines() if machine.chip == chip]
+def _machine_of(config: Config) -> str:
+    """Name of the first machine type with the chip of `cluster.topology`."""
+    topology = rules.topology_of(config)
+    if topology.is_tpu:
+        return near(topology.chip, topology.chips // topology.slices, most=1)[0]
+    names = [machine.name for machine in machines() if machine.chip == topology.chip.name.lower()]
     if not names:
-        topology = rules.topology_of(config).name
         raise ConfigError(
-            "cluster.topology", topology, "is not a known machine of Google Cloud", "use h100:1x8, or name a TPU's accelerator"
+            "cluster.topology", topology.name, "is not a known machine of Google Cloud", "use h100:1x8, or name a TPU's accelerator"
         )
     return names[0]
 
@@ -149,6 +140,9 @@ def describe(config: Config, machine: Machine, *, gke: bool, queued: bool) -> di
         fix = f"it has {machine.chip}: take another, or another cluster.topology"
         raise ConfigError("cluster.topology", topology.name, f"is not what {machine.name} is made of", fix)
     tpu = is_tpu(topology.chip)
+    if tpu and not gke and topologies.accelerator(topology) is None:
+        shapes = ", ".join(near(topology.chip, topology.chips // topology.slices))
+        raise ConfigError("cluster.topology", topology.name, "is a shape that Cloud TPU has no name for", f"use one of {shapes}, or --gke")
     if machine.api == "gke" and not gke:
         raise UserError(
             f"{machine.name} is not lent as Cloud TPU VMs, only through Kubernetes: add --gke and --image IMAGE (docs/cloud.md)."
@@ -165,7 +159,7 @@ def describe(config: Config, machine: Machine, *, gke: bool, queued: bool) -> di
         "NAME": f"maxlm-{slug(config.run.name)}",
         "API": api,
         "KIND": "tpu" if tpu else "gpu",
-        "ACCELERATOR": config.cluster.accelerator if tpu and config.cluster.accelerator else machine.name,
+        "ACCELERATOR": topologies.accelerator(topology) or machine.name,
         "IMAGE_FAMILY": machine.image,
         "GKE_ACCELERATOR": machine.gke,
         "TOPOLOGY": "x".join(map(str, topology.sides)),

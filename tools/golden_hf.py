@@ -49,6 +49,7 @@ _LLAMA3 = {
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0, 12.0]}
 _LATENT = {
     "q_lora_rank": 12,
     "kv_lora_rank": 12,
@@ -70,6 +71,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4, "head_dim": 6, "rope_parameters": _PLAIN}),
     "llama3": ("llama", {**_DENSE, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
     "llama-biases-linear": ("llama", {**_DENSE, "rope_parameters": _LINEAR, "attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("llama", {**_DENSE, "num_hidden_layers": 2, "rope_parameters": _PLAIN, "attention_bias": True}),
+    "llama-exact-gelu": (
+        "llama",
+        {**_DENSE, "num_hidden_layers": 2, "rope_parameters": _PLAIN, "mlp_bias": True, "hidden_act": "gelu"},
+    ),
+    "gpt2-exact-gelu": (
+        "gpt2",
+        {"vocab_size": VOCAB, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32, "activation_function": "gelu"},
+    ),
     "mistral": ("mistral", {**_DENSE, "sliding_window": 7, "rope_parameters": _PLAIN}),
     "qwen2": ("qwen2", {**_DENSE, "hidden_size": 32, "rope_parameters": _YARN, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**_DENSE, "rope_parameters": _YARN}),
@@ -146,6 +156,107 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "truncate": False},
         },
     ),
+    # Kimi K2's ramp begins and ends at the same number of rotations.
+    "kimi-k2": (
+        "deepseek_v3",
+        {
+            **_DENSE,
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {**_YARN, "beta_fast": 1.0, "original_max_position_embeddings": 12, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    # Lengths below and beyond the original one of 16 and 24 tokens; the batch has 24.
+    "phi3": (
+        "phi3",
+        {
+            **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "sliding_window": 9,
+            "pad_token_id": None,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {**_PLAIN, **_LONG, "rope_type": "longrope", "original_max_position_embeddings": 16},
+        },
+    ),
+    "phi4-mini": (
+        "phi3",
+        {
+            **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "pad_token_id": None,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.5, 2.5],
+                "long_factor": [1.0, 4.0, 9.0],
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 24,
+            },
+        },
+    ),
+    "llama-dynamic": (
+        "llama",
+        {
+            **_DENSE,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "llama-dynamic-short": (
+        "llama",
+        {
+            **_DENSE,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": 24,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            **{key: value for key, value in _DENSE.items() if key != "head_dim"},
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 2,
+            "rope_parameters": _PLAIN,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "seed-oss": (
+        "seed_oss",
+        {**_DENSE, "num_hidden_layers": 2, "rope_parameters": _PLAIN, "attention_dropout": 0.0, "residual_dropout": 0.0, "pad_token_id": 0},
+    ),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            **_DENSE,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+            "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "ernie": ("ernie4_5", {**_DENSE, "num_hidden_layers": 2, "rope_parameters": _PLAIN, "use_bias": True, "tie_word_embeddings": True}),
     # Part of each head is turned, and YaRN's factor, which is of that part alone, is a quotient.
     "stablelm": (
         "stablelm",
@@ -330,6 +441,18 @@ def record_mxfp4(folder: Path) -> None:
     np.savez_compressed(folder / "mxfp4.npz", blocks=blocks, scales=scales, numbers=numbers.numpy())
 
 
+def record_fp8(folder: Path) -> None:
+    """Record how the library turns blocks of fp8 into numbers: a matrix of 12 outputs and 16 inputs in blocks of 4 by 8."""
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    random = np.random.default_rng(5)
+    numbers, scales = random.standard_normal((12, 16)).astype(np.float32) * 50, random.uniform(1e-4, 1e-2, (3, 2)).astype(np.float32)
+    stored = torch.tensor(numbers).to(torch.float8_e4m3fn)
+    read = Fp8Dequantize(None).convert({"weight": [stored], "weight_scale_inv": [torch.tensor(scales)]})["weight"]
+    np.savez_compressed(folder / "fp8.npz", bits=stored.view(torch.uint8).numpy(), scales=scales, numbers=read.numpy())
+
+
 def compare(name: str, folder: Path) -> float:
     """Load what `maxlm export` made of a recorded case, and return the largest relative difference of its logits."""
     import torch
@@ -356,4 +479,5 @@ if __name__ == "__main__":
     else:
         for case in sys.argv[2:] or CASES:
             record(case, Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
-        record_mxfp4(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+        for record_numbers in (record_mxfp4, record_fp8):
+            record_numbers(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

@@ -71,6 +71,11 @@ def shorten(name: str) -> str:
     return name if len(name) <= SHOWN else f"{name[: SHOWN - 43]}...{name[-40:]}"
 
 
+def quoted(name: str) -> str:
+    """A name from outside in quotes, on one printable line: for a comment, from which a line break would lead into settings."""
+    return repr(shorten(name))
+
+
 def _flow(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -211,7 +211,7 @@ def matrices(model: ModelConfig) -> Iterator[tuple[str, Sizes]]:
     shared = 0 if moe is None else moe.n_shared * moe.d_ff
     for hidden, source in ((shared, "moe.n_shared moe.d_ff"), (model.d_ff if moe is None or moe.n_dense else 0, "d_ff")):
         if hidden:
-            yield from ((name, Sizes(width, hidden, f"model.d_model x {source}")) for name in ("gate", "up")[model.activation == "gelu" :])
+            yield from ((name, Sizes(width, hidden, f"model.d_model x {source}")) for name in ("gate", "up")[not model.gated :])
             yield "down", Sizes(hidden, width, f"model.{source} x d_model")
     if moe is not None:
         yield "experts", Sizes(width, moe.d_ff, "model.d_model x moe.d_ff")

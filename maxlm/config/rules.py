@@ -13,11 +13,12 @@ from maxlm.config import (
     parametrization_rules,
     paths,
     precision_rules,
+    rope_rules,
     schedule_free_rules,
     schedule_rules,
 )
 from maxlm.config.errors import ConfigError, Problem
-from maxlm.config.schema import AXES, Config, Llama3Scaling, MeshConfig, ModelConfig, MoeConfig, PipelineConfig, RopeConfig, YarnScaling
+from maxlm.config.schema import AXES, Config, MeshConfig, ModelConfig, MoeConfig, PipelineConfig
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError, either
 
@@ -35,8 +36,8 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     router that nothing trains and an accelerator of another name are refused, too.
     """
     origins = sources or {}
-    core = (_model, _moe, _rope, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint)
-    files = (precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules, offload_rules)
+    core = (_model, _moe, _lora, _data, _train, _objective, _optimizer, _ema, _diloco, _mesh, _memory, _checkpoint)
+    files = (rope_rules, precision_rules, mixture_rules, schedule_rules, parametrization_rules, schedule_free_rules, offload_rules)
     further = (_samples, _state, _profile, _health, _elastic, _compression, *(file.problems for file in files))
     _refuse((problem for problems in (*core, *further) for problem in problems(config)), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
@@ -94,7 +95,9 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != n_devices:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
         rule = f"the product of the axes must be the number of devices, {n_devices}"
-        raise ConfigError("mesh", product, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
+        fix = "set one axis to -1 for whatever is left, and let the others divide the devices"
+        fix += f", or try it on a CPU with --devices {fixed}" if n_devices == 1 and not free else ""
+        raise ConfigError("mesh", product, rule, fix)
     crossing = sizes[mesh.across_slices]
     if crossing % mesh.slices:
         rule = f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices"
@@ -244,8 +247,8 @@ def _moe(config: Config) -> Iterator[Problem]:
     if moe.n_dense >= model.n_layers:
         rule = f"leaves none of model.n_layers = {model.n_layers} with experts"
         yield "model.moe.n_dense", moe.n_dense, rule, "lower it, or remove model.moe"
-    if model.activation == "gelu":
-        yield "model.activation", "gelu", "experts are gated (model.moe)", "use swiglu, geglu or swiglu_clamped"
+    if not model.gated:
+        yield "model.activation", model.activation, "experts are gated (model.moe)", "use swiglu, geglu, geglu_exact or swiglu_clamped"
     yield from _router(moe)
 
 
@@ -293,35 +296,13 @@ def _windows(model: ModelConfig) -> Iterator[Problem]:
             yield f"model.{name}", value, rule, "add `local` layers or remove it"
 
 
-def _rope(config: Config) -> Iterator[Problem]:
-    model = config.model
-    for name in ("rope", "rope_local"):
-        rope: RopeConfig | None = getattr(model, name)
-        if rope is None or rope == RopeConfig():
-            continue
-        if model.learned_positions is not None:
-            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
-        if rope.share is not None and model.latent is not None:
-            yield f"model.{name}.share", rope.share, "has no meaning with model.latent, whose rope_dim says what is turned", "remove it"
-        elif rope.share is not None and (dims := rope.rotary_dims(model.head_dim)) % 2 + (dims == 0):
-            rule = f"turns {dims} of model.head_dim = {model.head_dim} dims, and RoPE turns pairs"
-            yield f"model.{name}.share", rope.share, rule, "use one that makes an even number, such as 0.5"
-        scaling = rope.scaling
-        if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
-            rule = f"must be above low_freq_factor = {scaling.low_freq_factor:g}, since the ramp lies between them"
-            yield f"model.{name}.scaling.high_freq_factor", scaling.high_freq_factor, rule, "Llama 3 has 1 and 4"
-        if isinstance(scaling, YarnScaling) and scaling.beta_fast <= scaling.beta_slow:
-            rule = f"must be above beta_slow = {scaling.beta_slow:g}, since the ramp lies between them"
-            yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
-
-
 def adaptable(model: ModelConfig) -> tuple[str, ...]:
     """Matrices that `model.lora` may adapt, by their names in `model.lora.matrices`."""
     latent, moe = model.latent, model.moe
     compressed = ("query_down",) if latent is not None and latent.q_rank is not None else ()
     attention = ("query", "key", "value", "out") if latent is None else ("query", "out", *compressed, "kv_down", "kv")
     dense = moe is None or moe.n_dense or moe.n_shared
-    return *attention, *(("gate",) if dense and model.activation != "gelu" else ()), *(("up", "down") if dense else ())
+    return *attention, *(("gate",) if dense and model.gated else ()), *(("up", "down") if dense else ())
 
 
 def _lora(config: Config) -> Iterator[Problem]:
@@ -611,8 +592,8 @@ def _memory(config: Config) -> Iterator[Problem]:
         yield "memory.offload", list(memory.offload), rule, "use remat: full or a list of names"
     named = {"remat": () if isinstance(memory.remat, str) else memory.remat, "offload": memory.offload}
     for field, names in named.items():
-        if "gate" in names and config.model.activation == "gelu":
-            yield f"memory.{field}", list(names), "model.activation = gelu has no gate to keep", "take `gate` out"
+        if "gate" in names and not config.model.gated:
+            yield f"memory.{field}", list(names), f"model.activation = {config.model.activation} has no gate to keep", "take `gate` out"
     both = set(named["offload"]) & set(named["remat"])
     if both:
         yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
@@ -662,10 +643,17 @@ def _elastic(config: Config) -> Iterator[Problem]:
 def _accelerator(config: Config) -> Iterator[Problem]:
     if config.cluster is None or config.cluster.accelerator is None:
         return
-    expected = topologies.accelerator(topology_of(config))
-    if config.cluster.accelerator != expected:
-        rule = f"is not what Cloud TPU calls cluster.topology = {config.cluster.topology}"
-        yield "cluster.accelerator", config.cluster.accelerator, rule, f"use {expected}, or null"
+    name, topology = config.cluster.accelerator, topology_of(config)
+    try:
+        machine = topologies.parse(name)
+    except TopologyError as error:
+        yield "cluster.accelerator", name, error.rule, f"{error.fix}, or null"
+        return
+    same = machine.chip.name == topology.chip.name and machine.sides[-1] == topology.sides[-1]  # of GPUs: the nodes are alike
+    if not (machine.name == topology.name if topology.is_tpu else same):
+        rule = f"is {machine.name}, and cluster.topology = {config.cluster.topology}"
+        right = topologies.accelerator(topology)
+        yield "cluster.accelerator", name, rule, f"use {right}, or null" if right is not None else "use null"
 
 
 def divisors_text(number: int) -> str:

@@ -5,18 +5,18 @@ sequences. `None` means "not used" unless the comment says what it is derived fr
 is absent when it is off. Rules that join several fields are in `rules.py`.
 """
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
 
 from maxlm.config import paths
 from maxlm.config.batch_sizes import BatchSizes, microbatches
 from maxlm.config.compression import CompressionConfig
 from maxlm.config.cost import CostConfig
 from maxlm.config.fields import (
-    AtLeastOne,
     Bool,
     Count,
     Few,
@@ -50,50 +50,9 @@ from maxlm.config.reliability import (
     PrometheusConfig,
     WatchdogConfig,
 )
+from maxlm.config.rope import RopeConfig
 from maxlm.config.schedules import BatchStageConfig, BranchFromConfig, NoiseScaleConfig
-
-
-class Llama3Scaling(Section):
-    """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
-
-    kind: Literal["llama3"]
-    factor: AtLeastOne
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_seq_len: Positive
-
-
-class LinearScaling(Section):
-    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
-
-    kind: Literal["linear"]
-    factor: AtLeastOne
-
-
-class YarnScaling(Section):
-    """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
-
-    kind: Literal["yarn"]
-    factor: AtLeastOne
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    original_seq_len: Positive
-    truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
-    # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
-    mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None  # of what is turned, whatever mscale_all_dim says; None: see there
-
-
-class RopeConfig(Section):
-    """Rotary position embedding (arXiv 2104.09864)."""
-
-    theta: Annotated[Float, Field(gt=1)] = 10000.0
-    share: Annotated[Float, Field(gt=0, lt=1)] | None = None  # of a head's dims that are turned (GPT-NeoX, arXiv 2204.06745); None: all
-    scaling: Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")] | None = None
-
-    def rotary_dims(self, head_dim: int) -> int:
-        """Dims of a head that are turned, as half as many pairs (i, i + head_dim / 2), the first."""
-        return head_dim if self.share is None else int(head_dim * self.share)
+from maxlm.hardware import topologies
 
 
 class RouterConfig(Section):
@@ -179,6 +138,14 @@ class ClampConfig(Section):
     slope: PositiveFloat = 1.702
 
 
+class MultipliersConfig(Section):
+    """Constant factors of activations (Granite 3), beside those of `model.parametrization`."""
+
+    embedding: PositiveFloat = 1.0  # of embeddings
+    residual: PositiveFloat = 1.0  # of what each sublayer adds
+    logits_divisor: PositiveFloat = 1.0  # logits are divided by it
+
+
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
@@ -189,14 +156,15 @@ class ModelConfig(Section):
     n_kv_heads: Positive = 0  # derived: n_heads
     head_dim: Positive = 0  # derived: d_model / n_heads; with latent attention nope_dim + rope_dim
     d_ff: Positive
-    # geglu and gelu in their tanh form; swiglu_clamped: gpt-oss's (arXiv 2508.10925)
-    activation: Literal["swiglu", "geglu", "gelu", "swiglu_clamped"] = "swiglu"
+    # geglu and gelu in their tanh form, or exact (arXiv 1606.08415); swiglu_clamped: gpt-oss's (arXiv 2508.10925)
+    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "swiglu_clamped"] = "swiglu"
     clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
     qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
-    bias: Literal["none", "qkv", "all"] = "none"  # all: every linear layer, never the unembedding
+    # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
+    bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
     learned_positions: LearnedPositionsConfig | None = None  # None: RoPE
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
@@ -207,6 +175,7 @@ class ModelConfig(Section):
     softcap: SoftcapConfig | None = None
     tie_embeddings: Bool = False
     scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
+    multipliers: MultipliersConfig | None = None
     init_std: PositiveFloat = 0.02
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
@@ -233,6 +202,11 @@ class ModelConfig(Section):
         """Positions of the learned table; None with RoPE, which has no limit."""
         return None if self.learned_positions is None else self.learned_positions.max_seq_len
 
+    def most_generated(self, prompt: int) -> int | None:
+        """Tokens of a prompt of so many tokens and its continuation at most, by RoPE; None: any."""
+        limits = [rope.most_generated(prompt) for rope in (self.rope, self.rope_local or self.rope)]
+        return None if self.learned_positions is not None else min((limit for limit in limits if limit is not None), default=None)
+
     @property
     def attention_softcap(self) -> float | None:
         """Cap of scaled attention scores, or None."""
@@ -244,14 +218,50 @@ class ModelConfig(Section):
         return None if self.softcap is None else self.softcap.logits
 
     @property
-    def multipliers(self) -> Multipliers:
-        """Factors of activations; all 1 for the standard parametrization."""
+    def gated(self) -> bool:
+        """True if feed-forward layers have a gate."""
+        return self.activation not in ("gelu", "gelu_exact")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True if queries, keys and values have biases."""
+        return self.bias in ("qkv", "attention", "all")
+
+    @property
+    def out_bias(self) -> bool:
+        """True if the output projection of attention has a bias."""
+        return self.bias in ("attention", "all")
+
+    @property
+    def mlp_bias(self) -> bool:
+        """True if feed-forward layers and routers have biases."""
+        return self.bias in ("mlp", "all")
+
+    @property
+    def parametrized(self) -> Multipliers:
+        """Factors of activations that the parametrization gives; all 1 for the standard one."""
         return STANDARD if self.parametrization is None else self.parametrization.multipliers(self.d_model, self.n_layers, self.head_dim)
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of embeddings with `scale_embeddings`: the root of the width, or of that of the base model."""
-        return self.d_model**0.5 * self.multipliers.embedding
+        """Factor of embeddings: the root of the width, or of the base model's width, with `scale_embeddings`; times the constant one."""
+        scale = self.d_model**0.5 * self.parametrized.embedding if self.scale_embeddings else 1.0
+        return scale * (1.0 if self.multipliers is None else self.multipliers.embedding)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores, but for the one of scaled RoPE."""
+        return (self.attention_scale or self.head_dim**-0.5) * self.parametrized.attention
+
+    @property
+    def output_scale(self) -> float:
+        """Factor of hidden states after a final norm."""
+        return self.parametrized.output / (1.0 if self.multipliers is None else self.multipliers.logits_divisor)
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor of what each sublayer adds, but for the one of the parametrization."""
+        return 1.0 if self.multipliers is None else self.multipliers.residual
 
     @property
     def mtp_depth(self) -> int:
@@ -291,34 +301,46 @@ class TokenizerConfig(Section):
 
 
 class PromptResponseConfig(Section):
-    """JSONL of plain texts. The response counts, and the end-of-document token after it."""
+    """Rows of plain texts. The response counts, and the end-of-document token after it."""
 
     kind: Literal["prompt_response"]
     prompt_field: Text = "prompt"
     response_field: Text = "response"
+    special_tokens: Literal["text", "tokens"] = "text"  # whether special tokens that a text holds are text, or those tokens
     too_long: Literal["refuse", "leave_out"] = "refuse"  # longer than data.seq_len
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"  # a field missing, no text, nothing to learn ...; those left out are counted
 
 
 class ChatConfig(Section):
-    """JSONL of conversations: lists of {role, content}, rendered by the chat template. All turns of the assistant count."""
+    """Rows of conversations: lists of {role, content}, rendered by the chat template. The turns of the assistant count."""
 
     kind: Literal["chat"]
-    messages_field: Text = "messages"
+    messages_field: Text = "messages"  # where a row lacks it, `conversations`
     template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default={}, max_length=100
+    )  # for the template, as enable_thinking; those of a row win
     date: Text | None = None  # for templates that ask for today's
+    turns: Literal["all", "last"] = "all"  # of the assistant, that count
+    special_tokens: Literal["text", "tokens"] = "text"  # in messages; as text they cannot be written, so that such a row is a bad one
     too_long: Literal["refuse", "leave_out"] = "refuse"
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"
 
 
 class PreferencesConfig(Section):
-    """JSONL of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
+    """Rows of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
 
     kind: Literal["preferences"]
-    prompt_field: Text = "prompt"
+    prompt_field: Text = "prompt"  # where a row lacks it, the beginning that both responses share
     chosen_field: Text = "chosen"
     rejected_field: Text = "rejected"
     template: ReadPath | None = None
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={}, max_length=100)
     date: Text | None = None
+    turns: Literal["all", "last"] = "all"
+    special_tokens: Literal["text", "tokens"] = "text"
     too_long: Literal["refuse", "leave_out"] = "refuse"  # both responses together, each with the prompt
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"
 
 
 class PrepareConfig(Section):
@@ -551,6 +573,7 @@ class SamplesConfig(Section):
 
     prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
     tokens: Positive = 64  # of each continuation
+    chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
 
 
 class EvaluationConfig(Section):
@@ -569,9 +592,21 @@ class WandbConfig(Section):
 class ClusterConfig(Section):
     """The machine that a run is for: planning compiles for it, training checks that it has it."""
 
-    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8
-    accelerator: Text | None = None  # as Cloud TPU names it: v5p-128
+    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8. Rented names are translated: v5p-128
+    accelerator: Text | None = None  # as its cloud names it: v5p-128, a3-megagpu-8g; derived for TPUs
     network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/chips.py states
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_rented_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("topology"), str):
+            return values
+        name, given = values["topology"], values.get("accelerator")
+        with contextlib.suppress(topologies.TopologyError):  # the rules refuse it, with the file it is from
+            topology = topologies.parse(name)
+            machine = name.lower() if name.lower() in topologies.MACHINE_TYPES and not topology.is_tpu else topologies.accelerator(topology)
+            return {**values, "topology": topology.name, "accelerator": machine if given is None else given}
+        return values
 
 
 class Config(Section):

@@ -87,7 +87,7 @@ def load_for_machine(
     """(config, machine), the machine that the command line names in place of the config's. `any_mesh`, `assume`: as in `load`."""
     settings = list(overrides)
     if topology is not None:
-        settings += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]
+        settings += [f"cluster.topology={json.dumps(topology)}", "cluster.accelerator="]  # empty: by the topology
     if slices is not None:
         settings.append(f"mesh.slices={slices}")
     if slices == 1:

@@ -31,7 +31,9 @@ WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 # Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
+COMPANIONS = (SETTINGS, "special_tokens_map.json", "generation_config.json", TEMPLATE, TOOL_TEMPLATE)
 METADATA = "metadata.json"
 PROGRESS = "preparing.npz"
 CONVERSATIONS = "data.prepare.conversations.kind"  # in `settings` of a store of conversations, and no other

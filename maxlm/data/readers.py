@@ -36,6 +36,7 @@ SAID = {
     "unreadable": "cannot be read: {example}",
 }
 DETAIL = {"format": "control characters", "error": "", "type": "value", "field": "", "suffix": "", "limit": DEFAULTS.max_record_bytes}
+BAD_RECORDS = ("not_json", "not_object", "malformed")  # cost one record, and the next one is read
 
 
 class Document(NamedTuple):
@@ -48,10 +49,13 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Fields of a record. `text`: None for conversations, which are whole records; `content`: those that are not metadata."""
+    """Fields of a record. `text`: None for conversations, which are whole records; `content`: those that are not metadata.
+    `lenient`: records that are no JSON objects are left out and counted.
+    """
 
     text: str | None
     content: frozenset[str]
+    lenient: bool = False
 
     @classmethod
     def of_text(cls, name: str) -> "Fields":
@@ -104,7 +108,7 @@ def read_documents(file: SourceFile, fields: Fields, left_out: Counter[str] | No
                 continue
             problem = Defect(found.number, found.unit, reason, detail={"format": "control characters"})
         assert problem is not None
-        if problem.is_fault:
+        if problem.is_fault and not (fields.lenient and problem.number and problem.reason in BAD_RECORDS):
             raise _error(problem, origin if problem.number else file.path)
         if left_out is not None:
             left_out[problem.reason] += 1

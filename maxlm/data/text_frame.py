@@ -1,6 +1,6 @@
 """Special tokens around the texts of a model, as it was trained with them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +26,17 @@ class TextFrame(NamedTuple):
         return {"opening": list(self.opening), "prefix": self.prefix, "ends": list(self.ends)}
 
 
-def started_frame(source: Path | None, own: Path, end: int, *, goes_on: bool) -> TextFrame:
+def started_frame(source: Path | None, own: Path, end: int, *, goes_on: bool, turns: Collection[int] = ()) -> TextFrame:
     """The frame of a run with the tokenizer folder `own` on data whose documents end with `end`, that starts from the model with the
     tokenizer in `source`: the model's, or as recorded where that is gone; of a run that starts from none, the frame of token stores.
 
     `goes_on`: from a checkpoint of its own, so that what is recorded holds though its config names no source any more. The end of a
-    document of the model still ends texts where the data has another one.
+    document of the model still ends texts where the data has another one, and so do `turns`, which end turns in the data.
     """
     info = None if source is None else manifest.load(str(source))
     if info is None and (source is not None or goes_on):
         info = manifest.load(str(own))
     if info is None:
-        return TextFrame()
+        return TextFrame(ends=tuple(sorted({*turns} - {end})))
     frame = TextFrame.of(info.settings)
-    return frame._replace(ends=tuple(sorted({*frame.ends, info.end_of_document_id} - {end})))
+    return frame._replace(ends=tuple(sorted({*frame.ends, *turns, info.end_of_document_id} - {end})))

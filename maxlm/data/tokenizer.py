@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ from maxlm.data.text_frame import FRAME, TextFrame, started_frame
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
+_BEFORE = "\n.x0"  # characters that a continuation may follow, the first that gives a token of its own
 PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs some 100 bytes a token while it is made
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens written in a text are encoded as text, never as their ids."""
+    """Text to ids and back. Special tokens written in a text are encoded as text unless a call asks for the tokens (`special`)."""
 
     def __init__(self, content: bytes | str, end_of_document: str, source: str, frame: TextFrame | None = None) -> None:
         """`content`: a tokenizer.json; `source` names it in errors; `frame`: of the model that it belongs to.
@@ -54,9 +56,14 @@ class Tokenizer:
         opening = self.frame.opening
         return [*(() if tuple(ids[: len(opening)]) == opening else opening), *ids] or [self.prefix]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the prompt `text`, as `opened`."""
-        return self.opened(self.encode(text).tolist())
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the prompt `text`, as `opened`. `special`: as in `encode`."""
+        return self.opened(self.encode(text, special=special).tolist())
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches every special token."""
+        return re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))))
 
     @property
     def ids(self) -> dict[str, int]:
@@ -69,21 +76,41 @@ class Tokenizer:
         return manifest.fingerprint(json.loads(self.text))
 
     @functools.cached_property
-    def _joins(self) -> bool:
+    def joins(self) -> bool:
         """True if the ids of a text are those of its lines: not where a space is put before every text."""
         whole, first, second = (self._bpe.encode(text, add_special_tokens=False).ids for text in ("a\nb", "a\n", "b"))
         return bool(whole == first + second)
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, uint32, without an end-of-document token."""
-        return self.encode_documents([text])[0][:-1]
+    def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+        """Ids of `text`, uint32, without an end-of-document token. `special`: special tokens written in it are those tokens."""
+        return self.encode_rendered(text)[0] if special else self.encode_documents([text])[0][:-1]
+
+    def encode_pair(self, prompt: str, response: str, *, special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a prompt, as generation encodes it, and of the response after it: both encoded as one text and cut where the prompt ends.
+
+        Where a token would span the cut, as in `f(x` and `)`, the response is encoded alone, without the space that some tokenizers put
+        before a text. `special`: as in `encode`.
+        """
+        before, whole = self.encode(prompt, special=special), self.encode(prompt + response, special=special)
+        if np.array_equal(whole[: len(before)], before):
+            return before, whole[len(before) :]
+        return before, self._continued(response, special)
+
+    def _continued(self, text: str, special: bool) -> np.ndarray:
+        """Ids of `text` inside a longer one: after a character that no token of `text` is joined with."""
+        if not self.joins:
+            for character in _BEFORE:
+                first, both = self.encode(character), self.encode(character + text, special=special)
+                if np.array_equal(both[: len(first)], first):
+                    return both[len(first) :]
+        return self.encode(text, special=special)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, uint32, closed by the end-of-document token.
 
         Raises UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
-        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self._joins else [text] for text in texts]
+        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self.joins else [text] for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
         end = np.array([self.end_of_document_id], np.uint32)
         documents = []
@@ -156,28 +183,29 @@ def open_tokenizer(folder: str) -> Tokenizer:
     return tokenizer
 
 
-def started_tokenizer(store: str, own: Path, source: Path | None, *, goes_on: bool = False) -> Tokenizer:
+def started_tokenizer(store: str, own: Path, source: Path | None, *, goes_on: bool = False, turns: Collection[int] = ()) -> Tokenizer:
     """The tokenizer of the token store `store` with the frame of `started_frame`, as `copy_tokenizer` records it in `own`."""
     tokenizer = open_tokenizer(store)
-    tokenizer.frame = started_frame(source, own, tokenizer.end_of_document_id, goes_on=goes_on)
+    tokenizer.frame = started_frame(source, own, tokenizer.end_of_document_id, goes_on=goes_on, turns=turns)
     return tokenizer
 
 
-def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes_on: bool = False) -> None:
+def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes_on: bool = False, turns: Collection[int] = ()) -> None:
     """Copy tokenizer and manifest of `store` into `folder`, so that a run's model can be used without the store. The companions of the
-    tokenizer come from the store, or else from the folder `source`, the tokenizer of the model that the run starts from, as does the frame
-    of texts. `goes_on`: as of `started_frame`.
+    tokenizer come from the store, and those that it lacks from the folder `source`, the tokenizer of the model that the run starts from,
+    as does the frame of texts. `goes_on`, `turns`: as of `started_frame`.
     """
     content, info = storage.read_bytes(store, manifest.TOKENIZER), manifest.load(store)
     assert content is not None and info is not None, "a store that opened has both"
     storage.write_bytes(str(folder), manifest.TOKENIZER, content)
-    frame = started_frame(source, folder, info.end_of_document_id, goes_on=goes_on)
+    frame = started_frame(source, folder, info.end_of_document_id, goes_on=goes_on, turns=turns)
     if frame != TextFrame():
         settings = {**info.settings, FRAME: frame.to_json()}
         info = info.model_copy(update={"settings": settings, "fingerprint": manifest.fingerprint(settings)})
     storage.write_bytes(str(folder), manifest.MANIFEST, manifest.as_bytes(info.model_dump(mode="json")))
-    companions = companions_of(store) or ({} if source is None else companions_of(str(source)))
-    for name, content in companions.items():
+    companions = companions_of(store)
+    lacking = {} if source is None or manifest.SETTINGS in companions else companions_of(str(source))
+    for name, content in (lacking | companions).items():
         storage.write_bytes(str(folder), name, content)
 
 

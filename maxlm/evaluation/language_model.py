@@ -62,26 +62,23 @@ class LanguageModel:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text, without any token added."""
-        ids = self.tokenizer.encode_rendered(text)[0] if self.special else self.tokenizer.encode(text)
-        return tuple(ids.tolist())
+        return tuple(self.tokenizer.encode(text, special=self.special).tolist())
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Ids of a prompt, after those that open every text of the model."""
         return tuple(self.tokenizer.opened(self.encode(text)))
 
     def request(self, context: str, continuation: str) -> Request:
-        """Tokens of a continuation after a context, split as lm-evaluation-harness does (`TemplateLM._encode_pair`): spaces at the end of
-        the context count as the beginning of the continuation, and both are encoded as one text. Where a token would span both, as in
-        `f(x` and `)`, each is encoded alone.
+        """Tokens of a continuation after a context, as `Tokenizer.encode_pair`, after spaces at the end of the context have become the
+        beginning of the continuation: the convention of lm-evaluation-harness (`TemplateLM._encode_pair`).
         """
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         if not context:
             return Request((self.prefix,), self.encode(continuation))
-        before, whole = self.encode(context), self.encode(context + continuation)
-        after = whole[len(before) :] if whole[: len(before)] == before else self.encode(continuation)
-        return Request(tuple(self.tokenizer.opened(before)), after)
+        before, after = self.tokenizer.encode_pair(context, continuation, special=self.special)
+        return Request(tuple(self.tokenizer.opened(before.tolist())), tuple(after.tolist()))
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
         """Likelihoods of `requests`; equal ones are computed once. A request that is longer than the context loses the beginning of its

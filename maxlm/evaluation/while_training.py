@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer import started_tokenizer
+from maxlm.data.turns import turn_ends
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import rehearse, run_task
@@ -36,7 +37,8 @@ class TrainingTasks:
         assert config.evaluation is not None, "asked without the section"
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
         own = Path(config.run.dir) / config.run.name / TOKENIZER
-        self._tokenizer = started_tokenizer(config.data.stores[0], own, source_tokenizer(config), goes_on=goes_on)
+        turns = turn_ends(config.data.stores)
+        self._tokenizer = started_tokenizer(config.data.stores[0], own, source_tokenizer(config), goes_on=goes_on, turns=turns)
         self._scorer, self._name = Scorer(config, mesh), config.run.name
         state = least(config, dict(mesh.shape))[0]
         self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}

@@ -1,6 +1,9 @@
-"""Topologies such as `v5p:4x4x4` and `h100:16x8`: chips, hosts, and the dims along which links close to a ring. No jax here."""
+"""Topologies such as `v5p:4x4x4` and `h100:16x8`: chips, hosts, and the dims along which links close to a ring; also by the names under
+which clouds rent them, such as `v5p-128` and `a3-megagpu-8g`. No jax here.
+"""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,6 +18,38 @@ _MOST_GPUS = 2**17
 _A_NODE = 8  # GPUs of a DGX or HGX node, which the NVLink switches of the node join
 _MOST_A_NODE = {"A100-40GB": 16, "B200": 72}  # Google's a2-megagpu-16g and GB200 NVL72; 8 of all others
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}  # a chip, which Cloud TPU counts in the names of these; chips in all others
+_CLOUD_NAMES = {"v5litepod": "v5e", "v5lite": "v5e"}  # Cloud TPU's own names of a chip
+# Machine types of clouds -> topology. Sources (2026): docs.cloud.google.com/compute/docs/gpus, docs.cloud.google.com/tpu/docs,
+# docs.aws.amazon.com/ec2/latest/instancetypes/ac.html, learn.microsoft.com/azure/virtual-machines/sizes/overview.
+MACHINE_TYPES = {
+    **{f"a2-highgpu-{gpus}g": f"a100-40gb:1x{gpus}" for gpus in (1, 2, 4, 8)},
+    "a2-megagpu-16g": "a100-40gb:1x16",
+    **{f"a2-ultragpu-{gpus}g": f"a100-80gb:1x{gpus}" for gpus in (1, 2, 4, 8)},
+    **{f"a3-highgpu-{gpus}g": f"h100:1x{gpus}" for gpus in (8, 4, 2, 1)},
+    "a3-megagpu-8g": "h100:1x8",
+    "a3-ultragpu-8g": "h200:1x8",
+    "a4-highgpu-8g": "b200:1x8",
+    "ct4p-hightpu-4t": "v4:2x2x1",
+    "ct5lp-hightpu-1t": "v5e:1x1",
+    "ct5lp-hightpu-4t": "v5e:2x2",
+    "ct5lp-hightpu-8t": "v5e:2x4",
+    "ct5p-hightpu-4t": "v5p:2x2x1",
+    "ct6e-standard-1t": "v6e:1x1",
+    "ct6e-standard-4t": "v6e:2x2",
+    "ct6e-standard-8t": "v6e:2x4",
+    "tpu7x-standard-4t": "tpu7x:2x2x1",
+    "p4d.24xlarge": "a100-40gb:1x8",
+    "p4de.24xlarge": "a100-80gb:1x8",
+    "p5.4xlarge": "h100:1x1",
+    "p5.48xlarge": "h100:1x8",
+    "p5e.48xlarge": "h200:1x8",
+    "p5en.48xlarge": "h200:1x8",
+    "p6-b200.48xlarge": "b200:1x8",
+    "standard_nd96asr_v4": "a100-40gb:1x8",
+    "standard_nd96amsr_a100_v4": "a100-80gb:1x8",
+    "standard_nd96isr_h100_v5": "h100:1x8",
+    "standard_nd96isr_h200_v5": "h200:1x8",
+}
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x20x28")
 _NODES = ("1x1", "1x2", "1x4", *(f"{2**power}x{_A_NODE}" for power in range(12)))
@@ -75,13 +110,15 @@ class Topology:
 
 
 def parse(name: str, slices: int = 1) -> Topology:
-    """The topology called `name`, in any case. Raises TopologyError, with similar names, for an unknown one."""
+    """The topology called `name`, in any case: chip and shape, or a name under which it is rented (`rented`). Raises TopologyError, with
+    similar names, for an unknown one.
+    """
     known = {chip.name.lower(): chip for chip in CHIPS}
-    chip_name, colon, shape = name.partition(":")
+    chip_name, colon, shape = (name if ":" in name else rented(name) or name).partition(":")
     chip = known.get(chip_name.lower())
     if chip is None:
         near = get_close_matches(chip_name.lower(), known, n=3, cutoff=0.4) or list(known)
-        example = "v5p:4x4x4" if is_tpu(known[near[0]]) else f"{near[0]}:2x{_A_NODE}"
+        example = "v5p:4x4x4 or v5p-128" if is_tpu(known[near[0]]) else f"{near[0]}:2x{_A_NODE} or {near[0]}x{_A_NODE}"
         raise TopologyError(f"no chip {chip_name!r} is known", f"use {either([known[key].name.lower() for key in near])}, as in {example}")
     sides = [int(side) for side in shape.split("x") if side.isascii() and side.isdigit() and len(side) < 9]
     count = 3 if is_tpu(chip) and chip.ici_links == 6 else 2  # a torus has two links a dim
@@ -98,11 +135,59 @@ def parse(name: str, slices: int = 1) -> Topology:
 
 
 def accelerator(topology: Topology) -> str | None:
-    """Name of one slice on Cloud TPU, such as v5p-128 for v5p:4x4x4; None of a GPU."""
-    if not topology.is_tpu:
+    """Name of one slice on Cloud TPU, such as v5p-128 for v5p:4x4x4; None for a GPU and for a shape that no such name means."""
+    if topology.name not in _lent(topology.chip) or not topology.is_tpu:
         return None
-    chip = topology.chip.name
-    return f"{'v5litepod' if chip == 'v5e' else chip}-{math.prod(topology.sides) * _CORES.get(chip, 1)}"
+    return _rented_name(topology.name)
+
+
+def rented(name: str) -> str | None:
+    """Topology that clouds rent as `name`, in any case: an accelerator type of Cloud TPU (v5p-128, whose number counts TensorCores, as for
+    v4 and tpu7x; chips for v5litepod-16 and v6e-16), GPUs by chip and number (h100x8) or a machine type (a3-megagpu-8g). None if `name` is
+    of another kind. Raises TopologyError, with the nearest names, for a size or a machine type that does not exist.
+    """
+    lower = name.strip().lower()
+    if lower in MACHINE_TYPES:
+        return MACHINE_TYPES[lower]
+    chips = {chip.name.lower(): chip for chip in CHIPS}
+    family, size = match.groups() if (match := re.fullmatch(r"(\w[\w-]*?)[-x]([1-9][0-9]{0,6})", lower, re.ASCII)) else ("", "0")
+    chip = chips.get(_CLOUD_NAMES.get(family, family))
+    if chip is not None:
+        return _of_size(chip, name, int(size))
+    same = [other for other in chips if family and other.startswith(f"{family}-")]  # a100x8, without its memory
+    close = [f"{other}x{size}" for other in same] or get_close_matches(lower, MACHINE_TYPES, n=3, cutoff=0.7)
+    if not close:
+        return None
+    raise TopologyError(f"no machine {name!r} is known", f"use {either(close)}")
+
+
+def _of_size(chip: Chip, name: str, size: int) -> str:
+    """Topology of `size` cores or chips, as `name` counts them. Raises TopologyError if none is rented."""
+    found = next((topology for topology in _lent(chip) if _size(topology) == size), None)
+    if found is None and not is_tpu(chip) and size % _A_NODE == 0:
+        found = f"{chip.name.lower()}:{size // _A_NODE}x{_A_NODE}"
+    if found is None:
+        nearest = [_rented_name(topology) for topology in near(chip, size // _CORES.get(chip.name, 1))]
+        raise TopologyError(f"no {name} is rented", f"near it there are {', '.join(nearest)}")
+    return found
+
+
+def _rented_name(topology: str) -> str:
+    """Name with the size: v5p-128, v5litepod-16, h100x8."""
+    chip = topology.partition(":")[0]
+    separator = "-" if chip in map(str.lower, _MOST) else "x"
+    return f"{'v5litepod' if chip == 'v5e' else chip}{separator}{_size(topology)}"
+
+
+def _size(topology: str) -> int:
+    """Number in the rented name of `topology`: TensorCores of v4, v5p and tpu7x, chips of others."""
+    chip, _, shape = topology.partition(":")
+    return _count(shape) * _CORES.get(chip, 1)
+
+
+def _lent(chip: Chip) -> list[str]:
+    """Topologies of `chip` that are rented, smallest first."""
+    return near(chip, 1, most=100)
 
 
 def near(chip: Chip, chips: int, most: int = 3) -> list[str]:

@@ -169,6 +169,13 @@ def _check(config: ModelConfig, prompts: Sequence[Ids], sampler: Sampler, finish
         raise UserError(
             f"prompt and continuation have {length} tokens, above model.learned_positions.max_seq_len = {config.max_seq_len}: ask for less."
         )
+    for prompt in prompts:
+        most = config.most_generated(len(prompt))
+        if most is not None and len(prompt) + sampler.max_new_tokens > most:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {sampler.max_new_tokens} new ones are above {most}, where the scaling of model.rope "
+                "changes the frequencies of all tokens, and keys are computed once: ask for less, or give a longer prompt."
+            )
     if sampler.stop and not finishes:
         raise UserError("stop texts are looked for in text, and ids alone have none: continue texts with maxlm.inference.text.")
 

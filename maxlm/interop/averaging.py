@@ -12,7 +12,8 @@ from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
-from maxlm.config.loader import dump
+from maxlm.config.errors import quoted
+from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig, WeightsKind
 from maxlm.interop.importing import MODEL
 from maxlm.interop.new_folder import new_folder
@@ -20,7 +21,7 @@ from maxlm.interop.weights import Step, nested
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.adapters import leaf, put, stored
 from maxlm.models.parameters import Parameters
-from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER, SavedRun, open_run
+from maxlm.training.saved_run import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER, SavedRun, open_run
 from maxlm.training.schedule_free import NAME as SCHEDULE_FREE
 
 
@@ -43,15 +44,16 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
     chosen = _chosen(saved, last, steps)
     with new_folder(out) as made:
         config = _config(saved.config)
-        (made / CONFIG).write_text(dump(config), encoding="utf-8")
+        (made / CONFIG).write_text(saved_text(config), encoding="utf-8")
         open_run(made)  # what nothing could open is not worth averaging
         state = _mean(saved, chosen, kind, progress)
         checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})
         checkpoints.save(chosen[-1], state, {})
         checkpoints.close()
-        _write_model(made / MODEL, config, f"the mean of {run.resolve().name}'s checkpoints {', '.join(map(str, chosen))}")
-        if (run / TOKENIZER).is_dir():
-            shutil.copytree(run / TOKENIZER, made / TOKENIZER)
+        _write_model(made / MODEL, config, f"the mean of checkpoints of {quoted(run.resolve().name)}: {', '.join(map(str, chosen))}")
+        for name in (TOKENIZER, PUBLISHED):
+            if (run / name).is_dir():
+                shutil.copytree(run / name, made / name)
     return Averaged(chosen, count_parameters(config.model))
 
 

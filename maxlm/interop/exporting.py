@@ -1,9 +1,10 @@
 """`maxlm export`: a checkpoint as a folder that the Hugging Face library loads."""
 
+import html
 import json
 import math
 import re
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,22 +14,23 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from maxlm.config import Config, UserError
+from maxlm.config.errors import shorten
 from maxlm.config.schema import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
-from maxlm.interop.importing import MODEL, TOKENIZER_FILES
+from maxlm.interop.importing import MODEL
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.packing import Packing, packing_of
-from maxlm.interop.published_frame import json_object
+from maxlm.interop.published_files import CONFIG, object_or_none
+from maxlm.interop.restating import with_format, write_files
 from maxlm.interop.tensor_files import INDEX, write_tensors
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
 from maxlm.models.parametrization import folded, standard
 from maxlm.models.stack import Names
-from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
+from maxlm.training.saved_run import PUBLISHED, SavedRun, open_run
 
 DTYPES: dict[str, Any] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-GENERATION = "generation_config.json"  # as transformers names it
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -38,6 +40,7 @@ class Exported(NamedTuple):
     architecture: str
     parameters: int
     files: int
+    notes: tuple[str, ...] = ()
 
 
 def export_model(
@@ -59,11 +62,23 @@ def export_model(
     limit = _bytes(shard_size)
     saved = open_run(run)
     saved.check_kind(of)
-    family, their_config = family_of(standard(saved.config.model), saved.config.data.seq_len)
+    published = object_or_none(run / PUBLISHED / CONFIG)
+    seq_len = 0 if saved.untrained and published is not None else saved.config.data.seq_len
+    family, their_config = family_of(standard(saved.config.model), seq_len, published)
     packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
-    their_config |= {"dtype": dtype} if packing is None else {"dtype": dtype, "quantization_config": packing.config}
+    their_config = with_format(their_config, dtype, None if packing is None else packing.config, stated=published is None)
     with new_folder(out) as made:
-        return _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
+        exported = _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
+    return exported._replace(notes=tuple(_notes(their_config, published)))
+
+
+def _notes(config: dict[str, Any], published: dict[str, Any] | None) -> Iterator[str]:
+    """What of the published model is not in the export."""
+    if config.get("auto_map"):
+        yield "config.json names code of its source (auto_map), which is not exported: load it without trust_remote_code"
+    was = None if published is None else published.get("model_type")
+    if was is not None and was != config["model_type"]:
+        yield f"config.json is of the type {config['model_type']}, and that of the source was {was}"
 
 
 def _write(
@@ -79,7 +94,7 @@ def _write(
     packing: Packing | None,
 ) -> Exported:
     run, config = saved.directory, saved.config
-    their_config |= _tokens(run / TOKENIZER, folder)
+    write_files(saved, their_config, folder)  # first: what is wrong with them is said before anything is read
     found = weights.targets(config.model, family)
     repeated = weights.copies(config.model, family)
     shapes = dict(weights.with_copies(weights.their_shapes(config.model, found).items(), repeated))
@@ -125,10 +140,6 @@ def _write(
     if len(files) > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1), encoding="utf-8")
     count = count_parameters(config.model)
-    if not (folder / GENERATION).is_file():
-        known = {name: their_config[name] for name in ("bos_token_id", "eos_token_id") if their_config.get(name) is not None}
-        (folder / GENERATION).write_text(json.dumps(known), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps({"architectures": [family.architecture], **their_config}, indent=2), encoding="utf-8")
     (folder / "README.md").write_text(_card(saved, family, count, at, packing), encoding="utf-8")
     return Exported(family.architecture, count, len(files))
 
@@ -145,41 +156,6 @@ def _shards(sizes: list[int], limit: int) -> list[int]:
     return counts
 
 
-def _tokens(tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Copy the tokenizer, with the ends of texts that this model has; returns what config.json says of it."""
-    if not tokenizer.is_dir():
-        return {}
-    from maxlm.data.tokenizer import open_tokenizer
-
-    known = open_tokenizer(str(tokenizer))
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, folder / name)
-    if not (folder / "tokenizer_config.json").is_file():
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    ends = list(dict.fromkeys([known.end_of_document_id, *known.frame.ends]))
-    stated = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-    _restate(tokenizer, folder, GENERATION, stated)
-    for name in () if _template_reads_end(tokenizer) else ("tokenizer_config.json", "special_tokens_map.json"):
-        _restate(tokenizer, folder, name, {"eos_token": known.end_of_document})
-    return stated
-
-
-def _restate(source: Path, folder: Path, file: str, stated: dict[str, Any]) -> None:
-    """Write to `folder` the file of `source` that says something else, as one of another model does whose texts had other ends."""
-    said = json_object(source / file)
-    plain = {name: said[name].get("content") if isinstance(said.get(name), dict) else said.get(name) for name in stated}
-    if (source / file).is_file() and plain != stated:
-        (folder / file).write_text(json.dumps(said | stated, indent=1), encoding="utf-8")
-
-
-def _template_reads_end(source: Path) -> bool:
-    """True if the chat template writes `eos_token`: then it stays what conversations were rendered with for training."""
-    named, alone = json_object(source / "tokenizer_config.json").get("chat_template"), source / "chat_template.jinja"
-    return "eos_token" in json.dumps(named) or (alone.is_file() and "eos_token" in alone.read_text(encoding="utf-8", errors="replace"))
-
-
 def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packing | None) -> str:
     """The model card: facts of the run, or of a model that was imported or averaged where it is from."""
     rows = {"architecture": family.architecture, "parameters": f"{count:,}"}
@@ -187,11 +163,17 @@ def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packi
         rows["matrices of layers"] = f"{packing.format}, with a scale for each output"
     model = saved.directory / MODEL
     if model.is_file():
-        said = model.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        said = html.escape(model.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()[:300], quote=False)
     else:
         said, rows = "Trained with maxlm.", rows | _training(saved.trained, step)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {saved.directory.name}\n{said}\n\n| | |\n|---|---|\n{table}\n"
+    title = _code(saved.directory.name)
+    return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {title}\n{said}\n\n| | |\n|---|---|\n{table}\n"
+
+
+def _code(name: str) -> str:
+    """A name as code in Markdown, which no character of it ends."""
+    return "`" + "".join(char if char.isprintable() and char not in "`|" else "_" for char in shorten(name)) + "`"
 
 
 def _training(config: Config, step: int) -> dict[str, str]:
@@ -204,7 +186,7 @@ def _training(config: Config, step: int) -> dict[str, str]:
         "seed": str(config.train.seed),
     }
     if config.train.start_from is not None:
-        rows["started from"] = Path(config.train.start_from.path).name
+        rows["started from"] = _code(Path(config.train.start_from.path).name)
     if config.objective is not None:
         rows["objective"] = config.objective.kind
     if config.model.lora is not None:

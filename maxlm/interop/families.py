@@ -1,7 +1,8 @@
 """The published families: which of their tensors is which of ours. Read backwards, the same tables are the export."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.layouts import (
@@ -16,6 +17,7 @@ from maxlm.interop.layouts import (
     Reordered,
     RotaryPairs,
     Rule,
+    interleaved,
     turned_first,
 )
 
@@ -38,6 +40,12 @@ class Family:
     copies: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
 
+
+# Beginnings of names of the text tower in files of several modalities, and what a text model has in their place; other towers and bridges.
+TEXT_TOWER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+OTHER_TOWERS = tuple(
+    f"{outer}{name}." for outer in ("", "model.") for name in ("vision_tower", "multi_modal_projector", "mm_projector", "vision_model")
+)
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -114,6 +122,29 @@ def _stablelm(config: ModelConfig) -> tuple[Rule, ...]:
         *_layer_norm(LAYER + "input_layernorm", "attention_norm"),
         *_layer_norm(LAYER + "post_attention_layernorm", "mlp_norm"),
         *_mlp(),
+    )
+
+
+def _ernie(config: ModelConfig) -> tuple[Rule, ...]:
+    order = interleaved(config.head_dim)
+    return *_tables(), *_attention(lambda layout: Reordered(layout, order)), *_pre_norms(), *_mlp()
+
+
+def _phi3(config: ModelConfig) -> tuple[Rule, ...]:
+    order = turned_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
+    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    ends = (queries, queries + keys, queries + 2 * keys)
+    turned = Reordered(LINEAR, order)
+    return (
+        *_tables(),
+        *_pre_norms(),
+        Rule(ATTENTION + "qkv_proj.weight", ("attention/query_DHK",), turned, rows=(0, ends[0], ends[2])),
+        Rule(ATTENTION + "qkv_proj.weight", ("attention/key_DGK",), turned, rows=(*ends[:2], ends[2])),
+        Rule(ATTENTION + "qkv_proj.weight", ("attention/value_DGK",), LINEAR, rows=(*ends[1:], ends[2])),
+        Rule(ATTENTION + "o_proj.weight", ("attention/out_HKD",), OUTPUT),
+        Rule(LAYER + "mlp.gate_up_proj.weight", ("mlp/gate_DF",), LINEAR, rows=(0, config.d_ff, 2 * config.d_ff)),
+        Rule(LAYER + "mlp.gate_up_proj.weight", ("mlp/up_DF",), LINEAR, rows=(config.d_ff, 2 * config.d_ff, 2 * config.d_ff)),
+        Rule(LAYER + "mlp.down_proj.weight", ("mlp/down_FD",), LINEAR),
     )
 
 
@@ -199,11 +230,32 @@ def _deepseek(config: ModelConfig) -> tuple[Rule, ...]:
         Rule(LAYER + "mlp.gate.e_score_correction_bias", ("mlp/balancing_E",), exact=True),
         *_EXPERTS_OF_QWEN,
         *_mlp("mlp.shared_experts.", "mlp/shared/"),
-        # Multi-token prediction: their one matrix reads the embedding, then hidden states.
-        Rule(LAYER + "enorm.weight", ("token_norm/scale_D",)),
-        Rule(LAYER + "hnorm.weight", ("hidden_norm/scale_D",)),
-        Rule(LAYER + "eh_proj.weight", ("token_DD", "hidden_DD"), LINEAR),
-        Rule(LAYER + "shared_head.norm.weight", ("final_norm/scale_D",)),
+        *_FURTHER_MODULES,
+    )
+
+
+# Multi-token prediction: their one matrix reads the embedding, then hidden states.
+_FURTHER_MODULES = (
+    Rule(LAYER + "enorm.weight", ("token_norm/scale_D",)),
+    Rule(LAYER + "hnorm.weight", ("hidden_norm/scale_D",)),
+    Rule(LAYER + "eh_proj.weight", ("token_DD", "hidden_DD"), LINEAR),
+    Rule(LAYER + "shared_head.norm.weight", ("final_norm/scale_D",)),
+)
+
+
+def _glm4_moe(config: ModelConfig) -> tuple[Rule, ...]:
+    order = turned_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
+    return (
+        *_tables(),
+        *_attention(lambda layout: Reordered(layout, order)),
+        *_pre_norms(),
+        *_head_norms(Reordered(KEEP, order)),
+        *_mlp(),
+        Rule(LAYER + "mlp.gate.weight", ("mlp/router_DE",), LINEAR, exact=True),
+        Rule(LAYER + "mlp.gate.e_score_correction_bias", ("mlp/balancing_E",), exact=True),
+        *_EXPERTS_OF_QWEN,
+        *_mlp("mlp.shared_experts.", "mlp/shared/"),
+        *_FURTHER_MODULES,
     )
 
 
@@ -240,7 +292,70 @@ FAMILIES: dict[str, Family] = {
         Family("mixtral", "MixtralForCausalLM", _mixtral),
         Family("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek),
         Family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek, copies=_TABLES_OF_MTP),
+        Family("kimi_k2", "DeepseekV3ForCausalLM", _deepseek, copies=_TABLES_OF_MTP),
+        Family("phi3", "Phi3ForCausalLM", _phi3),
+        Family("granite", "GraniteForCausalLM", _llama),
+        Family("seed_oss", "SeedOssForCausalLM", _llama),
+        Family("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, copies=_TABLES_OF_MTP),
+        Family("ernie4_5", "Ernie4_5ForCausalLM", _ernie),
         Family("stablelm", "StableLmForCausalLM", _stablelm),
         Family("gpt_oss", "GptOssForCausalLM", _gpt_oss),
     )
 }
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A config.json that the Hugging Face library does not run, though it describes a model of ours.
+
+    `key`: what is wrong in it, and `field`: that in our config; `broken`: true of such a config; `fix`: the rule and what to do.
+    """
+
+    families: tuple[str, ...]
+    key: str
+    field: str
+    broken: Callable[[Mapping[str, Any]], bool]
+    fix: str
+
+    def problem(self, values: Mapping[str, Any]) -> str | None:
+        """One line about what the library cannot run of this config.json; None if it can."""
+        if values.get("model_type") not in self.families or not self.broken(values):
+            return None
+        return f"{self.field} ({self.key} = {values.get(self.key)}): {self.fix}"
+
+
+def _is_odd_width(values: Mapping[str, Any]) -> bool:
+    return values.get("hidden_size", 0) % values.get("num_attention_heads", 1) != 0
+
+
+# From the `validate_architecture` of configuration_*.py and the masks of modeling_*.py, transformers 5.24.
+LIMITS = (
+    Limit(
+        ("llama", "gemma2", "gemma3_text", "deepseek_v2"),
+        "hidden_size",
+        "model.d_model",
+        _is_odd_width,
+        "the library wants num_attention_heads to divide it: use another model.d_model or model.n_heads",
+    ),
+    Limit(
+        ("gemma2", "gemma3_text"),
+        "query_pre_attn_scalar",
+        "model.attention_scale",
+        lambda values: not isinstance(values.get("query_pre_attn_scalar", 256), int),
+        "the library takes one over the square root of a whole number only: use such a scale",
+    ),
+    Limit(
+        ("gemma2", "gemma3_text", "gpt_oss"),
+        "sliding_window",
+        "model.window",
+        lambda values: not values.get("sliding_window", 1),
+        "the library makes the mask of local layers though no layer is local: give it any number of tokens",
+    ),
+    Limit(
+        ("llama",),
+        "initializer_range",
+        "model.init_std",
+        lambda values: not 0 <= values.get("initializer_range", 0) <= 1,
+        "the library wants it from 0 to 1: use such a deviation",
+    ),
+)

@@ -4,71 +4,35 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, quoted, shorten
 from maxlm.config.fields import INT64, LARGEST
 from maxlm.interop import packed
 from maxlm.interop.families import FAMILIES, Family
+from maxlm.interop.known_keys import HARMLESS, NEUTRAL
 
 Json = dict[str, Any]
 Section = dict[str, Any]  # settings of our `model` section
 
-# Keys that change nothing in the network: names of files and versions, dropout, which pretraining does without, and limits of their own.
-HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "attn_pdrop",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "dtype",
-        "embd_pdrop",
-        "eos_token_id",
-        "ep_size",
-        "id2label",
-        "initial_context_length",
-        "initializer_range",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "n_ctx",
-        "num_nextn_predict_layers",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "qk_head_dim",
-        "reorder_and_upcast_attn",
-        "resid_pdrop",
-        "return_dict",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "seq_aux",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "task_specific_params",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unk_token_id",
-        "use_cache",
-    ]
-)
-
+# Activations as the library names them: ours of gated layers, None for the default, and ours of layers without a gate.
+GATED: dict[str, str | None] = {
+    "silu": None,
+    "swish": None,
+    "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
+    "gelu": "geglu_exact",
+}
+UNGATED = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 
 # Defaults of the library that differ from those of `_decoder`, or from "none".
 _QWEN: Json = {"max_window_layers": 28, "sliding_window": 4096}
+_DEEPSEEK_V3: Json = {
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
 DEFAULTS: dict[str, Json] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -76,19 +40,25 @@ DEFAULTS: dict[str, Json] = {
     "qwen3": {**_QWEN, "head_dim": 128},
     "qwen3_moe": _QWEN,
     "gemma2": {"head_dim": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"head_dim": 256, "sliding_window": 4096, "rope_theta": 1e6},
-    "stablelm": {"use_qkv_bias": False},
-    "deepseek_v2": {"n_shared_experts": 2},
-    "deepseek_v3": {
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
     },
+    "stablelm": {"use_qkv_bias": False},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "seed_oss": {"head_dim": 128},
+    "glm4_moe": {"rms_norm_eps": 1e-5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "ernie4_5": {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    "deepseek_v2": {"n_shared_experts": 2},
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
+MOST_NAMED, MOST_SAID = 40, 600  # unknown keys in an error, and characters of them with their values
 MOST = 10_000  # layers, or experts of a layer: the names of all tensors are made before any is read
 
 
@@ -136,6 +106,12 @@ class Keys:
         other._asked = self._asked
         return other
 
+    def having(self, key: str, value: Any) -> "Keys":
+        """These keys, and what was asked of them, with another value of one."""
+        other = Keys({**self._values, key: value}, self._source)
+        other._asked = self._asked
+        return other
+
     def ignore(self, *names: str) -> None:
         """Accept keys whatever they say."""
         self._asked.update(names)
@@ -158,23 +134,79 @@ class Keys:
             self.refuse(key, self._values[key], f"is not supported: only {' or '.join(map(repr, values))} is")
 
     def finish(self) -> None:
-        """Refuse keys that nothing has asked for."""
-        unknown = sorted(key for key in self._values.keys() - self._asked - HARMLESS if self._values[key] is not None)
-        if unknown:
-            self.refuse(unknown[0], self._values[unknown[0]], "is a setting that maxlm does not know, so it cannot say what it changes")
+        """Refuse all keys that nothing has asked for, unless they change nothing."""
+        left = {key: self._values[key] for key in sorted(self._values.keys() - self._asked - HARMLESS)}
+        told = {key: value for key, value in left.items() if value is not None and value not in NEUTRAL.get(key, ())}
+        if told:
+            names = [shorten(key) if key.isprintable() else quoted(key) for key in told]
+            said = [f"{name} = {_shown(value)}" for name, value in zip(names, told.values(), strict=True)]
+            if len(", ".join(said)) > MOST_SAID:
+                said = names
+            one = "is a setting that maxlm does not know, so it cannot say what it changes"
+            rule = one if len(said) == 1 else "are settings that maxlm does not know, so it cannot say what they change"
+            more = f", and {len(said) - MOST_NAMED} more" if len(said) > MOST_NAMED else ""
+            raise UserError(f"{self._source}: {', '.join(said[:MOST_NAMED])}{more} {rule}.")
 
     def refuse(self, key: str, value: Any, rule: str) -> NoReturn:
-        text = repr(value)
-        raise UserError(f"{self._source}: {key} = {text if len(text) < 80 else text[:77] + '...'} {rule}.")
+        raise UserError(f"{self._source}: {key} = {_shown(value)} {rule}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+# Models of several modalities, of which the text tower is imported: model_type -> that of `text_config`, where it does not say.
+TOWERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "kimi_k25": "kimi_k2"}
+_OF_TOWERS = frozenset(  # keys of other towers, and of how they are joined
+    [
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_id",
+        "image_token_index",
+        "media_placeholder_token_id",
+        "mm_tokens_per_image",
+        "multimodal_projector_bias",
+        "projector_hidden_act",
+        "spatial_merge_size",
+        "text_config",
+        "vision_config",
+        "vision_feature_layer",
+    ]
+)
+
+
+def has_towers(values: Mapping[str, Any]) -> bool:
+    """True for the config.json of a model of several modalities."""
+    return values.get("model_type") in TOWERS
+
+
+def text_tower(values: Mapping[str, Any], source: str) -> Json:
+    """config.json of the text tower of a model of several modalities; other values as they are. Raises UserError where both levels
+    say something else of the ends of texts or of tied embeddings.
+    """
+    if not has_towers(values):
+        return dict(values)
+    keys = Keys(values, source)
+    text = keys.section("text_config")
+    if not text:
+        keys.refuse("text_config", values.get("text_config"), f"is missing, which a model of the type {values['model_type']} has")
+    if "tie_word_embeddings" in values and text.get("tie_word_embeddings", values["tie_word_embeddings"]) != values["tie_word_embeddings"]:
+        keys.refuse("tie_word_embeddings", values["tie_word_embeddings"], "contradicts text_config: make them the same")
+    outer = {name: value for name, value in values.items() if name not in _OF_TOWERS}
+    joined = {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    family = FAMILIES.get(str(joined["model_type"]))
+    return joined if family is None else {**joined, "architectures": [family.architecture]}
 
 
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
     """(family, settings of our `model` section) of a config.json. Raises UserError naming the first key that is not supported."""
+    values = text_tower(values, source)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         Keys(values, source).refuse("model_type", model_type, f"is not a family that maxlm imports: {', '.join(FAMILIES)}")
     keys = Keys({**DEFAULTS.get(model_type, {}), **values}, source)
-    if (quantized := keys.peek("quantization_config")).get("quant_method") == packed.METHOD:
+    if (quantized := keys.peek("quantization_config")).get("quant_method") in packed.METHODS:
         if rule := packed.problem(quantized):
             keys.refuse("quantization_config", quantized, rule)
         keys = keys.without("quantization_config")
@@ -190,12 +222,13 @@ def _decoder(
     *,
     latent: bool = False,
     partial: bool = False,
+    share: float = 1.0,
 ) -> Section:
-    """Settings that all families but GPT-2 name alike. `activation`: its key and only value; `eps`: its key and default; `latent` and
-    `partial`: see `_rope`.
-    """
+    """Settings that all families but GPT-2 name alike. `activation`, `eps`: key and default; the others: see `_rope`."""
     heads, width = keys.count("num_attention_heads"), keys.count("hidden_size")
-    keys.only(*activation)
+    gate = keys.get(*activation)
+    if not isinstance(gate, str) or gate not in GATED:
+        keys.refuse(activation[0], gate, f"is not supported: {', '.join(GATED)} are")
     groups, layers = keys.count("num_key_value_heads", heads), keys.count("num_hidden_layers", most=MOST)
     head_dim = None if keys.get("head_dim") is None else keys.count("head_dim")
     return {
@@ -208,34 +241,39 @@ def _decoder(
         "d_ff": keys.count("intermediate_size"),
         "norm_eps": keys.positive(*eps),
         "init_std": keys.positive("initializer_range", 0.02),
-        "rope": _rope(keys, latent=latent, partial=partial),
+        "rope": _rope(keys, latent=latent, partial=partial, share=share),
         "tie_embeddings": keys.flag("tie_word_embeddings", False),
+        "activation": GATED[gate],
     }
 
 
-def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False) -> Section:
-    """Rotary positions: `rope_parameters`, or the older `rope_theta` and `rope_scaling`. `kind_of_layer`: where each has its own, with
-    the base `theta` if it states none.
-    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned.
+def _rope(
+    keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, latent: bool = False, partial: bool = False, share: float = 1.0
+) -> Section:
+    """Rotary positions: the older `rope_scaling`, or `rope_parameters`, with `rope_theta` where these name no base.
+    `kind_of_layer`: where each has its own, with the base `theta` if it states none.
+    `latent`: with latent attention YaRN's `mscale_all_dim` also scales q k. `partial`: part of a head may be turned, by default `share`.
     """
-    given: Any = keys.section("rope_parameters")
-    given = given.get(kind_of_layer) if kind_of_layer else given
+    whole: Any = keys.section("rope_parameters")
+    given = whole.get(kind_of_layer) or {} if kind_of_layer else whole
     if not isinstance(given, dict):
-        keys.refuse("rope_parameters", given, "must be an object")
+        keys.refuse("rope_parameters", whole, "must hold an object for each kind of layer")
+    older = keys.section("rope_scaling") if kind_of_layer != "sliding_attention" else {}
     base = keys.get("rope_theta", 10000.0) if theta is None else theta
-    older = {"rope_theta": base, "partial_rotary_factor": keys.get("partial_rotary_factor")}
-    joined = {**older, **keys.section("rope_scaling"), **given}
-    scaling = Keys(joined, "config.json: rope_parameters")
+    plain = {"rope_theta": base, "partial_rotary_factor": keys.get("partial_rotary_factor")}
+    # As the library does: the older key takes the place of the newer one, and in Gemma 3 of its parts.
+    joined = {**plain, **given, **older} if kind_of_layer else {**plain, **(older or given)}
+    scaling = Keys(joined, "config.json: " + ("rope_scaling" if older else "rope_parameters"))
     section: Section = {"theta": scaling.positive("rope_theta")}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     scaling.ignore("type")
     if not isinstance(kind, str) or kind not in _SCALINGS:
         scaling.refuse("rope_type", kind, f"is not supported: {', '.join(_SCALINGS)} are")
     if kind != "default":
-        section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling)}
+        section["scaling"] = {"kind": kind, **_SCALINGS[kind](scaling, keys)}
         if kind == "yarn":
             section["scaling"] |= _yarn_gains(scaling, section["scaling"]["factor"], latent=latent)
-    share = scaling.positive("partial_rotary_factor", 1.0)
+    share = scaling.positive("partial_rotary_factor", share)
     if not partial and share != 1:
         scaling.refuse("partial_rotary_factor", share, "is not supported here: the library turns whole heads in this family")
     if share != 1:
@@ -244,20 +282,44 @@ def _rope(keys: Keys, kind_of_layer: str = "", *, theta: float | None = None, la
     return section
 
 
-def _llama3(keys: Keys) -> Section:
+def _original(keys: Keys, config: Keys) -> int:
+    """Length of sequences before RoPE was scaled; as in the library the model's own, where it is not stated."""
+    return keys.count("original_max_position_embeddings", config.get("max_position_embeddings"))
+
+
+def _longrope(keys: Keys, config: Keys) -> Section:
+    """The library reads `factor`, else the longest sequence over the original one (modeling_rope_utils.py)."""
+    original = _original(keys, config)
+    stated = keys.get("factor") is not None
+    factor = keys.positive("factor") if stated else config.count("max_position_embeddings") / original
+    told = {} if keys.get("attention_factor") is None else {"attention_factor": keys.positive("attention_factor")}
+    factors = {name: keys.get(name) for name in ("short_factor", "long_factor")}
+    for name, values in factors.items():
+        if not isinstance(values, list) or not all(type(n) in (int, float) and 0 < n < LARGEST for n in values):
+            keys.refuse(name, values, "must be a list of numbers above 0")
+    return {"factor": max(factor, 1.0), **factors, "original_seq_len": original, **told}
+
+
+def _dynamic(keys: Keys, config: Keys) -> Section:
+    """The library computes with the model's longest sequence, whatever else is stated."""
+    keys.ignore("original_max_position_embeddings")
+    return {"factor": keys.positive("factor"), "original_seq_len": config.count("max_position_embeddings")}
+
+
+def _llama3(keys: Keys, config: Keys) -> Section:
     names = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
     return {
         **{ours: keys.number(name) for ours, name in names.items()},
-        "original_seq_len": keys.count("original_max_position_embeddings"),
+        "original_seq_len": _original(keys, config),
     }
 
 
-def _yarn(keys: Keys) -> Section:
+def _yarn(keys: Keys, config: Keys) -> Section:
     return {
         "factor": keys.positive("factor"),
         "beta_fast": keys.number("beta_fast", 32),
         "beta_slow": keys.number("beta_slow", 1),
-        "original_seq_len": keys.count("original_max_position_embeddings"),
+        "original_seq_len": _original(keys, config),
         "truncate": keys.flag("truncate", True),
     }
 
@@ -280,22 +342,26 @@ def _yarn_gains(keys: Keys, factor: float, *, latent: bool) -> Section:
     return section if read == usual else {**section, "attention_factor": read}
 
 
-_SCALINGS: dict[str, Callable[[Keys], Section]] = {
-    "default": lambda keys: {},
-    "linear": lambda keys: {"factor": keys.positive("factor")},
+_SCALINGS: dict[str, Callable[[Keys, Keys], Section]] = {
+    "default": lambda keys, config: {},
+    "linear": lambda keys, config: {"factor": keys.positive("factor")},
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "dynamic": _dynamic,
 }
 
 
 def _llama(keys: Keys) -> Section:
     keys.only("rope_interleaved", False)
-    bias, mlp_bias = keys.flag("attention_bias", False), keys.flag("mlp_bias", False)
-    if bias != mlp_bias:
-        keys.refuse(
-            "attention_bias", bias, f"and mlp_bias = {mlp_bias} are not supported: maxlm has biases in all linear layers or in none"
-        )
-    return {**_decoder(keys), "bias": "all" if bias else None}
+    return {**_decoder(keys), "bias": _biases(keys)}
+
+
+def _biases(keys: Keys) -> str | None:
+    """Linear layers with biases, where `attention_bias` and `mlp_bias` say which."""
+    return {(True, True): "all", (True, False): "attention", (False, True): "mlp"}.get(
+        (keys.flag("attention_bias", False), keys.flag("mlp_bias", False))
+    )
 
 
 def _windows(keys: Keys, types: list[str]) -> Section:
@@ -305,6 +371,7 @@ def _windows(keys: Keys, types: list[str]) -> Section:
         keys.refuse("layer_types", types, f"is not supported: a list of {layers} of {' and '.join(names)} is")
     depth = [names[name] for name in types]
     if "local" not in depth:
+        keys.ignore("sliding_window")  # no layer reads it
         return {}
     period = next(n for n in range(1, layers + 1) if all(depth[i] == depth[i % n] for i in range(layers)))
     return {"layer_pattern": depth[:period], "window": keys.count("sliding_window")}
@@ -312,8 +379,10 @@ def _windows(keys: Keys, types: list[str]) -> Section:
 
 def _mistral(keys: Keys) -> Section:
     section = _decoder(keys)
-    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
-    return {**section, **_windows(keys, keys.get("layer_types", [kind] * section["n_layers"]))}
+    types = ["sliding_attention" if keys.get("sliding_window") else "full_attention"] * section["n_layers"]
+    if keys.get("layer_types", types) != types:  # the library warns of them, and does what sliding_window says
+        keys.refuse("layer_types", keys.get("layer_types"), "is not applied by the library's Mistral: use the family ministral there")
+    return {**section, **_windows(keys, types)}
 
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
@@ -332,8 +401,7 @@ def _qwen2(keys: Keys) -> Section:
 
 
 def _qwen3(keys: Keys) -> Section:
-    keys.only("attention_bias", False)
-    return _qwen(keys, qk_norm=True)
+    return _qwen(keys, qk_norm=True, bias="attention" if keys.flag("attention_bias", False) else None)
 
 
 def _qwen3_moe(keys: Keys) -> Section:
@@ -353,6 +421,9 @@ def _mixtral(keys: Keys) -> Section:
 
 
 def _moe(keys: Keys, n_experts: int, d_ff: int, router: Section, **settings: Any) -> Section:
+    if keys.count("num_experts_per_tok") == 1 < n_experts and router.get("normalize", True):
+        rule = "is not supported here: this family scales the weights of chosen experts to a sum of 1, so that of one is always 1"
+        keys.refuse("num_experts_per_tok", 1, rule)
     return {"n_experts": n_experts, "top_k": keys.count("num_experts_per_tok"), "d_ff": d_ff, **settings, "router": router}
 
 
@@ -364,22 +435,22 @@ def _balance(keys: Keys, section: Section, top_k: int) -> Section:
     return {"balance_loss": weight * top_k / section["n_layers"]} if weight else {}
 
 
-def _gemma(keys: Keys, **settings: Any) -> Section:
+def _gemma(keys: Keys, *, attention_cap: bool, **settings: Any) -> Section:
     keys.only("attention_bias", False)
     keys.only("use_bidirectional_attention", False)
     keys.ignore("hidden_act")  # old files have it beside hidden_activation, which is what is read
     keys.only("sliding_window_size", None, keys.get("sliding_window"))  # a second name of it in some
-    section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "activation": "geglu", "norm_position": "sandwich"}
+    section = {**_decoder(keys, ("hidden_activation", "gelu_pytorch_tanh")), "norm_position": "sandwich"}
     section |= {"scale_embeddings": True, "tie_embeddings": keys.flag("tie_word_embeddings", True), **settings}
     scale = keys.positive("query_pre_attn_scalar", 256) ** -0.5
     head_dim = keys.count("head_dim")
-    caps = {"attention": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+    caps = {"logits": "final_logit_softcapping", **({"attention": "attn_logit_softcapping"} if attention_cap else {})}
     softcap = {ours: keys.positive(name) for ours, name in caps.items() if keys.get(name) is not None}
     return {**section, "attention_scale": None if scale == head_dim**-0.5 else scale, "softcap": softcap or None}
 
 
 def _gemma2(keys: Keys) -> Section:
-    section = _gemma(keys)
+    section = _gemma(keys, attention_cap=True)
     return {**section, **_windows(keys, _repeated(keys, 2))}
 
 
@@ -391,18 +462,21 @@ def _repeated(keys: Keys, period: int) -> list[str]:
 
 
 def _gemma3(keys: Keys) -> Section:
-    by_kind = "full_attention" in keys.section("rope_parameters")
-    section = _gemma(keys.without("rope_parameters") if by_kind else keys, qk_norm=True)
-    near = keys.positive("rope_local_base_freq", 10000.0)
-    local = _rope(keys, "sliding_attention", theta=near) if by_kind else {"theta": near}
-    far = {"rope": _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))} if by_kind else {}
-    section |= {"rope_local": local, **far}
-    period = keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
-    return {**section, **_windows(keys, _repeated(keys, period))}
+    given, kinds = keys.section("rope_parameters"), {"full_attention", "sliding_attention"}
+    if given.keys() - kinds:  # one object for all layers, which the library would pass over
+        keys.refuse("rope_parameters", dict(given), f"is not supported: an object for each of {' and '.join(sorted(kinds))} is")
+    keys.ignore("attn_logit_softcapping")  # the library stores it, and its Gemma 3 never applies it
+    section = _gemma(keys.without("rope_parameters"), attention_cap=False, qk_norm=True)
+    section["rope"] = _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))
+    section |= _windows(keys, _repeated(keys, keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))))
+    local = _rope(keys, "sliding_attention", theta=keys.positive("rope_local_base_freq", 10000.0))
+    return {**section, "rope_local": local if "window" in section else None}
 
 
 def _gpt2(keys: Keys) -> Section:
-    keys.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    activation = keys.get("activation_function", "gelu_new")
+    if not isinstance(activation, str) or activation not in UNGATED:
+        keys.refuse("activation_function", activation, f"is not supported: {', '.join(UNGATED)} are")
     keys.only("scale_attn_weights", True)
     keys.only("scale_attn_by_inverse_layer_idx", False)
     keys.only("add_cross_attention", False)
@@ -415,7 +489,7 @@ def _gpt2(keys: Keys) -> Section:
         "d_ff": keys.count("n_inner", 4 * width),
         "norm_eps": keys.positive("layer_norm_epsilon", 1e-5),
         "init_std": keys.positive("initializer_range", 0.02),
-        "activation": "gelu",
+        "activation": UNGATED[activation],
         "norm": "layernorm",
         "bias": "all",
         "learned_positions": {"max_seq_len": keys.count("n_positions")},
@@ -423,8 +497,58 @@ def _gpt2(keys: Keys) -> Section:
     }
 
 
+def _phi3(keys: Keys) -> Section:
+    """Its RoPE takes the original length from the config, and calls LongRoPE by older names (Phi3Config of the library)."""
+    keys.only("lm_head_bias", False)
+    keys.only("full_attn_mod", 1)
+    keys.only("interpolate_factor", 1)
+    original = keys.count("original_max_position_embeddings", 4096)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = keys.section(name)
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind in ("su", "yarn", "longrope"):
+            renamed = {key: value for key, value in scaling.items() if key != "type"}
+            keys = keys.having(name, {**renamed, "rope_type": "longrope", "original_max_position_embeddings": original})
+        elif kind not in (None, "default"):
+            keys.refuse("rope_type", kind, "is not supported in this family: default and longrope are")
+    section = _decoder(keys, partial=True)
+    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
+    return {**section, **_windows(keys, [kind] * section["n_layers"])}
+
+
+def _granite(keys: Keys) -> Section:
+    section, scale = {**_decoder(keys), "bias": _biases(keys)}, keys.positive("attention_multiplier", 1.0)
+    names = {"embedding": "embedding_multiplier", "residual": "residual_multiplier", "logits_divisor": "logits_scaling"}
+    factors = {ours: keys.positive(theirs, 1.0) for ours, theirs in names.items()}
+    head_dim = section["head_dim"] or section["d_model"] // section["n_heads"]
+    section["attention_scale"] = None if scale == head_dim**-0.5 else scale
+    return {**section, "multipliers": factors if any(value != 1 for value in factors.values()) else None}
+
+
+def _seed_oss(keys: Keys) -> Section:
+    keys.ignore("residual_dropout")
+    attention, out, mlp = keys.flag("attention_bias", True), keys.flag("attention_out_bias", False), keys.flag("mlp_bias", False)
+    kinds = {(True, True, True): "all", (True, True, False): "attention", (True, False, False): "qkv", (False, False, True): "mlp"}
+    if (attention, out, mlp) not in (*kinds, (False, False, False)):
+        keys.refuse("attention_out_bias", out, f"is not supported with attention_bias = {attention} and mlp_bias = {mlp}")
+    return {**_decoder(keys), "bias": kinds.get((attention, out, mlp))}
+
+
+def _glm4_moe(keys: Keys) -> Section:
+    keys.ignore("num_mtp_layers")
+    section = {**_decoder(keys, partial=True, share=0.5), "qk_norm": keys.flag("use_qk_norm", False)}
+    section["bias"] = "qkv" if keys.flag("attention_bias", False) else None
+    router = {"normalize": keys.flag("norm_topk_prob", True), "scale": keys.positive("routed_scaling_factor", 1.0), **_noaux(keys)}
+    return {**section, "moe": _shared_moe(keys, router)}
+
+
+def _ernie(keys: Keys) -> Section:
+    return {**_decoder(keys), "bias": "all" if keys.flag("use_bias", False) else None}
+
+
 def _gpt_oss(keys: Keys) -> Section:
     keys.only("attention_bias", True)
+    keys.only("hidden_act", "silu")
     if keys.section("quantization_config").get("quant_method", "mxfp4") != "mxfp4":
         keys.refuse("quantization_config", keys.get("quantization_config"), "is not supported: only mxfp4 is")
     clamp = {"limit": keys.positive("swiglu_limit", 7.0), "slope": keys.positive("swiglu_alpha", 1.702)}
@@ -441,9 +565,7 @@ def _stablelm(keys: Keys) -> Section:
     keys.only("qk_layernorm", False)
     keys.only("use_parallel_residual", False)
     keys.ignore("hidden_dropout")
-    section = _decoder(keys, eps=("layer_norm_eps", 1e-5), partial=True)
-    if keys.get("partial_rotary_factor") is None and keys.section("rope_parameters").get("partial_rotary_factor") is None:
-        section["rope"]["share"] = 0.25  # the library's default
+    section = _decoder(keys, eps=("layer_norm_eps", 1e-5), partial=True, share=0.25)
     return {**section, "norm": "layernorm", "bias": "qkv" if keys.flag("use_qkv_bias", False) else None}
 
 
@@ -462,11 +584,15 @@ def _deepseek(keys: Keys, router: Section) -> Section:
     }
     latent = {ours: keys.count(name) for ours, name in names.items() if ours != "q_rank" or keys.get(name) is not None}
     section |= {"latent": latent, "head_dim": None, "n_kv_heads": None}
-    n_dense, n_shared = (keys.count(name, 0, least=0) for name in ("first_k_dense_replace", "n_shared_experts"))
     router = {"normalize": keys.flag("norm_topk_prob", False), "scale": keys.positive("routed_scaling_factor", 1.0), **router}
+    return {**section, "moe": _shared_moe(keys, router)}
+
+
+def _shared_moe(keys: Keys, router: Section) -> Section:
+    """Routed and shared experts after some dense layers, as DeepSeek names them."""
+    n_dense, n_shared = (keys.count(name, 0, least=0) for name in ("first_k_dense_replace", "n_shared_experts"))
     n_experts, d_ff = keys.count("n_routed_experts", most=MOST), keys.count("moe_intermediate_size")
-    moe = _moe(keys, n_experts, d_ff, router, n_shared=n_shared, n_dense=n_dense)
-    return {**section, "moe": moe}
+    return _moe(keys, n_experts, d_ff, router, n_shared=n_shared, n_dense=n_dense)
 
 
 def _deepseek_v2(keys: Keys) -> Section:
@@ -486,10 +612,15 @@ def _deepseek_v3(keys: Keys) -> Section:
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
     keys.ignore("aux_loss_alpha")
+    return _deepseek(keys, _noaux(keys))
+
+
+def _noaux(keys: Keys) -> Section:
+    """A router of sigmoid scores with a bias of the choice, of the best groups."""
     groups, best = keys.count("n_group"), keys.count("topk_group")
     chosen = {"groups": groups, "top_groups": best} if best < groups else {}
     balance = {"bias_rate": 0.001, "balance_loss": 1e-4, "balance_over": "sequence"}  # arXiv 2412.19437, section 4.2
-    return _deepseek(keys, {"scores": "sigmoid", **chosen, **balance})
+    return {"scores": "sigmoid", **chosen, **balance}
 
 
 _READERS: dict[str, Callable[[Keys], Section]] = {
@@ -504,6 +635,12 @@ _READERS: dict[str, Callable[[Keys], Section]] = {
     "mixtral": _mixtral,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
     "stablelm": _stablelm,
     "gpt_oss": _gpt_oss,
+    "phi3": _phi3,
+    "granite": _granite,
+    "seed_oss": _seed_oss,
+    "glm4_moe": _glm4_moe,
+    "ernie4_5": _ernie,
 }

@@ -14,26 +14,26 @@ from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
-from maxlm.config.loader import dump
+from maxlm.config.errors import quoted
+from maxlm.config.loader import saved_text
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.text_frame import FRAME
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.interop import weights
+from maxlm.interop import packed, published_files, weights
 from maxlm.interop.families import Family
-from maxlm.interop.hf_config import read_config
+from maxlm.interop.hf_config import has_towers, read_config, text_tower
 from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
+from maxlm.interop.published_files import TOKENIZER_FILES, keep_files, object_or_none, read_object
 from maxlm.interop.published_frame import published_frame
-from maxlm.interop.tensor_files import TensorFiles
+from maxlm.interop.tensor_files import TensorFiles, some
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
-from maxlm.training.saved_run import CHECKPOINTS, CONFIG, TOKENIZER
+from maxlm.training.saved_run import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER
 
 MODEL = "model.yml"
 ADAPTER = "adapter_config.json"  # as PEFT names it
-TOKENIZER_FILES = (manifest.TOKENIZER, *manifest.COMPANIONS)
-_MAX_JSON = 64 << 20
 
 
 class Imported(NamedTuple):
@@ -50,6 +50,7 @@ class _Source(NamedTuple):
 
     path: Path  # a folder, or one safetensors file
     folder: Path
+    config: Path
     family: Family
     section: dict[str, Any]
     files: TensorFiles
@@ -78,13 +79,17 @@ def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _
     folder = source if source.is_dir() else source.parent
     if not source.exists():
         raise UserError(f"{source} does not exist: name a folder with config.json and safetensors files, or one such file.")
-    values = _json(config_file or folder / "config.json")
-    family, section = read_config(values, str(config_file or folder / "config.json"))
-    files = TensorFiles(source)
+    config_file = config_file or folder / published_files.CONFIG
+    published = _config(config_file)
+    values = text_tower(published, str(config_file))
+    family, section = read_config(values, str(config_file))
+    files = TensorFiles(source, packed.block_size(values.get("quantization_config")))
+    if has_towers(published):
+        files.keep_text()
     digest = hashlib.sha256(json.dumps([values, sorted(files.items())], sort_keys=True).encode()).hexdigest()
     eos = values.get("eos_token_id")
     section = _with_further_modules(values, section, files)
-    return _Source(source, folder, family, section, files, eos if isinstance(eos, list) else [eos], digest[:12])
+    return _Source(source, folder, config_file, family, section, files, eos if isinstance(eos, list) else [eos], digest[:12])
 
 
 def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights.Step, agree: Agree) -> Imported:
@@ -101,9 +106,12 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
                 mesh = build_mesh(load(str(model), [*spread, batch], assume=True).config)
         found = weights.targets(config.model, family)
         notes = weights.check(config.model, family, found, files)
+        if files.passed_over:
+            notes.append(f"not read, since the model is in other files: {some(files.passed_over)}")
         if jax.process_index() == 0:
             _write_model(folder / MODEL, known, count_parameters(config.model))
-            (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+            (folder / CONFIG).write_text(saved_text(config), encoding="utf-8")
+            keep_files(known.folder, known.config, folder / PUBLISHED)
             notes += _copy_tokenizer(known.folder, folder / TOKENIZER, config.model, known.end_of_document)
         return config, found, mesh, notes
 
@@ -122,7 +130,8 @@ def _write_model(path: Path, known: _Source, count: int | None) -> None:
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     said = "" if count is None else f"# {count:,} parameters.\n"
     with path.open("w", encoding="utf-8") as stream:
-        stream.write(f"# Imported from {known.path.resolve().name} (model_type {known.family.model_type}) by `maxlm import`.\n{said}")
+        source = quoted(known.path.resolve().name)
+        stream.write(f"# Imported from {source} (model_type {known.family.model_type}) by `maxlm import`.\n{said}")
         yaml.dump({"model": known.section}, stream)
 
 
@@ -141,6 +150,7 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
     folder.mkdir()
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
     tokenizer = Tokenizer(
         (folder / "tokenizer.json").read_bytes(), _end_of_document(source, end_of_document), str(source / "tokenizer.json")
@@ -166,30 +176,23 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
 
 def _end_of_document(source: Path, ids: list[Any]) -> str:
     """The text of the token that ends a document: `eos_token` of the tokenizer, or the special token with one of these ids."""
-    settings = _json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
+    settings = object_or_none(source / "tokenizer_config.json") or {}
     token = settings.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     if isinstance(token, str):
         return token
-    added = _json(source / "tokenizer.json").get("added_tokens")
+    added = read_object(source / manifest.TOKENIZER).get("added_tokens")
     for entry in added if isinstance(added, list) else []:
         if isinstance(entry, dict) and entry.get("id") in ids:
             return str(entry.get("content"))
     raise UserError(f"{source}: neither tokenizer_config.json nor config.json names the token that ends a document (eos_token).")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """A JSON object of a file. Raises UserError."""
+def _config(path: Path) -> dict[str, Any]:
+    """config.json of a model. Raises UserError."""
     try:
-        if path.stat().st_size > _MAX_JSON:
-            raise UserError(f"{path} has more than 64 MiB, which no such file has.")
-        values = json.loads(path.read_bytes())
+        return read_object(path)
     except FileNotFoundError:
         if (path.parent / ADAPTER).is_file():
             raise UserError(f"{path.parent} holds only adapters ({ADAPTER}): import the model with the adapters merged into it.") from None
         raise UserError(f"{path} is missing: a model needs its config.json.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON: {str(error).splitlines()[0]}.") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds no JSON object.")
-    return values

@@ -108,6 +108,11 @@ class Reordered(Layout):
         return self.layout.write(ours[..., np.argsort(self.order)])
 
 
+def interleaved(head_dim: int) -> tuple[int, ...]:
+    """Order of a head whose neighbours (2 i, 2 i + 1) are turned as a pair: ours are pairs (i, i + half)."""
+    return (*range(0, head_dim, 2), *range(1, head_dim, 2))
+
+
 def turned_first(head_dim: int, turned: int) -> tuple[int, ...]:
     """Order of a head whose first `turned` dims are rotary, paired among themselves: ours are pairs (i, i + half), those at rest last."""
     half = turned // 2
@@ -127,7 +132,8 @@ class Rule:
 
     `theirs`: its name, with `{layer}` and `{expert}` where it is one of many. `ours`: names in the parameter tree, within a layer if it is
     one of many; several lie side by side in the last dim of theirs, or if `interleaved` take turns in it. `by_expert`: their first dim
-    counts experts. `exact`: float32 in every export.
+    counts experts. `exact`: float32 in every export. `rows`: (first, end, of all) of ours in the first dim of theirs, which further rules
+    share with other parameters.
     """
 
     theirs: str
@@ -136,6 +142,7 @@ class Rule:
     interleaved: bool = False
     by_expert: bool = False
     exact: bool = False
+    rows: tuple[int, int, int] | None = None
 
     @property
     def per_layer(self) -> bool:
@@ -149,10 +156,14 @@ class Rule:
     def shape(self, ours: Shape, experts: int) -> Shape:
         """Shape of their tensor; `ours`: of one of ours, without layers and experts."""
         *leading, last = self.layout.shape(ours)
+        if self.rows is not None:
+            leading[0] = self.rows[2]
         return (*((experts,) if self.by_expert else ()), *leading, last * len(self.ours))
 
     def part(self, theirs: np.ndarray, name: str) -> np.ndarray:
-        """The columns of their tensor that are `name`."""
+        """The rows or columns of their tensor that are `name`."""
+        if self.rows is not None:
+            return theirs[self.rows[0] : self.rows[1]]
         i, n = self.ours.index(name), len(self.ours)
         if self.interleaved:
             return theirs[..., i::n]
@@ -163,6 +174,8 @@ class Rule:
         """The inverse of `part`."""
         if self.interleaved:
             return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+        if self.rows is not None:
+            return np.concatenate(parts)
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 

@@ -88,7 +88,8 @@ def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
                 kept.append(piece.theirs)
             else:
                 names.add(piece.theirs)
-    return Packing(format, frozenset(names), tuple(dict.fromkeys(kept)), rounding, trained.precision.compute if aware else "float32")
+    packed = frozenset(names - set(kept))  # of several matrices in one tensor all or none are
+    return Packing(format, packed, tuple(dict.fromkeys(kept)), rounding, trained.precision.compute if aware else "float32")
 
 
 def _stored_as(format: PackedFormat) -> str:

@@ -20,9 +20,11 @@ from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.importing import ADAPTER
 from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
-from maxlm.interop.tensor_files import write_tensors
+from maxlm.interop.published_files import CONFIG, object_or_none
+from maxlm.interop.restating import write_tokenizer
+from maxlm.interop.tensor_files import ADAPTERS, write_tensors
 from maxlm.models.adapters import leaf
-from maxlm.training.saved_run import SavedRun, open_run
+from maxlm.training.saved_run import PUBLISHED, SavedRun, open_run
 
 FEED_FORWARD = ("gate", "up", "down")
 Tensors = dict[str, np.ndarray]
@@ -30,7 +32,8 @@ Pair = tuple[np.ndarray, np.ndarray]  # A [rank, in] and B [out, rank]
 
 
 def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) -> Exported:
-    """Export the adapters of the newest checkpoint of `run`, or that of `step`, into the new folder `out`, in float32.
+    """Export the adapters of the newest checkpoint of `run`, or that of `step`, into the new folder `out`, in float32, with the tokenizer
+    and the chat template that they were trained with.
 
     The base that they belong to is the model of `train.start_from`. Raises UserError; then nothing is left.
     """
@@ -44,12 +47,13 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
             f"{run}: model.lora adapts `{feed_forward[0]}` beside experts, and PEFT (0.21) takes modules of that name for the experts: "
             "export the merged model (leave --adapter out), or train adapters of attention alone (model.lora.matrices)."
         )
-    family, _ = family_of(saved.config.model, saved.config.data.seq_len)
+    family, _ = family_of(saved.config.model, saved.config.data.seq_len, object_or_none(run / PUBLISHED / CONFIG))
     found = weights.targets(saved.config.model, family)
     tensors, config = _adapter(saved, lora, found, step, kind)
     with new_folder(out) as made:
-        write_tensors(tensors, made / "adapter_model.safetensors")
+        write_tensors(tensors, made / ADAPTERS)
         (made / ADAPTER).write_text(json.dumps(config, indent=1), encoding="utf-8")
+        write_tokenizer(saved, made)
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 
 
@@ -112,9 +116,17 @@ def _side_by_side(parts: list[tuple[weights.Target, Pair]]) -> Pair:
     """The pair of one tensor of theirs. Where it holds several of ours (GPT-2's queries, keys and values), B is block by block, so the rank
     is the sum of theirs.
     """
+    parts.sort(key=lambda part: part[0].rule.rows or (0,))
     own = {target.part: (target, pair) for target, pair in parts}
     target, (a, b) = parts[0]
     ours = target.rule.ours
+    if target.rule.rows is not None:
+        joined, first = np.zeros((target.rule.rows[2], sum(len(a) for _, (a, _) in parts)), np.float32), 0
+        for part, (a, b) in parts:
+            assert part.rule.rows is not None, "rules of one tensor all say their rows"
+            joined[slice(*part.rule.rows[:2]), first : first + len(a)] = b
+            first += len(a)
+        return np.concatenate([a for _, (a, _) in parts]), joined
     if len(ours) == 1:
         return a, b
     assert not target.rule.interleaved, "only experts are"

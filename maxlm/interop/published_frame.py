@@ -1,14 +1,13 @@
 """Special tokens around texts, as the files of a published tokenizer state them."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError
 from maxlm.data.opening import published_opening
 from maxlm.data.text_frame import TextFrame
 from maxlm.data.tokenizer import Tokenizer
+from maxlm.interop.published_files import object_or_none
 
 
 def published_frame(folder: Path, tokenizer: Tokenizer, ends: Iterable[Any]) -> TextFrame:
@@ -16,7 +15,7 @@ def published_frame(folder: Path, tokenizer: Tokenizer, ends: Iterable[Any]) -> 
 
     Raises UserError for a file that is no JSON.
     """
-    said, generation = (json_object(folder / name) for name in ("tokenizer_config.json", "generation_config.json"))
+    said, generation = (object_or_none(folder / name) or {} for name in ("tokenizer_config.json", "generation_config.json"))
     bos = said.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
     prefix = tokenizer.ids.get(bos) if isinstance(bos, str) else None
@@ -24,12 +23,3 @@ def published_frame(folder: Path, tokenizer: Tokenizer, ends: Iterable[Any]) -> 
     every = {*ends, *(more if isinstance(more, list) else [more])}
     known = {token for token in every if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < tokenizer.vocab_size}
     return TextFrame(published_opening(tokenizer.text, said), prefix, tuple(sorted(known - {tokenizer.end_of_document_id})))
-
-
-def json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; {} if there is none."""
-    try:
-        values = json.loads(file.read_bytes()) if file.is_file() else {}
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no JSON: {str(error).splitlines()[0]}.") from None
-    return values if isinstance(values, dict) else {}

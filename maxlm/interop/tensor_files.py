@@ -18,8 +18,11 @@ from maxlm.config.errors import UserError
 from maxlm.config.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
+from maxlm.interop.families import OTHER_TOWERS, TEXT_TOWER
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTERS = "adapter_model.safetensors"  # PEFT's name
+_PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
@@ -34,19 +37,25 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     """Shapes of all tensors, by name; `read` has their numbers.
 
     A pair `x_blocks`, `x_scales` of MXFP4 (OCP Microscaling Formats v1.0) is one tensor `x`, with its last two dims swapped, as gpt-oss
-    stores its experts. `x_packed`, `x_scale` and `x_shape`, or `x` in e4m3 and `x_scale` (packed.py), are one matrix `x`.
+    stores its experts. `x_packed`, `x_scale` and `x_shape`, or `x` in e4m3 and `x_scale` or `x_scale_inv` (packed.py), are one matrix `x`.
     """
 
-    def __init__(self, source: Path) -> None:
-        """`source`: a folder, or one file. Raises UserError for what is damaged, missing, listed wrongly, or no safetensors file."""
+    def __init__(self, source: Path, blocks: tuple[int, int] | None = None) -> None:
+        """`source`: a folder, or one file. `blocks`: outputs and inputs of a block that has one scale in `x_scale_inv`.
+
+        Raises UserError for what is damaged, missing, listed wrongly, or no safetensors file.
+        """
         self._file: dict[str, Path] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._open: dict[Path, Any] = {}
         self._stored: dict[str, str] = {}  # names in the files, where they differ
-        self._scaled: set[str] = set()  # names in the files of matrices in e4m3
+        self._blocks = blocks
+        self._scaled: dict[str, str] = {}  # names in the files of matrices in e4m3, and of their scales
+        self.notes: list[str] = []  # on tensors of other towers, and on matrices in blocks
         kinds: dict[str, str] = {}
         listed = _listed(source) if source.is_dir() else {}
         files = sorted(set(listed.values())) or _files(source)
+        self.passed_over = sorted({file.name for file in source.glob("*.safetensors")} - {file.name for file in files})
         for file in files:
             for name in self._handle(file).keys():  # noqa: SIM118  (no mapping)
                 if name in self._file:
@@ -103,15 +112,26 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     def _join_scaled(self, source: Path, kinds: dict[str, str]) -> None:
         """Name each matrix in e4m3 with its scales as one tensor."""
         for name in [name for name in self._shape if kinds.get(name) == _FP8]:
-            shape, scale = self._shape[name], name + packed.SCALE
-            if scale not in self._shape:
-                raise UserError(f"{source}: {name} ({_FP8}) has no {scale} beside it.")
+            shape, scales = self._shape[name], [name + ending for ending in (packed.SCALE, packed.BLOCK_SCALE)]
+            scale = next((scale for scale in scales if scale in self._shape), None)
+            if scale is None:
+                raise UserError(f"{source}: {name} ({_FP8}) has no {' or '.join(scales)} beside it.")
             found = self._shape.pop(scale)
-            if len(shape) != 2 or kinds[scale] not in _DTYPES or found not in ((shape[0], 1), (1, 1), (1,)):
-                said = f"has scales of shape {list(found)} in {kinds[scale]}, and {packed.FLOATS} a float for each output or one for all"
+            fitting: tuple[tuple[int, ...], ...] = ((shape[0], 1), (1, 1), (1,))
+            rule = f"{packed.FLOATS} a float for each output or one for all"
+            if scale.endswith(packed.BLOCK_SCALE):
+                if self._blocks is None:
+                    raise UserError(f"{source}: {scale} has a scale for each block, and config.json has no weight_block_size.")
+                fitting = (tuple(-(-n // size) for n, size in zip(shape, self._blocks, strict=False)),)
+                rule = f"blocks of {list(self._blocks)} a float each, {list(fitting[0])}"
+            if len(shape) != 2 or kinds[scale] not in _DTYPES or found not in fitting:
+                said = f"has scales of shape {list(found)} in {kinds[scale]}, and {rule}"
                 raise UserError(f"{source}: {name} of shape {list(shape)} {said}.")
-            self._scaled.add(name)
+            self._scaled[name] = scale
             kinds[name] = kinds[scale]
+        if count := sum(scale.endswith(packed.BLOCK_SCALE) for scale in self._scaled.values()):
+            size = " x ".join(map(str, self._blocks or ()))
+            self.notes.append(f"matrices in {_FP8} with a scale for each block of {size}: {count:,} become float32")
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._shape[name]
@@ -125,9 +145,27 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     def prefix(self, prefix: str, keep: str) -> None:
         """Add `prefix` to the names of tensors that lack it, but for `keep`."""
         for name in [name for name in self._shape if name != keep and not name.startswith(prefix)]:
-            self._shape[prefix + name], self._stored[prefix + name] = self._shape.pop(name), name
-            if name in self._file:
-                self._file[prefix + name] = self._file[name]
+            self._rename(name, prefix + name)
+
+    def keep_text(self) -> None:
+        """Drop the tensors of other towers, which `notes` then say, and give those of the text tower the names of a text model."""
+        dropped: dict[str, int] = {}
+        for name in list(self._shape):
+            if other := next((start for start in OTHER_TOWERS if name.startswith(start)), None):
+                del self._shape[name]
+                dropped[other] = dropped.get(other, 0) + 1
+            elif start := next((start for start in TEXT_TOWER if name.startswith(start)), None):
+                self._rename(name, TEXT_TOWER[start] + name.removeprefix(start))
+        for start, count in sorted(dropped.items()):
+            said = f"{count:,} tensors of {start[:-1]} are" if count > 1 else f"a tensor of {start[:-1]} is"
+            self.notes.append(f"{said} not read: only the text tower is")
+
+    def _rename(self, name: str, new: str) -> None:
+        if new in self._shape:
+            raise UserError(f"{name} and {new} are both in the source; which one counts is not said.")
+        self._shape[new], self._stored[new] = self._shape.pop(name), self._stored.get(name, name)
+        if name in self._file:
+            self._file[new] = self._file[name]
 
     def same(self, name: str, other: str) -> bool:
         """True if both tensors hold the same numbers; compared in blocks of rows, so that no whole tensor is in memory."""
@@ -153,9 +191,15 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
         elif stored in self._scaled:
             with _told(self._file[name]):
                 values = read_e4m3(self._file[name], stored)
-            value = values.astype(np.float32) * widened(self._slice(stored + packed.SCALE, None))
+            scale = widened(self._slice(self._scaled[stored], None))
+            if self._scaled[stored].endswith(packed.BLOCK_SCALE):
+                assert self._blocks is not None, "checked when the file was opened"
+                value = packed.scaled_by_block(values, scale, self._blocks)
+            else:
+                value = values.astype(np.float32) * scale
+            value = value if row is None else value[row]
         elif name not in self._file:
-            blocks, scales = (self._slice(name + suffix, row) for suffix in (_BLOCKS, _SCALES))
+            blocks, scales = (self._slice(stored + suffix, row) for suffix in (_BLOCKS, _SCALES))
             value = _dequantise(blocks, scales)
         else:
             value = self._slice(name, row)
@@ -230,15 +274,19 @@ def _listed(folder: Path) -> dict[str, Path]:
 
 
 def _files(source: Path) -> list[Path]:
-    """The safetensors files of a folder without an index."""
+    """The safetensors files of a folder without an index: the whole model, else its numbered parts, else all but adapters."""
     if source.is_file():
         return [source]
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        pickles = [file.name for pattern in PICKLES for file in source.glob(pattern)]
-        rule = f"only pickle files ({some(pickles)}), which can run code when they are read" if pickles else "no safetensors files"
-        raise UserError(f"{source} holds {rule}: use a source with safetensors files.")
-    return files
+    found = sorted(source.glob("*.safetensors"))
+    whole = [file for file in found if file.name == WHOLE]
+    parts = [file for file in found if _PART.fullmatch(file.name)]
+    if files := whole or parts or [file for file in found if file.name != ADAPTERS]:
+        return files
+    pickles = [file.name for pattern in PICKLES for file in source.glob(pattern)]
+    rule = f"only pickle files ({some(pickles)}), which can run code when they are read" if pickles else "no safetensors files"
+    if found:
+        rule = f"only adapters ({ADAPTERS})"
+    raise UserError(f"{source} holds {rule}: use a source with safetensors files of the model.")
 
 
 def _refuse_others(file: Path) -> None:

@@ -92,7 +92,7 @@ def check(config: ModelConfig, family: Family, found: list[Target], files: Tenso
     files.prefix(family.prefix, keep=UNEMBEDDING)
     if missing := sorted(wanted.keys() - files.keys()):
         raise UserError(f"The source lacks {some(missing)}, which its config.json asks for.")
-    notes, unknown, repeated = [], [], copies(config, family)
+    notes, unknown, repeated = list(files.notes), [], copies(config, family)
     if config.tie_embeddings:
         repeated[UNEMBEDDING] = next(target.pieces[0].theirs for target in found if target.name == ("embedding_VD",))
     for name in sorted(files.keys() - wanted.keys()):
@@ -190,9 +190,10 @@ def tensors(found: list[Target], leaf: Callable[[Names], np.ndarray]) -> Iterato
         together.setdefault(tuple(piece.theirs for piece in target.pieces), []).append(target)
     for parts in together.values():
         rule = parts[0].rule
-        parts.sort(key=lambda target: rule.ours.index(target.part))
+        parts.sort(key=lambda target: (target.rule.rows or (0,), target.rule.ours.index(target.part)))
         values = [leaf(target.name) for target in parts]
         pieces = zip(*(target.pieces for target in parts), strict=True)
         for name, experts in groupby(pieces, key=lambda pieces: pieces[0].theirs):
-            rows = [rule.join([rule.layout.write(value[piece.index]) for value, piece in zip(values, row, strict=True)]) for row in experts]
+            split = [[part.rule.layout.write(v[piece.index]) for part, v, piece in zip(parts, values, row, strict=True)] for row in experts]
+            rows = [rule.join(columns) for columns in split]
             yield name, np.stack(rows) if rule.by_expert else rows[0]

@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False, ahead: bool = False) -> None:
         sandwich = config.norm_position == "sandwich"
-        self.multiplier = 1.0 if ahead else config.multipliers.residual  # of what each sublayer adds
+        self.multiplier = config.residual_scale * (1.0 if ahead else config.parametrized.residual)  # of what each sublayer adds
         self.attention_norm = Norm(config.d_model, config)
         self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
         self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
         self.position_PD = parameter(positions, ("position", "embed_act"), config.init_std) if positions else None
         self.head, self.layers, self.tail = (nnx.List(map(partial(_stacked, config), layer_groups(config, (entry,)))) for entry in ENTRIES)
         self.ahead = nnx.List([FutureTokenModule(config, _stacked(config, group)) for group in layer_groups(config, ("ahead",))])
-        self.final_norm = Norm(config.d_model, config, multiplier=config.multipliers.output)
+        self.final_norm = Norm(config.d_model, config, multiplier=config.output_scale)
         self.output_VD = None if config.tie_embeddings else parameter(table, ("vocab", "embed"), config.init_std)
 
     @jax.named_scope("embed")
@@ -95,16 +95,17 @@ class Decoder(nnx.Module):
 
     def _embed_tokens(self, tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         x_BSD = embedding_lookup(self.embedding_VD[...], tokens_BS)
-        return x_BSD * jnp.asarray(self.config.embedding_scale, x_BSD.dtype) if self.config.scale_embeddings else x_BSD
+        scale = self.config.embedding_scale
+        return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
-    def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
-        """Rotary angles of queries and keys in global (False) and local (True) layers."""
+    def angles(self, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> dict[bool, Angles | None]:
+        """Rotary angles of queries and keys in global (False) and local (True) layers. `ids_BS`: of segments; None: each row is one."""
         config = self.config
         if config.learned_positions is not None:
             return {True: None, False: None}
         dim = config.latent.rope_dim if config.latent else config.head_dim
-        of_global = rope_angles(config.rope, dim, positions_BS)
-        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS) if config.rope_local else of_global}
+        of_global = rope_angles(config.rope, dim, positions_BS, ids_BS)
+        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS, ids_BS) if config.rope_local else of_global}
 
     def run(
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
@@ -141,7 +142,7 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm, ready for `unembedding_VD`; `caches`, if any, with this call's keys and values added.
         `blocks`: `self.blocks()`, if they are there already. `options`: of the `BlockContext`.
         """
-        context = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS, **options)
+        context = BlockContext(self.angles(positions_BS, segment_ids_BS), segment_ids_BS, random_BS, **options)
         x_BSD = self.embed(tokens_BS, positions_BS)
         output = self._run_cached(x_BSD, context, caches, blocks or self.blocks()) if caches else self.run(x_BSD, context)
         return output._replace(x_BSD=self.final_norm(output.x_BSD))

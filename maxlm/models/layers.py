@@ -13,10 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm import kernels
-from maxlm.config.schema import ClampConfig, ContextAttention, Llama3Scaling, MemoryConfig, ModelConfig, RopeConfig, YarnScaling
+from maxlm.config.rope import RopeConfig
+from maxlm.config.schema import ClampConfig, ContextAttention, MemoryConfig, ModelConfig
 from maxlm.kernels.attention import Form, Layout, Mask
 from maxlm.kernels.platform import device
 from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, Axes, enter, gated_linear, linear
+from maxlm.models.rope_scaling import rope_gains, scaled_frequencies
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, context_size, mesh_axes
 from maxlm.parallel.context import context_attention
@@ -72,13 +74,16 @@ class Norm(nnx.Module):
         return (y_D if self.multiplier == 1 else y_D * self.multiplier).astype(x_D.dtype)
 
 
-def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
-    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest come last."""
+def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> Angles:
+    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest last."""
     dim = config.rotary_dims(head_dim)
-    plain = [config.theta ** (-2 * i / dim) for i in range(dim // 2)]  # radians a token
-    frequencies = plain if config.scaling is None else [_scaled(frequency, config, dim, i) for i, frequency in enumerate(plain)]
-    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * jnp.asarray(frequencies + [0.0] * (head_dim // 2 - len(plain)), jnp.float32)
-    gain_F = jnp.asarray([yarn_gains(config)[0]] * len(plain) + [1.0] * (head_dim // 2 - len(plain)), jnp.float32)
+    rest = head_dim // 2 - dim // 2
+    plain = [config.theta ** (-2 * i / dim) for i in range(dim // 2)] + [0.0] * rest  # radians a token
+    frequencies = (
+        jnp.asarray(plain, jnp.float32) if config.scaling is None else scaled_frequencies(config, dim, plain, positions_BS, ids_BS)
+    )
+    angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequencies
+    gain_F = jnp.asarray([rope_gains(config)[0] if config.scaling else 1.0] * (dim // 2) + [1.0] * rest, jnp.float32)
     return gain_F * jnp.cos(angle_BSF), gain_F * jnp.sin(angle_BSF)
 
 
@@ -97,7 +102,9 @@ def _quarter_turn(x: jax.Array) -> jax.Array:
     return jnp.einsum("...K,KL->...L", x, rotation_KK, precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
+_EXACT = partial(jax.nn.gelu, approximate=False)
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "gelu": jax.nn.gelu}  # by tanh
+ACTIVATIONS |= {"geglu_exact": _EXACT, "gelu_exact": _EXACT}
 
 
 def gated(activation: str, gate: jax.Array, up: jax.Array, clamp: ClampConfig | None = None) -> jax.Array:
@@ -126,11 +133,11 @@ class AttentionBase(nnx.Module):
         rope = config.rope_local if local and config.rope_local else config.rope
         self.local = local
         self.mask = layer_mask(config, local=local)
-        self.scale = (config.attention_scale or config.head_dim**-0.5) * yarn_gains(rope)[1] * config.multipliers.attention
+        self.scale = config.score_scale * (rope_gains(rope)[1] if rope.scaling else 1.0)
         self.softcap = config.attention_softcap
         out_std = config.init_std * (2 * config.n_layers) ** -0.5  # GPT-2: the residual stream sums 2 L outputs
         self.out_HKD = parameter((heads, value_dim, width), ("heads", "head_dim", "embed"), out_std)
-        self.out_bias_D = parameter((width,), ("embed_act",)) if config.bias == "all" else None
+        self.out_bias_D = parameter((width,), ("embed_act",)) if config.out_bias else None
         self.sinks_H = parameter((heads,), ("heads",)) if config.sinks else None
 
     def attend(
@@ -181,7 +188,7 @@ class Attention(AttentionBase):
         self.query_DHK = parameter((width, heads, dim), ("embed", "heads", "head_dim"), config.init_std)
         self.key_DGK = parameter((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
         self.value_DGK = parameter((width, groups, dim), ("embed", "kv_heads", "head_dim"), config.init_std)
-        biased = config.bias != "none"
+        biased = config.qkv_bias
         self.query_bias_HK = parameter((heads, dim), ("heads", "head_dim")) if biased else None
         self.key_bias_GK = parameter((groups, dim), ("kv_heads", "head_dim")) if biased else None
         self.value_bias_GK = parameter((groups, dim), ("kv_heads", "head_dim")) if biased else None
@@ -226,11 +233,11 @@ class Mlp(nnx.Module):
         """`hidden`: the feed-forward width, default `d_ff`."""
         width, hidden, std = config.d_model, hidden or config.d_ff, config.init_std
         self.activation, self.clamp = config.activation, config.clamp
-        has_gate = config.activation != "gelu"
+        has_gate = config.gated
         self.gate_DF = parameter((width, hidden), ("embed", "mlp"), std) if has_gate else None
         self.up_DF = parameter((width, hidden), ("embed", "mlp"), std)
         self.down_FD = parameter((hidden, width), ("mlp", "embed"), std * (2 * config.n_layers) ** -0.5)
-        biased = config.bias == "all"
+        biased = config.mlp_bias
         self.gate_bias_F = parameter((hidden,), ("mlp",)) if biased and has_gate else None
         self.up_bias_F = parameter((hidden,), ("mlp",)) if biased else None
         self.down_bias_D = parameter((width,), ("embed_act",)) if biased else None
@@ -261,7 +268,7 @@ class Mlp(nnx.Module):
         return {"gate": 0, **{matmul.name: matmul.wide_out for matmul in self.matmuls()}}
 
 
-# Attention with a cache, and scaled rotary positions.
+# Attention with a cache.
 
 
 def cache_dims(config: ModelConfig) -> tuple[int, int, int]:
@@ -301,40 +308,6 @@ def _cached_attention(
     if up_RHV is not None:
         attended_BSHV = constrain(jnp.einsum("BSHR,RHV->BSHV", attended_BSHV, up_RHV), *HEADS)
     return attended_BSHV, Cache(k_BGTK, v_BGTV, cache.length + new)
-
-
-def _scaled(frequency: float, config: RopeConfig, head_dim: int, index: int) -> float:
-    """`frequency` of pair `index` for contexts longer than those of pretraining."""
-    scaling = config.scaling
-    assert scaling is not None
-    if isinstance(scaling, Llama3Scaling):
-        rotations = scaling.original_seq_len * frequency / (2 * math.pi)  # full rotations over the original context
-        keep = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    elif isinstance(scaling, YarnScaling):
-        low, high = (_yarn_index(config.theta, head_dim, scaling.original_seq_len, beta) for beta in (scaling.beta_fast, scaling.beta_slow))
-        if scaling.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        keep = 1 - (index - low) / max(high - low, 1e-3)
-    else:
-        keep = 0.0
-    keep = min(max(keep, 0.0), 1.0)
-    return keep * frequency + (1 - keep) * frequency / scaling.factor
-
-
-def _yarn_index(theta: float, head_dim: int, seq_len: int, rotations: float) -> float:
-    """The pair that makes `rotations` full rotations over `seq_len` tokens."""
-    return head_dim * math.log(seq_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-
-def yarn_gains(config: RopeConfig) -> tuple[float, float]:
-    """Factors of (rotated queries and keys, attention scores): YaRN's attention temperature (arXiv 2309.00071, eq. 22)."""
-    scaling = config.scaling
-    if not isinstance(scaling, YarnScaling):
-        return 1.0, 1.0
-    once = 0.1 * (scaling.mscale_all_dim or 1.0) * math.log(scaling.factor) + 1.0
-    turned, scores = (once, 1.0) if scaling.mscale_all_dim is None else (1.0, once**2)  # scores: of all dims, rotated or not
-    return scaling.attention_factor or turned, scores
 
 
 # Model state, and sizes.

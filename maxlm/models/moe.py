@@ -36,7 +36,7 @@ class Moe(nnx.Module):
         self.gate_DEF = parameter(shape, axes, std)
         self.up_DEF = parameter(shape, axes, std)
         self.down_DEF = parameter(shape, axes, std * (2 * config.n_layers) ** -0.5)  # transposed, so that it is split as the others are
-        biased = config.bias == "all"
+        biased = config.mlp_bias
         self.router_bias_E = parameter((experts,), ("choices",)) if biased else None
         self.gate_bias_EF = parameter((experts, hidden), ("expert", "mlp")) if biased else None
         self.up_bias_EF = parameter((experts, hidden), ("expert", "mlp")) if biased else None

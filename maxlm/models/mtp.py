@@ -25,7 +25,7 @@ class FutureTokenModule(nnx.Module):
         self.hidden_DD = parameter((width, width), ("embed", "embed_act"), std)
         self.token_DD = parameter((width, width), ("embed", "embed_act"), std)
         self.block = block
-        self.final_norm = Norm(width, config, multiplier=config.multipliers.output)
+        self.final_norm = Norm(width, config, multiplier=config.output_scale)
 
     def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Input of the block, from hidden states (`MtpConfig.reads`) and token embeddings."""

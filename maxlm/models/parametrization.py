@@ -68,7 +68,7 @@ def standard(config: ModelConfig) -> ModelConfig:
 
 def folded(config: ModelConfig, name: Name) -> float:
     """Factor by which a parameter is multiplied so that the standard model computes the same: then the weights hold all multipliers."""
-    by = config.multipliers
+    by = config.parametrized
     if name == ("embedding_VD",):
         return by.embedding if config.scale_embeddings else 1.0
     if part_of(name) == "scale" or part_of(name) == "bias":

@@ -131,7 +131,7 @@ def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, .
     """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
     tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
     chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
-    memory = _memory(config.memory.layers_on_host, config.model.activation != "gelu")
+    memory = _memory(config.memory.layers_on_host, config.model.gated)
     kept = [one for one in memory if not one[1] or frame.sizes["stage"] == 1]
     return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
 

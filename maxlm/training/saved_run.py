@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import UnreachableError
-from maxlm.config import Config, UserError, load
+from maxlm.config import Config, UserError
+from maxlm.config.loader import RUN_CONFIG, load_saved
 from maxlm.config.schema import WeightsKind
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
@@ -28,7 +30,8 @@ from maxlm.training.rollback import Journal
 from maxlm.training.schedule_free import at_average, with_z
 from maxlm.training.split_masters import difference_dtype, in_parts, whole
 
-CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
+CONFIG, CHECKPOINTS, TOKENIZER = RUN_CONFIG, "checkpoints", "tokenizer"
+PUBLISHED = "published"  # files of the published model that a run goes back to, as they were imported
 _log = logging.getLogger(__name__)
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
 
@@ -80,6 +83,11 @@ class SavedRun:
         for step in sorted(step for step in found if step > newest):
             _log.warning("%s: checkpoint %d is passed over unless it is named: %s", self.directory, step, found[step])
         return found
+
+    @property
+    def untrained(self) -> bool:
+        """True for a model as it was imported."""
+        return RunDirectory(self.directory, primary=False).model.is_file() and self.checkpoints.steps() == [0]
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that it would continue from itself, oldest first."""
@@ -191,8 +199,21 @@ def source_tokenizer(config: Config) -> Path | None:
     return None if source is None else Path(source.path) / TOKENIZER
 
 
+def copy_published(source: Path | None, folder: Path, *, goes_on: bool) -> None:
+    """Copy the files of the published model that the run or model in `source` goes back to into the run's `folder`, for its export.
+
+    `goes_on`: the run has a checkpoint of its own, so what it keeps stays where the source is gone.
+    """
+    if source is not None and (source / PUBLISHED).is_dir():
+        if (source / PUBLISHED).resolve() != (folder / PUBLISHED).resolve():
+            shutil.rmtree(folder / PUBLISHED, ignore_errors=True)
+            shutil.copytree(source / PUBLISHED, folder / PUBLISHED)
+    elif not goes_on:
+        shutil.rmtree(folder / PUBLISHED, ignore_errors=True)
+
+
 def open_run(directory: Path) -> SavedRun:
     """Open the folder of a run. The size of its mesh is not checked. Raises UserError if it is none."""
     if not (directory / CONFIG).is_file():
         raise UserError(f"{directory} is not a run directory: it has no {CONFIG}; give the folder that `maxlm train` printed.")
-    return SavedRun(directory, load(str((directory / CONFIG).absolute()), any_mesh=True).config)
+    return SavedRun(directory, load_saved(directory))

@@ -274,7 +274,7 @@ def test_the_machine_of_the_command_line_replaces_that_of_the_config():
     loaded, machine = compile_command.load_for_machine("tiny", said, "v5e:4x4", 2)
     config = loaded.config
     assert (machine.name, machine.slices, machine.devices) == ("v5e:4x4", 2, 32)
-    assert (config.cluster.topology, config.cluster.accelerator) == ("v5e:4x4", None)
+    assert (config.cluster.topology, config.cluster.accelerator) == ("v5e:4x4", "v5litepod-16")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,29 @@ def test_the_machine_may_be_chosen_where_the_config_names_none():
     assert (answer["ACCELERATOR"], answer["UNITS"], answer["CHIPS_A_HOST"]) == ("a4-highgpu-8g", 1, 8)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "accelerator", "expected"),
+    [
+        ("cluster={topology: 'v5p:2x2x1'}", None, "v5p-8"),  # a config that names a shape alone
+        ("cluster={topology: v5p-8}", None, "v5p-8"),
+        ("cluster={topology: 'v5e:2x2', accelerator: null}", None, "v5litepod-4"),
+        ("cluster={topology: v5e-4}", None, "v5litepod-4"),
+        ("cluster=null", "v5e-4", "v5litepod-4"),
+        ("cluster={topology: h100x8}", None, "a3-megagpu-8g"),
+        ("cluster={topology: a3-highgpu-8g}", None, "a3-highgpu-8g"),
+        ("cluster={topology: 'h100:1x8', accelerator: a3-highgpu-8g}", None, "a3-highgpu-8g"),
+        ("cluster={topology: 'h100:1x8', accelerator: a3-highgpu-8g}", "a3-megagpu-8g", "a3-megagpu-8g"),
+    ],
+)
+def test_a_machine_may_be_named_by_its_shape_or_as_it_is_rented(cluster, accelerator, expected):
+    assert told("runs/quickstart", cluster, "train.global_batch=16", accelerator=accelerator)["ACCELERATOR"] == expected
+
+
+def test_every_machine_type_of_the_table_is_one_of_the_names_that_topologies_have():
+    vms = {machine.name: machine.chip for machine in settings.machines() if machine.api == "gce"}
+    assert {name: parse(name).chip.name.lower() for name in vms} == vms
+
+
 def test_a_checkpoint_folder_in_another_bucket_is_kept():
     config, _ = settings.read(V5P, None, BUCKET, ["checkpoint.dir=gs://other/c"])
     assert config.checkpoint.dir == "gs://other/c"
@@ -98,11 +121,16 @@ def test_runs_whose_names_a_cloud_does_not_take_do_not_meet():
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        ([V5P], {"accelerator": "v5p-129"}, "accelerator = v5p-129: no machine of that name is known; did you mean v5p-128, v5p-"),
-        ([V5P], {"accelerator": "h200"}, "did you mean a3-ultragpu-8g, "),
-        ([V5P], {"accelerator": "a3-mega-8g"}, "did you mean a3-megagpu-8g"),
-        ([V5P], {"accelerator": "v5e-256"}, "did you mean v5litepod-256"),
-        ([V5P], {"accelerator": "abacus"}, "use a name such as v5p-128, v6e-256 or a3-megagpu-8g"),
+        ([V5P], {"accelerator": "v5p-129"}, "accelerator = v5p-129: no v5p-129 is rented; near it there are v5p-64, v5p-128"),
+        ([V5P], {"accelerator": "h200"}, "accelerator = h200: is no machine type of Google Cloud that is known here; use a3-ultragpu-8g."),
+        ([V5P], {"accelerator": "a3-mega-8g"}, "no machine 'a3-mega-8g' is known; use a3-megagpu-8g"),
+        ([V5P], {"accelerator": "p5.48xlarge"}, "p5.48xlarge: is no machine type of Google Cloud that is known here; use a3-megagpu-8g"),
+        (
+            [V5P, "cluster.topology=v5p:2x4x8", "cluster.accelerator=null"],
+            {},
+            "cluster.topology = v5p:2x4x8: is a shape that Cloud TPU has no name for",
+        ),
+        ([V5P], {"accelerator": "abacus"}, "no chip 'abacus' is known; use v4, v5e"),
         (["runs/llama3-8b-tpu7x-128"], {}, "tpu7x is not lent as Cloud TPU VMs, only through Kubernetes: add --gke"),
         (["runs/quickstart"], {}, "cluster is not set in runs/quickstart"),
         ([V5P, "checkpoint.dir=/disk"], {}, "checkpoint.dir = /disk: is on the disk of one machine"),

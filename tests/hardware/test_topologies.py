@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from maxlm.hardware.chips import CHIPS
-from maxlm.hardware.topologies import TopologyError, near, parse
+from maxlm.hardware.topologies import MACHINE_TYPES, TopologyError, accelerator, is_tpu, near, parse
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,14 @@ def test_which_dims_close_to_rings(name, wraps):
         ("v5e:8x32", "side above 16", "v5e:16x16"),
         ("v6e:32x32", "a v6e pod has 256", "v6e:16x16"),
         ("v5p:64x64x64", "a v5p pod has 8,960", "v5p:16x20x28"),
+        ("v5p-129", "no v5p-129 is rented", "v5p-64, v5p-128, v5p-256"),
+        ("v5litepod-512", "no v5litepod-512 is rented", "v5litepod-256"),
+        ("v6e-3", "no v6e-3 is rented", "v6e-4"),
+        ("h100x12", "no h100x12 is rented", "h100x8, h100x16"),
+        ("a100x8", "no machine 'a100x8'", "a100-40gbx8 or a100-80gbx8"),
+        ("a3-mega-8g", "no machine 'a3-mega-8g'", "a3-megagpu-8g"),
+        ("p5.48xlage", "no machine 'p5.48xlage'", "p5.48xlarge"),
+        ("v5p-0", "no chip 'v5p-0'", "v5p-128"),
     ],
 )
 def test_a_wrong_name_is_answered_with_a_right_one(name, rule, fix):
@@ -79,6 +87,46 @@ def test_a_wrong_name_is_answered_with_a_right_one(name, rule, fix):
         parse(name)
     assert rule in caught.value.rule
     assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("v5p-128", "v5p:4x4x4"),  # TensorCores, two a chip
+        ("V4-32", "v4:2x2x4"),
+        ("tpu7x-16", "tpu7x:2x2x2"),
+        ("v5litepod-16", "v5e:4x4"),  # chips
+        ("v5e-16", "v5e:4x4"),
+        ("v6e-256", "v6e:16x16"),
+        ("v6e-8", "v6e:2x4"),
+        ("h100x8", "h100:1x8"),
+        ("h100x4", "h100:1x4"),
+        ("H200-16", "h200:2x8"),
+        ("b200x1024", "b200:128x8"),
+        ("a100-80gbx24", "a100-80gb:3x8"),
+        ("a3-highgpu-8g", "h100:1x8"),
+        ("Standard_ND96isr_H100_v5", "h100:1x8"),
+        ("p5en.48xlarge", "h200:1x8"),
+    ],
+)
+def test_topologies_by_the_names_under_which_they_are_rented(name, topology):
+    assert parse(name).name == topology
+
+
+def test_every_rented_name_is_a_topology():
+    assert all(parse(name).name == topology for name, topology in MACHINE_TYPES.items())
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if is_tpu(chip)], ids=lambda chip: chip.name)
+def test_a_tpu_topology_and_its_name_lead_to_each_other(chip):
+    for name in near(chip, 1, most=100):
+        assert parse(accelerator(parse(name))).name == name
+
+
+def test_a_shape_that_is_not_rented_has_no_name():
+    """v5p-128 is 4x4x4: a machine of that name would have other links than 2x4x8."""
+    assert accelerator(parse("v5p:2x4x8")) is None
+    assert accelerator(parse("h100:1x8")) is None
 
 
 def test_gpus_have_nodes_and_no_slices():

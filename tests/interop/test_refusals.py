@@ -128,7 +128,7 @@ CASES = {
     "unknown family": (config(model_type="mamba"), "model_type = 'mamba' is not a family that maxlm imports: gpt2, llama"),
     "unknown setting": (config(clever_trick=3), "clever_trick = 3 is a setting that maxlm does not know"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantization_config"),
-    "activation": (config(hidden_act="relu"), "hidden_act = 'relu' is not supported: only 'silu' is"),
+    "activation": (config(hidden_act="relu"), "hidden_act = 'relu' is not supported: silu, swish, gelu_pytorch_tanh"),
     "width a text": (config(hidden_size="24"), "hidden_size = '24' must be a whole number above 0"),
     "width negative": (config(hidden_size=-24), "hidden_size = -24 must be a whole number above 0"),
     "width true": (config(hidden_size=True), "hidden_size = True must be a whole number above 0"),
@@ -141,7 +141,7 @@ CASES = {
         "mlp.gate_proj.weight has shape [40, 24] in the source, and its config.json makes it [48, 24]",
     ),
     "heads that do not divide": (config(num_attention_heads=5, head_dim=None), "n_heads"),
-    "one kind of bias": (config(attention_bias=True), "attention_bias = True"),
+    "biases without tensors": (config(attention_bias=True), "lacks model.layers.0.self_attn.k_proj.bias"),
     "unknown rope": (config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": []}), "rope_type = 'longrope'"),
     "unknown key of rope": (config(rope_parameters={**ROPE, "twist": 2}), "rope_parameters: twist = 2"),
     "partial rotary": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5 is not supported here"),
@@ -188,8 +188,15 @@ CASES = {
     "index lies": (shards(moved), f"{Q} is not where it says"),
     "index forgets": (shards(lambda index, folder: index["weight_map"].pop(Q)), f"{Q} is not where it says"),
     "tensor twice": (
-        lambda folder: (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes()),
+        lambda folder: (
+            [(folder / f"{name}.safetensors").write_bytes((folder / "model.safetensors").read_bytes()) for name in "ab"]
+            and (folder / "model.safetensors").unlink()
+        ),
         "which one counts",
+    ),
+    "adapters of safetensors alone": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+        "holds only adapters (adapter_model.safetensors)",
     ),
     "tokenizer damaged": (tokenizer, "is not a tokenizer.json that the tokenizers library reads"),
     "tied and different": (config(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
@@ -206,6 +213,21 @@ def test_a_source_that_cannot_be_read_is_one_line(name, tmp_path):
     assert said in str(told.value)
     assert "\n" not in str(told.value) and len(str(told.value)) < 500
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"], "nothing is written"
+
+
+def test_a_whole_model_is_read_whatever_lies_beside_it(tmp_path):
+    """Adapters, and the same tensors under names of their own; each is named, since nothing of it is in the import."""
+    source = make(tmp_path / "source")
+    for name in ("adapter_model", "consolidated", "consolidated.00", "model-00001-of-00002"):
+        save_file({Q: np.ones(3, np.float32)}, source / f"{name}.safetensors")
+    imported = import_model(source, tmp_path / "out", [], nothing)
+    (note,) = (note for note in imported.notes if "not read" in note)
+    names = "adapter_model.safetensors, consolidated.00.safetensors, consolidated.safetensors, and 1 more"
+    assert note == f"not read, since the model is in other files: {names}"
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    (source / "model-00001-of-00002.safetensors").unlink()
+    again = import_model(source, tmp_path / "again", [], nothing)
+    assert again.parameters == imported.parameters
 
 
 OF_FAMILIES = {
@@ -287,6 +309,6 @@ def test_a_model_that_no_family_is_like_is_refused_by_what_differs(tmp_path):
     source = make(tmp_path / "source")
     import_model(source, tmp_path / "model", [], nothing)
     file = tmp_path / "model" / "config.yml"
-    file.write_text(file.read_text().replace("activation: swiglu", "activation: geglu"))
-    with pytest.raises(UserError, match=r"no published architecture is like it; the nearest, .* cannot say model.activation = geglu"):
+    file.write_text(file.read_text().replace("activation: swiglu", "activation: gelu"))
+    with pytest.raises(UserError, match=r"no published architecture is like it; the nearest, .* cannot say model.activation = gelu"):
         export_model(tmp_path / "model", tmp_path / "out", "float32", "5GB", None, nothing)

@@ -77,7 +77,7 @@ def test_the_standard_model_with_folded_parameters_computes_the_same(kind):
 def test_at_the_base_it_is_the_standard_model(kind):
     """No multiplier, deviation or epsilon differs from the standard one's, to the last bit."""
     config = model_of(kind, base_width=64, base_depth=2, base_head_dim=8 if "latent" not in kind else 16)
-    assert config.multipliers == standard(config).multipliers == (1, 1, 1, 1)
+    assert config.parametrized == standard(config).parametrized == (1, 1, 1, 1)
     for name, variable in declarations(config):
         assert factors(config, name, variable.axes)[:2] == (1, 1)
         assert folded(config, name) == 1
@@ -120,13 +120,13 @@ def test_factors_by_hand():
         "mlp/down_DEF": writer,
         "mlp/shared/down_FD": writer,
     }
-    assert model_of(base_head_dim=2).multipliers == (1 / 2, 1 / 4, 1 / 2, 1 / 2)
+    assert model_of(base_head_dim=2).parametrized == (1 / 2, 1 / 4, 1 / 2, 1 / 2)
 
 
 def test_mup_leaves_the_depth_alone():
     config = tiny_config(model={"parametrization": {"kind": "mup", "base_width": 16}}).model
     found = by_leaf(config)
-    assert config.multipliers == (1 / 2, 1 / 4, 1, 1)
+    assert config.parametrized == (1 / 2, 1 / 4, 1, 1)
     assert found["layers/0/mlp/down_FD"] == (round(0.5 * 4**-0.5, 6), 1 / 4, True), "(2 n_layers) ** -1/2 as in a standard model"
     assert found["layers/0/mlp/up_DF"] == (0.5, 1 / 4, True)
 

@@ -2,10 +2,12 @@
 
 const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 34;  // margins of a plot, in pixels
 const HEIGHT = 260, TALL = 380, LEAST_WIDTH = 260;   // of a chart
+const PRINTED = 340, PRINTED_WIDE = 700;             // width of a chart on paper, where page.css scales it to its column
 const WINDOWS = [0, 0.5, 1, 2, 5, 10, 20];           // of the running median, in percent of the points shown
 const PLACES = 300, SAMPLES = 201;                   // of the running median: where it is taken, and of how many points at most
 const LISTED = 12;                                   // lines under the pointer
 const CLICK = 5;                                     // pixels that a pointer moves before it selects a range
+const NEAR = 600;                                    // pixels around the window in which charts are drawn first
 const COLORS = 8, DASHES = ['', '9 4', '2 4'];       // as in style.py
 const HEAT_WIDTH = 1000;                             // as in experts.py
 const AXES = {step: 'step', tokens: 'tokens', seconds: 'time since the first start'};
@@ -115,7 +117,7 @@ class Chart {
     this.wide = figure.classList.contains('wide');
     this.unit = figure.querySelector('.unit').textContent;
     this.plain = new Set(this.lines.map(line => line.run)).size === 1 && this.lines.length > COLORS;  // a shade a line, by its place
-    this.near = this.drawn = false;
+    this.drawn = false;
     if (this.lines.some(line => line.high.some(value => value > 0))) this.addSwitch();
   }
 
@@ -137,16 +139,22 @@ class Chart {
     return view.zoom ?? full[view.x];
   }
 
-  draw() {
+  get near() {  // the window, or soon in it
+    const {top, bottom} = this.figure.getBoundingClientRect();
+    return bottom > -NEAR && top < innerHeight + NEAR;
+  }
+
+  draw(width = this.figure.clientWidth) {
     this.drawn = true;
-    this.width = Math.max(LEAST_WIDTH, this.figure.clientWidth);
+    this.width = Math.max(LEAST_WIDTH, width);
     this.w = this.width - LEFT - RIGHT;
     this.h = (this.wide ? TALL : HEIGHT) - TOP - BOTTOM;
     this.xAxis = scale(...this.range);
     const lines = this.lines.filter(line => line.x && !view.hidden.has(line.run));
     this.shapes = lines.map(line => new Shape(line, this.range, this.w)).filter(shape => shape.x.length);
     this.yAxis = this.heat ? null : valueAxis(this.shapes, this.log, this.spec.zero);
-    const svg = make('svg:svg', {class: 'plot', width: this.width, height: TOP + this.h + BOTTOM, role: 'img', 'aria-label': this.spec.about});
+    const size = {width: this.width, height: TOP + this.h + BOTTOM}, viewBox = `0 0 ${size.width} ${size.height}`;
+    const svg = make('svg:svg', {class: 'plot', ...size, viewBox, role: 'img', 'aria-label': this.spec.about});
     this.svg?.remove();
     this.svg = svg;
     this.figure.append(svg);
@@ -180,7 +188,7 @@ class Chart {
   drawValueAxis() {
     const {low, high, log} = this.yAxis;
     const values = (log ? logTicks : ticks)(low, high, this.h / 40);
-    for (const [value, label] of labelled(values)) {
+    for (const [value, label] of labelled(values, log)) {
       const py = this.py(value);
       make('svg:line', {class: 'grid', x1: LEFT, x2: LEFT + this.w, y1: py, y2: py}, this.svg);
       make('svg:text', {x: LEFT - 7, y: py + 4, 'text-anchor': 'end'}, this.svg, label);

@@ -4,13 +4,25 @@ const UNITS = {ms: 1e-3, s: 1, min: 60, h: 3600, d: 86400, '%': 0.01, k: 1e3, M:
 
 // The view: what the controls and the legend choose. The address keeps it, so that it can be reloaded and sent.
 
-function zoom(range) {
-  view.zoom = range;
+function zoom(range) {  // to a step at least
+  view.zoom = range && view.x === 'step' && range[1] - range[0] < 1 ? [Math.floor(range[0]), Math.ceil(range[1])] : range;
   refresh();
 }
 
-function refresh() {
-  for (const chart of charts) if (chart.near) chart.draw(); else chart.drawn = false;
+let waiting = [], timer;  // charts that are drawn one by one, when nothing else is to be done
+
+function drawWaiting(most = Infinity) {
+  for (const chart of waiting.splice(0, most)) chart.draw();
+  if (waiting.length) timer = setTimeout(drawWaiting, 0, 1);
+}
+
+function refresh() {  // all charts: those near the window at once
+  clearTimeout(timer);
+  const near = new Set(charts.filter(chart => chart.near));
+  waiting = charts.filter(chart => !near.has(chart));
+  for (const chart of waiting) chart.drawn = false;
+  for (const chart of near) chart.draw();
+  drawWaiting(0);
   const form = document.querySelector('.controls');
   if (!form) return;
   form.elements.reset.hidden = !view.zoom;
@@ -26,7 +38,8 @@ function setAxis() {
   for (const line of lines) place(line);
   const placed = lines.filter(line => line.x);
   const low = Math.min(...placed.map(line => line.x[0])), high = Math.max(...placed.map(line => line.x.at(-1)));
-  full[view.x] = high > low ? [low, high] : [low - 1, low + 1];
+  const beside = view.x === 'step' ? 1 : Math.max(1, 0.05 * low);  // a single point lies in the middle
+  full[view.x] = high > low ? [low, high] : [low - beside, low + beside];
 }
 
 function keep() {
@@ -126,33 +139,26 @@ function connectTable(table) {
 
 // Begin
 
-const watcher = new IntersectionObserver(entries => {
-  for (const {target, isIntersecting} of entries) {
-    const chart = charts.find(one => one.figure === target);
-    if (!chart) continue;
-    chart.near = isIntersecting;
-    if (isIntersecting && !chart.drawn) chart.draw();
-  }
-}, {rootMargin: '600px'});
-
 function start() {  // also for each newer page of a live report: the view stays
-  watcher.disconnect();
   runs = JSON.parse(document.getElementById('runs').textContent);
   for (const run of runs) for (const kind of ['tokens', 'seconds']) if (run[kind]) run[kind].steps = sums(run[kind].steps);
   if (!charts.length) recall();
-  const near = charts.map(chart => chart.near);
   charts = [...document.querySelectorAll('figure.chart')].map(figure => new Chart(figure));
-  charts.forEach((chart, i) => { chart.near = near[i] ?? false; });
   if (view.x !== 'step' && !runs.some(run => run[view.x])) view.x = 'step';
   setAxis();
   connectControls();
   document.querySelectorAll('table').forEach(connectTable);
   refresh();
-  for (const chart of charts) watcher.observe(chart.figure);
 }
 
+if (matchMedia('(max-width: 760px)').matches) for (const prose of document.querySelectorAll('header details')) prose.open = false;
 let width = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; refresh(); } });
-addEventListener('beforeprint', () => charts.forEach(chart => chart.draw()));
+addEventListener('beforeprint', () => {
+  clearTimeout(timer);
+  for (const chart of charts) chart.draw(chart.wide ? PRINTED_WIDE : PRINTED);
+});
+addEventListener('afterprint', refresh);
 
 start();
+drawWaiting();  // all are there before anything can take a picture of the page, however tall

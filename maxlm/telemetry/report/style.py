@@ -7,7 +7,7 @@ CSS = """
 :root{--bg:#fff;--panel:#f6f7f9;--ink:#1b1f24;--soft:#57606a;--rule:#d5dae0;
 --p0:#0b66a8;--p1:#b84e00;--p2:#007a5a;--p3:#a3437e;--p4:#7a6200;--p5:#3a7fae;--p6:#5b4bb5;--p7:#444c56;
 --good:#116b3c;--good-bg:#ddf3e4;--warn:#7a5200;--warn-bg:#fdf0cf;--bad:#a1151f;--bad-bg:#fde3e1}
-@media(prefers-color-scheme:dark){:root{--bg:#0f1216;--panel:#181c22;--ink:#e8ebef;--soft:#a0a9b4;--rule:#333a44;
+@media screen and (prefers-color-scheme:dark){:root{--bg:#0f1216;--panel:#181c22;--ink:#e8ebef;--soft:#a0a9b4;--rule:#333a44;
 --p0:#5cb3f0;--p1:#f5914a;--p2:#3fcf9f;--p3:#e58fc0;--p4:#e3cf4a;--p5:#9bd0f2;--p6:#a99cf5;--p7:#b8c0ca;
 --good:#7fe0a8;--good-bg:#12351f;--warn:#f0cc6a;--warn-bg:#3a2e0c;--bad:#ff9c95;--bad-bg:#431917}}
 *{box-sizing:border-box}
@@ -51,17 +51,30 @@ tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;backg
 .numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem;white-space:nowrap}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
 .dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
-.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
+.dot.skip,.dot.preempt,.dot.interrupt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
 code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
-@media(max-width:760px){main{padding:24px 16px}svg text{font-size:17px}}
-@media print{.scroll{max-height:none}details{display:none}}
+@media(max-width:760px){main{padding:20px 16px 40px}h1{font-size:1.5rem;margin-bottom:.4rem}h2{margin-top:1.8rem}svg text{font-size:17px}
+.lead{font-size:.92rem;line-height:1.45}
+.cards{grid-template-columns:repeat(auto-fill,minmax(98px,1fr));gap:6px;margin-top:.8rem}
+.cards div{padding:6px 8px;overflow-wrap:anywhere;hyphens:auto}
+.cards dt{font-size:.76rem;line-height:1.25}.cards dd{font-size:.95rem}.cards small{display:none}
+tbody th{white-space:normal;overflow-wrap:break-word;min-width:6.5rem}th,td{padding:.22rem .8rem .22rem 0}
+.numbers td,.numbers thead th+th{padding:.22rem 0 .22rem .8rem}}
+@media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}body{font-size:11pt}main{padding:0}
+.scroll{max-height:none;overflow:visible;background:none}thead th{position:static}table{font-size:.8rem}
+th,td,tbody th{white-space:normal!important}
+.grid2{grid-template-columns:1fr 1fr;gap:14px 18px}.grid3{grid-template-columns:1fr 1fr 1fr}
+.cards{grid-template-columns:repeat(auto-fill,minmax(120px,1fr))}
+figure,tr,.cards div,.bar,.keys{break-inside:avoid}h2,h3,figcaption{break-after:avoid}
+pre{white-space:pre-wrap;max-height:none}details:not([open]),.folded{display:none}}
 """
 
 # Only on pages with heat maps. Both ends of the scale contrast with the background, in light and dark.
 HEAT_CSS = """
 :root{--h0:#0b2a4a;--h1:#2166ac;--h2:#67a9cf;--h3:#c3dfee;--h4:#f1f2f4;--h5:#fde0c8;--h6:#f4a264;--h7:#d6602d;--h8:#8c1d04}
-@media(prefers-color-scheme:dark){:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}
+@media screen and (prefers-color-scheme:dark){
+:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}
 .h0{--c:var(--h0)}.h1{--c:var(--h1)}.h2{--c:var(--h2)}.h3{--c:var(--h3)}.h4{--c:var(--h4)}
 .h5{--c:var(--h5)}.h6{--c:var(--h6)}.h7{--c:var(--h7)}.h8{--c:var(--h8)}
 svg.heat{display:block;width:100%;height:200px}

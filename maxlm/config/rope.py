@@ -1,0 +1,88 @@
+"""Rotary position embeddings, and frequencies scaled for contexts longer than the one of pretraining."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from maxlm.config.fields import AtLeastOne, Bool, Float, Positive, PositiveFloat, Section
+
+
+class Llama3Scaling(Section):
+    """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
+
+    kind: Literal["llama3"]
+    factor: AtLeastOne
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_seq_len: Positive
+
+
+class LinearScaling(Section):
+    """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
+
+    kind: Literal["linear"]
+    factor: AtLeastOne
+
+
+class YarnScaling(Section):
+    """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
+
+    kind: Literal["yarn"]
+    factor: AtLeastOne
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    original_seq_len: Positive
+    truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
+    # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
+    mscale_all_dim: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None  # of what is turned, whatever mscale_all_dim says; None: see there
+
+
+class LongRopeScaling(Section):
+    """LongRoPE (arXiv 2402.13753): every frequency divided by a factor of its own, which depends on the length of the sequence.
+
+    A sequence as long as `original_seq_len` or shorter takes `short_factor`, a longer one `long_factor`, one factor a pair of rotary dims
+    each. The length is the largest position of a document plus 1; of documents that do not see each other each has its own.
+    """
+
+    kind: Literal["longrope"]
+    factor: AtLeastOne  # context over the original one; read by the attention temperature alone
+    short_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    long_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    original_seq_len: Annotated[Positive, Field(ge=2)]
+    attention_factor: PositiveFloat | None = None  # of rotated dims; None: (1 + ln(factor) / ln(original_seq_len)) ** 0.5
+
+
+class DynamicScaling(Section):
+    """Dynamic NTK scaling: beyond `original_seq_len`, theta grows with the length of a document, its largest position plus 1.
+
+    theta becomes theta * (factor * length / original_seq_len - (factor - 1)) ** (d / (d - 2)) with d rotary dims, as in transformers.
+    """
+
+    kind: Literal["dynamic"]
+    factor: AtLeastOne
+    original_seq_len: Positive
+
+
+class RopeConfig(Section):
+    """Rotary position embedding (arXiv 2104.09864)."""
+
+    theta: Annotated[Float, Field(gt=1)] = 10000.0
+    share: Annotated[Float, Field(gt=0, lt=1)] | None = None  # of a head's dims that are turned (GPT-NeoX, arXiv 2204.06745); None: all
+    scaling: (
+        Annotated[Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling | DynamicScaling, Field(discriminator="kind")] | None
+    ) = None
+
+    def most_generated(self, prompt: int) -> int | None:
+        """Tokens of a prompt of so many tokens and its continuation at most; None: any.
+
+        A cached key keeps the frequencies of its time, so a continuation must not read a token at which they change. Its last is not read.
+        """
+        scaling = self.scaling
+        if isinstance(scaling, DynamicScaling):
+            return max(scaling.original_seq_len, prompt) + 1
+        return scaling.original_seq_len + 1 if isinstance(scaling, LongRopeScaling) and prompt <= scaling.original_seq_len else None
+
+    def rotary_dims(self, head_dim: int) -> int:
+        """Dims of a head that are turned, as half as many pairs (i, i + head_dim / 2), the first."""
+        return head_dim if self.share is None else int(head_dim * self.share)

@@ -1,0 +1,91 @@
+"""Files of a published model that an import keeps beside its checkpoint, so that an export restates what training has not changed."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.errors import UserError
+from maxlm.data import manifest
+
+CONFIG, GENERATION = "config.json", "generation_config.json"  # as transformers names them
+TEMPLATES = "additional_chat_templates"
+TOKENIZER_FILES = (manifest.TOKENIZER, *manifest.COMPANIONS)
+# Further files of a tokenizer, of older versions of the library. They say what tokenizer.json says, and go with an equal one only.
+_OLDER = ("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.json")
+_DIGEST = "tokenizer.json.sha256"
+_MAX_JSON, _MAX_BYTES = 64 << 20, 1 << 30
+_TEMPLATE = re.compile(r"[A-Za-z0-9][\w.-]{0,80}\.jinja", re.ASCII)
+Json = dict[str, Any]
+
+
+def keep_files(source: Path, config: Path, folder: Path) -> None:
+    """Copy the files of the published model in `source`, with `config` as its config.json, into the new `folder`."""
+    folder.mkdir()
+    shutil.copyfile(config, folder / CONFIG)
+    alone = not (source / manifest.TOKENIZER).is_file()  # without a tokenizer that can be read here
+    for name in (GENERATION, *_OLDER, *(manifest.COMPANIONS if alone else ())):
+        file = source / name
+        if file.is_file() and file.stat().st_size <= _MAX_BYTES:
+            shutil.copyfile(file, folder / name)
+    _copy_templates(source, folder)
+    if not alone:
+        (folder / _DIGEST).write_text(_digest(source / manifest.TOKENIZER), encoding="utf-8")
+
+
+def copy_further_files(published: Path, folder: Path) -> None:
+    """Copy the further files of the tokenizer into the export `folder`, if its tokenizer.json is the published one, or neither has one."""
+    known, here = published / _DIGEST, folder / manifest.TOKENIZER
+    if (known.read_text(encoding="utf-8") if known.is_file() else None) != (_digest(here) if here.is_file() else None):
+        return
+    for name in (*_OLDER, *(manifest.COMPANIONS if not known.is_file() else ())):
+        if (published / name).is_file():
+            shutil.copyfile(published / name, folder / name)
+    tools = manifest.TOOL_TEMPLATE
+    if (folder / tools).is_file() or not (published / tools).is_file():  # else the run was trained with another template
+        _copy_templates(published, folder)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _copy_templates(source: Path, folder: Path) -> None:
+    for template in sorted((source / TEMPLATES).glob("*.jinja")) if (source / TEMPLATES).is_dir() else ():
+        if _TEMPLATE.fullmatch(template.name) and template.is_file() and template.stat().st_size <= _MAX_JSON:
+            (folder / TEMPLATES).mkdir(exist_ok=True)
+            shutil.copyfile(template, folder / TEMPLATES / template.name)
+
+
+def read_object(path: Path) -> Json:
+    """The JSON object in a file. Raises UserError, FileNotFoundError."""
+    if path.stat().st_size > _MAX_JSON:
+        raise UserError(f"{path} has more than 64 MiB, which no such file has.")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON: {str(error).splitlines()[0]}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no JSON object.")
+    return values
+
+
+def object_or_none(path: Path) -> Json | None:
+    """The JSON object in a file; None if there is none. Raises UserError."""
+    return read_object(path) if path.is_file() else None
+
+
+def write_object(path: Path, values: Json, source: Path | None = None) -> None:
+    """Write a JSON object. The bytes are those of `source` if it says the same, and its indentation is kept if it says something else."""
+    if source is None or not source.is_file():
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return
+    text = source.read_text(encoding="utf-8")
+    if list(json.loads(text).items()) == list(values.items()):
+        shutil.copyfile(source, path)
+        return
+    indent = re.match(r"\s*\{\r?\n( +)", text)
+    end = "\n" if text.endswith("\n") else ""
+    path.write_text(json.dumps(values, indent=len(indent[1]) if indent else None, ensure_ascii=text.isascii()) + end, encoding="utf-8")
