@@ -8,11 +8,10 @@ from typing import Any
 
 from maxlm.corpus.document import Document, Removed, Value
 from maxlm.documents.reader import records
-from maxlm.documents.records import DEFAULTS, EXAMPLE, Defect, ReadSettings, Record, Wanted, defect
+from maxlm.documents.records import DEFAULTS, EXAMPLE, NESTED, Defect, ReadSettings, Record, Wanted, defect
 from maxlm.documents.text import decode, normalise, problem_of
 
 STAGE = "read"
-NESTED = ("metadata", "meta")  # where Dolma and RedPajama keep the metadata of a document
 LARGEST = 2**63
 LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
 

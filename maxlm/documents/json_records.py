@@ -1,5 +1,6 @@
 """JSON: one object a line, of which a line that is wrong costs no other one; or a whole file, an object or a list of objects."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -7,11 +8,11 @@ from typing import Any
 
 import orjson
 
-from maxlm.documents.records import EXAMPLE, DamagedError, Defect, Found, Record, Wanted, defect, record_of
+from maxlm.documents.records import EXAMPLE, NESTED, DamagedError, Defect, Found, Record, Wanted, defect, record_of
 from maxlm.documents.stream import ByteStream
 from maxlm.documents.text import decode
 
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # orjson makes a float of an integer of more than 64 bits
+LARGEST = 2**63
 _STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # up to the quote that ends it
 _MARK = re.compile(rb'["{}\[\],]')
 
@@ -49,12 +50,21 @@ def read_json(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
 def of_json(number: int, unit: str, data: bytes, wanted: Wanted) -> Found:
     """The record of one JSON object."""
     try:
-        fields = json.loads(data) if _LONG_NUMBER.search(data) else orjson.loads(data)
+        fields = json.loads(data) if wanted.text_field is None else orjson.loads(data)
+        if wanted.text_field is not None and type(fields) is dict and _has_rounded(fields):
+            fields = json.loads(data)
     except (ValueError, RecursionError):
         return _of_unusual_json(number, unit, data, wanted)
     if type(fields) is not dict:
         return defect(number, unit, "not_object", data[:EXAMPLE].decode("utf-8", "replace"), type=type(fields).__name__)
     return record_of(number, unit, fields, wanted)
+
+
+def _has_rounded(fields: dict[str, Any]) -> bool:
+    """True if orjson may have made a float of an integer of more than 64 bits, in the fields or their metadata."""
+    nested = (fields[name] for name in NESTED if type(fields.get(name)) is dict)
+    values = itertools.chain(fields.values(), *(inner.values() for inner in nested))
+    return any(type(value) is float and not -LARGEST < value < LARGEST for value in values)
 
 
 def of_json_or_text(number: int, unit: str, data: bytes, wanted: Wanted) -> Found:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import ConfigDict, Field
 
 EXAMPLE = 300  # characters of an example
+NESTED = ("metadata", "meta")  # fields that hold metadata of a document, as Dolma and RedPajama have them
 MIB = 2**20
 
 # Of one record, or of a file or the rest of it (number 0).

@@ -11,13 +11,12 @@ from typing import Any, BinaryIO, TypeVar
 from maxlm.config.transient import is_transient
 from maxlm.documents.formats import PARQUET
 from maxlm.documents.json_records import of_json_or_text
-from maxlm.documents.records import MIB, DamagedError, Found, Record, Wanted, defect, record_of
+from maxlm.documents.records import MIB, NESTED, DamagedError, Found, Record, Wanted, defect, record_of
 from maxlm.documents.stream import Meter
 
 BATCH_BYTES = 4 * MIB
 MOST_ROWS = 64  # read at once: 64 records of the largest size fit in memory
 T = TypeVar("T")
-NESTED = ("metadata", "meta")  # columns of objects that are metadata of the document
 _log = logging.getLogger(__name__)
 
 
