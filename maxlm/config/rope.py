@@ -42,7 +42,7 @@ class LongRopeScaling(Section):
     """LongRoPE (arXiv 2402.13753): every frequency divided by a factor of its own, which depends on the length of the sequence.
 
     A sequence as long as `original_seq_len` or shorter takes `short_factor`, a longer one `long_factor`, one factor a pair of rotary dims
-    each. The length is the largest position of a sequence plus 1, so of packed documents the longest decides.
+    each. The length is the largest position of a document plus 1; of documents that do not see each other each has its own.
     """
 
     kind: Literal["longrope"]
@@ -54,7 +54,7 @@ class LongRopeScaling(Section):
 
 
 class DynamicScaling(Section):
-    """Dynamic NTK scaling: beyond `original_seq_len`, theta grows with the length of the sequence, its largest position plus 1.
+    """Dynamic NTK scaling: beyond `original_seq_len`, theta grows with the length of a document, its largest position plus 1.
 
     theta becomes theta * (factor * length / original_seq_len - (factor - 1)) ** (d / (d - 2)) with d rotary dims, as in transformers.
     """

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from maxlm.compiler.aot import CompiledStep, build, compile_program
+from maxlm.compiler.aot import CompiledStep, build
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprise
@@ -17,7 +17,7 @@ from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.step_cost import StepCost, program_cost
-from maxlm.cost.verify import scheduled
+from maxlm.cost.verify import step_of
 from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
@@ -120,7 +120,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     """
     show_progress(f"compiling the training step of {config.run.name} for {topology.name}")
     program = build(config, topology)
-    step = compile_program(program, topology) if machine_code else scheduled(config, program, topology)
+    step = step_of(config, program, topology, machine_code=machine_code)
     sizes = dict(program.mesh.shape)
     module = read(step.text) if step.fits else None
     cost, remarks, suggestions = None, [], []

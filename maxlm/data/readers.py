@@ -15,10 +15,13 @@ from maxlm.documents.records import DEFAULTS, REASONS, Defect, Record, Wanted
 from maxlm.documents.text import problem_of
 
 _log = logging.getLogger(__name__)
-# What is wrong and what to do about it, by reason; `detail` of the defect is filled in. Others are said as REASONS has them.
+# What is wrong and what to do, by reason, with `detail` of the defect filled in. Reasons that are not here are said as REASONS has them.
 SAID = {
     "binary": "is not text ({format}); leave it out of data.prepare.sources, or convert it",
+    "bomb": "decompresses to more than the limits allow ({example}); decompress it, if it is right",
+    "damaged": "is damaged ({example}); make or download it again",
     "empty": "is empty",
+    "encoding": "is not UTF-8 text; convert it, or clean it by `maxlm corpus run`, which finds the encoding",
     "missing_field": "has no field {field}; set data.prepare.text_field to one of its fields: {example}",
     "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), Parquet or ArrayRecord: convert it, or leave it out",
     "not_a_file": "is a folder, a pipe or a device, and a file is read; give a file",
@@ -26,13 +29,14 @@ SAID = {
     "not_object": "is a JSON {type}, not an object",
     "not_text": "the field {field} is a {type}, not text; set data.prepare.text_field",
     "null_text": "the field {field} is null; take such rows out of the file, or give them an empty text",
-    "encoding": "is not UTF-8 text; convert it, or clean it by `maxlm corpus run`, which finds the encoding",
     "too_large": "is longer than {limit:,} bytes, the limit of one document; split it into documents, one a line of JSON or one a file",
+    "truncated": "is not whole, it ends in the middle ({example}); make or download it again",
     "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .parquet, .arrayrecord, .txt, .md, .html, source "
     "code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
+    "unreadable": "cannot be read: {example}",
 }
+DETAIL = {"format": "control characters", "error": "", "type": "value", "field": "", "suffix": "", "limit": DEFAULTS.max_record_bytes}
 BAD_RECORDS = ("not_json", "not_object", "malformed")  # cost one record, and the next one is read
-DAMAGED = "is damaged or not whole ({reason}: {example}); make or download it again"
 
 
 class Document(NamedTuple):
@@ -135,8 +139,8 @@ def _checked(record: Record, text_field: str, origin: str) -> str:
 
 def _error(problem: Defect, origin: str) -> UserError:
     """The line for a defect: the file with its line, what is wrong, and what to do."""
-    detail = {"format": "control characters", "error": "", "reason": REASONS[problem.reason], **problem.detail, "example": problem.example}
-    rule = SAID.get(problem.reason, DAMAGED).format(**detail).replace(": )", ")")
+    said = SAID.get(problem.reason, "{rule} ({example})")
+    rule = said.format(**{**DETAIL, **problem.detail, "rule": REASONS[problem.reason], "example": problem.example}).replace(" ()", "")
     joint = ": " if rule.startswith("the ") else " "
     return UserError(f"{origin}{joint}{rule}.")
 

@@ -179,7 +179,7 @@ def _name(path: str, root: PurePath) -> str:
 def _below(folder: str, source: str, hidden: list[str]) -> Iterator[str]:
     """Files below a folder. Depth first, so that of two links to one folder the first one by name counts. `hidden`: gets names left out."""
     seen: set[tuple[int, int]] = set()
-    tree, left, outside = os.path.realpath(folder), [folder], list[str]()
+    tree, left, outside = _tree(folder), [folder], list[str]()
     while left:
         current = left.pop()
         try:
@@ -199,6 +199,15 @@ def _below(folder: str, source: str, hidden: list[str]) -> Iterator[str]:
     if outside:
         fix = "name the folder that they lead to, or the links themselves by a glob"
         _log.warning("%s: links out of the folder are not followed: %s; to read them, %s", shorten(source), _listed_names(outside), fix)
+
+
+def _tree(folder: str) -> Path:
+    """The folder inside which links are followed: itself; of a snapshot in the cache of the Hugging Face hub the repository's, which holds
+    the files (huggingface_hub, "Understand caching").
+    """
+    real = Path(os.path.realpath(folder))
+    snapshots = (parent.parent for parent in (real, *real.parents) if parent.parent.name == "snapshots")
+    return next((place.parent for place in snapshots if (place.parent / "blobs").is_dir()), real)
 
 
 def _data_only(places: Sequence[str], source: str) -> list[str]:

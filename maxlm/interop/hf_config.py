@@ -194,7 +194,9 @@ def text_tower(values: Mapping[str, Any], source: str) -> Json:
     if "tie_word_embeddings" in values and text.get("tie_word_embeddings", values["tie_word_embeddings"]) != values["tie_word_embeddings"]:
         keys.refuse("tie_word_embeddings", values["tie_word_embeddings"], "contradicts text_config: make them the same")
     outer = {name: value for name, value in values.items() if name not in _OF_TOWERS}
-    return {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    joined = {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    family = FAMILIES.get(str(joined["model_type"]))
+    return joined if family is None else {**joined, "architectures": [family.architecture]}
 
 
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
@@ -497,14 +499,9 @@ def _gpt2(keys: Keys) -> Section:
 
 def _phi3(keys: Keys) -> Section:
     """Its RoPE takes the original length from the config, and calls LongRoPE by older names (Phi3Config of the library)."""
-    for name, value in (
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("lm_head_bias", False),
-        ("full_attn_mod", 1),
-        ("interpolate_factor", 1),
-    ):
-        keys.only(name, value)
+    keys.only("lm_head_bias", False)
+    keys.only("full_attn_mod", 1)
+    keys.only("interpolate_factor", 1)
     original = keys.count("original_max_position_embeddings", 4096)
     for name in ("rope_scaling", "rope_parameters"):
         scaling = keys.section(name)

@@ -51,7 +51,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
         self._stored: dict[str, str] = {}  # names in the files, where they differ
         self._blocks = blocks
         self._scaled: dict[str, str] = {}  # names in the files of matrices in e4m3, and of their scales
-        self.left_out: list[str] = []  # notes on tensors of other towers
+        self.notes: list[str] = []  # on tensors of other towers, and on matrices in blocks
         kinds: dict[str, str] = {}
         listed = _listed(source) if source.is_dir() else {}
         files = sorted(set(listed.values())) or _files(source)
@@ -129,6 +129,9 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
                 raise UserError(f"{source}: {name} of shape {list(shape)} {said}.")
             self._scaled[name] = scale
             kinds[name] = kinds[scale]
+        if count := sum(scale.endswith(packed.BLOCK_SCALE) for scale in self._scaled.values()):
+            size = " x ".join(map(str, self._blocks or ()))
+            self.notes.append(f"matrices in {_FP8} with a scale for each block of {size}: {count:,} become float32")
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
         return self._shape[name]
@@ -145,7 +148,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             self._rename(name, prefix + name)
 
     def keep_text(self) -> None:
-        """Drop the tensors of other towers, which `left_out` then says, and give those of the text tower the names of a text model."""
+        """Drop the tensors of other towers, which `notes` then say, and give those of the text tower the names of a text model."""
         dropped: dict[str, int] = {}
         for name in list(self._shape):
             if other := next((start for start in OTHER_TOWERS if name.startswith(start)), None):
@@ -153,8 +156,9 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
                 dropped[other] = dropped.get(other, 0) + 1
             elif start := next((start for start in TEXT_TOWER if name.startswith(start)), None):
                 self._rename(name, TEXT_TOWER[start] + name.removeprefix(start))
-        said = "are not read: only the text tower is"
-        self.left_out += [f"{count} tensors of {start.removesuffix('.')} {said}" for start, count in sorted(dropped.items())]
+        for start, count in sorted(dropped.items()):
+            said = f"{count:,} tensors of {start[:-1]} are" if count > 1 else f"a tensor of {start[:-1]} is"
+            self.notes.append(f"{said} not read: only the text tower is")
 
     def _rename(self, name: str, new: str) -> None:
         if new in self._shape:

@@ -92,7 +92,7 @@ def check(config: ModelConfig, family: Family, found: list[Target], files: Tenso
     files.prefix(family.prefix, keep=UNEMBEDDING)
     if missing := sorted(wanted.keys() - files.keys()):
         raise UserError(f"The source lacks {some(missing)}, which its config.json asks for.")
-    notes, unknown, repeated = list(files.left_out), [], copies(config, family)
+    notes, unknown, repeated = list(files.notes), [], copies(config, family)
     if config.tie_embeddings:
         repeated[UNEMBEDDING] = next(target.pieces[0].theirs for target in found if target.name == ("embedding_VD",))
     for name in sorted(files.keys() - wanted.keys()):

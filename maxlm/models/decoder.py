@@ -98,14 +98,14 @@ class Decoder(nnx.Module):
         scale = self.config.embedding_scale
         return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
-    def angles(self, positions_BS: Int[Array, "B S"]) -> dict[bool, Angles | None]:
-        """Rotary angles of queries and keys in global (False) and local (True) layers."""
+    def angles(self, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> dict[bool, Angles | None]:
+        """Rotary angles of queries and keys in global (False) and local (True) layers. `ids_BS`: of segments; None: each row is one."""
         config = self.config
         if config.learned_positions is not None:
             return {True: None, False: None}
         dim = config.latent.rope_dim if config.latent else config.head_dim
-        of_global = rope_angles(config.rope, dim, positions_BS)
-        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS) if config.rope_local else of_global}
+        of_global = rope_angles(config.rope, dim, positions_BS, ids_BS)
+        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS, ids_BS) if config.rope_local else of_global}
 
     def run(
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm, ready for `unembedding_VD`; `caches`, if any, with this call's keys and values added.
         `blocks`: `self.blocks()`, if they are there already. `options`: of the `BlockContext`.
         """
-        context = BlockContext(self.angles(positions_BS), segment_ids_BS, random_BS, **options)
+        context = BlockContext(self.angles(positions_BS, segment_ids_BS), segment_ids_BS, random_BS, **options)
         x_BSD = self.embed(tokens_BS, positions_BS)
         output = self._run_cached(x_BSD, context, caches, blocks or self.blocks()) if caches else self.run(x_BSD, context)
         return output._replace(x_BSD=self.final_norm(output.x_BSD))

@@ -74,12 +74,14 @@ class Norm(nnx.Module):
         return (y_D if self.multiplier == 1 else y_D * self.multiplier).astype(x_D.dtype)
 
 
-def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"]) -> Angles:
-    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest come last."""
+def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> Angles:
+    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest last."""
     dim = config.rotary_dims(head_dim)
     rest = head_dim // 2 - dim // 2
     plain = [config.theta ** (-2 * i / dim) for i in range(dim // 2)] + [0.0] * rest  # radians a token
-    frequencies = jnp.asarray(plain, jnp.float32) if config.scaling is None else scaled_frequencies(config, dim, plain, positions_BS)
+    frequencies = (
+        jnp.asarray(plain, jnp.float32) if config.scaling is None else scaled_frequencies(config, dim, plain, positions_BS, ids_BS)
+    )
     angle_BSF = positions_BS.astype(jnp.float32)[..., None] * frequencies
     gain_F = jnp.asarray([rope_gains(config)[0] if config.scaling else 1.0] * (dim // 2) + [1.0] * rest, jnp.float32)
     return gain_F * jnp.cos(angle_BSF), gain_F * jnp.sin(angle_BSF)

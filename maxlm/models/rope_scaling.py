@@ -10,21 +10,32 @@ from maxlm.config.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, Ro
 # B batch, S sequence, 1 that broadcasts, F pairs of rotary dims
 
 
-def scaled_frequencies(config: RopeConfig, dim: int, plain: list[float], positions_BS: Int[Array, "B S"]) -> Float[Array, "#B 1 F"]:
+def scaled_frequencies(
+    config: RopeConfig, dim: int, plain: list[float], positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None
+) -> Float[Array, "#B #S F"]:
     """Radians a token of each pair of a head, of which the first `dim` / 2 are rotated, from `plain` ones. Where they depend on the length
-    of a sequence, which is its largest position + 1, those of each sequence.
+    of a segment, the frequencies of each token.
     """
     scaling = config.scaling
     if not isinstance(scaling, LongRopeScaling | DynamicScaling):
         return jnp.asarray([_scaled(frequency, config, dim, i) for i, frequency in enumerate(plain)], jnp.float32)[None, None]
-    length_B11 = jnp.max(positions_BS, axis=1)[:, None, None] + 1
+    length_BS1 = _lengths(positions_BS, ids_BS)[..., None]
     if isinstance(scaling, LongRopeScaling):
         rest = (1.0,) * (len(plain) - dim // 2)
         short_F, long_F = (jnp.asarray(plain, jnp.float32) / jnp.asarray(by + rest) for by in (scaling.short_factor, scaling.long_factor))
-        return jnp.where(length_B11 > scaling.original_seq_len, long_F, short_F)
-    beyond_B11 = scaling.factor * jnp.maximum(length_B11 / scaling.original_seq_len, 1.0) - (scaling.factor - 1)
+        return jnp.where(length_BS1 > scaling.original_seq_len, long_F, short_F)
+    beyond_BS1 = scaling.factor * jnp.maximum(length_BS1 / scaling.original_seq_len, 1.0) - (scaling.factor - 1)
     growth_F = jnp.asarray([2 * i / (dim - 2) for i in range(len(plain))], jnp.float32)  # pair i is slowed by beyond ** this
-    return jnp.asarray(plain, jnp.float32) * beyond_B11**-growth_F
+    return jnp.asarray(plain, jnp.float32) * beyond_BS1**-growth_F
+
+
+def _lengths(positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None) -> Array:
+    """Length of the segment of each token: its largest position + 1, in whatever order the tokens are; None: of each row."""
+    if ids_BS is None:
+        return jnp.max(positions_BS, axis=1, keepdims=True) + 1
+    rows, most = positions_BS.shape  # segments are numbered from 1, and each has a token
+    last_BN = jnp.zeros((rows, most + 1), jnp.int32).at[jnp.arange(rows)[:, None], ids_BS].max(positions_BS)
+    return jnp.take_along_axis(last_BN, ids_BS, axis=1) + 1
 
 
 def _scaled(frequency: float, config: RopeConfig, head_dim: int, index: int) -> float:

@@ -136,7 +136,7 @@ class Objective(ABC):
     def context(self, model: Decoder, batch: Any, summed: tuple[str, ...] = ()) -> BlockContext:
         """Inputs shared by all blocks, and the options of the forward pass."""
         options: dict[str, Any] = {"memory": self.config.memory, "strategy": self.config.mesh.context_attention, "summed": summed}
-        return BlockContext(model.angles(batch.positions_BS), batch.segment_ids_BS, batch.random_BS, **options)
+        return BlockContext(model.angles(batch.positions_BS, batch.segment_ids_BS), batch.segment_ids_BS, batch.random_BS, **options)
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
         """`values` by the names of `metrics`, reduced over `batch`: sums over its tokens, or maxima, as they are declared."""

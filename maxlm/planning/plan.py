@@ -107,9 +107,9 @@ def best_estimate(points: Sequence[Point], available: int) -> Point | None:
     return fastest or min(points, key=lambda point: point.needed, default=None)
 
 
-def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:
+def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None, *, quick: bool = False) -> Plan:
     """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's; `start`: compiled first, default the
-    config's own. Raises UserError if none can fit.
+    config's own; `quick`: compile a few only. Raises UserError if none can fit.
     """
     config, started = loaded.config, time.monotonic()
     with progress() as show_progress, Compiler(machine_code=False) as compiler:
@@ -121,18 +121,32 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
         if not search.open:
             raise UserError(_why_none(search, config, topology))
 
+        scale = scale_of(config, topology, tokens)
+        search.updates = scale.seconds(1.0)
+        most, unrolled = explore.MOST_COMPILES, explore.MOST_UNROLLED
+        if quick:
+            most, unrolled = explore.QUICK_COMPILES, explore.QUICK_UNROLLED
+            search.patience_s, search.least = explore.QUICK_PATIENCE_S, 1
+        began = time.monotonic()
+
         def compiling(search: Search, layout: Layout) -> None:
-            best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            number = "at last" if search.trial_s else f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
-            spent = duration(time.monotonic() - started)
-            show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
+            now, tried = time.monotonic(), search.tried
+            number = f"{tried + 1} of at most {most}"
+            if search.trial_s:
+                number = f"layers without a loop: {tried + 1 - search.began} of at most {unrolled}"
+            best = f"fastest step so far {duration(search.best.verdict.step_s)}; " if search.best else ""
+            left_s = explore.most_left_s(search, unrolled if search.trial_s else most, (now - began) / max(1, tried))
+            left = f", at most about {duration(left_s)} more" if left_s else ""
+            show_progress(
+                f"compiling {describe(layout)} ({number}; {best}{duration(now - started)} so far{left}; Ctrl-C keeps the best so far)"
+            )
 
         uncompiled = why_not(topology)
         if not uncompiled:
             verify = functools.partial(compiler, topology=topology)
-            explore.explore(search, config, [first] if first else [], verify, compiling, explore.MOST_COMPILES)
-            explore.explore_unrolled(search, config, model, verify, compiling)
-        scale, quantized = scale_of(config, topology, tokens), _quantized(config, topology, search)
+            explore.explore(search, config, [first] if first else [], verify, compiling, most)
+            explore.explore_unrolled(search, config, model, verify, compiling, unrolled)
+        quantized = _quantized(config, topology, search)
         return Plan(loaded, topology, search, own, scale, points(search), quantized, uncompiled=uncompiled)
 
 

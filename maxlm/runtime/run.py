@@ -18,7 +18,7 @@ from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError
-from maxlm.config.loader import dump
+from maxlm.config.loader import saved_text
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.data.turns import turn_ends
@@ -63,12 +63,13 @@ from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
 from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
-from maxlm.training.session import Outcome, Session, Start
+from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
     "done": ExitCode.DONE,
     "nothing_left": ExitCode.DONE,
     "preempted": ExitCode.STOPPED,
+    "interrupted": ExitCode.STOPPED,
     "unhealthy": ExitCode.UNHEALTHY,
     "corrupted": ExitCode.HOST_LOST,  # started again, best without the host that was named
 }
@@ -236,7 +237,7 @@ def _profiling(run: OpenRun, session: Session, stop: StopSignal) -> Iterator[Ses
 
 def _regroups(outcome: Outcome, here: Cluster) -> bool:
     """True if training stopped because hosts have come back."""
-    return outcome.status == "preempted" and bool(here.regrouping())
+    return outcome.status in STOPPED and bool(here.regrouping())
 
 
 def _session(
@@ -259,6 +260,7 @@ def _session(
         run.journal,
         run.directory.path if run.directory.primary else None,
         checks,
+        signal=lambda: stop.received,
     )
 
 
@@ -286,7 +288,7 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary and start.restored is not None:
         changed = changed_settings(directory, config, start, run.data.train.fingerprint)
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
-    directory.write_config(dump(config))
+    directory.write_config(saved_text(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
         source = source_tokenizer(config)
@@ -409,7 +411,7 @@ def _conclude(
             console.rule(style="dim")
     with contextlib.suppress(OSError):
         say(str(read_ledger(directory)))
-        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory))):
+        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory) if figure.matters)):
             say(line)
     if bill is not None and (spent := bill.sentence(config.batch_sizes.before(outcome.step) * config.data.seq_len)):
         say(spent)

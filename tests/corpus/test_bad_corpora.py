@@ -100,7 +100,7 @@ COUNTED: dict[str, tuple[Files, int, dict[str, int]]] = {
         {"a.parquet": table(text=["x"], n=[1]), "b.parquet": table(content=["y"]), "c.parquet": table(text=[1, 2])}
         | {"d.parquet": table(text=["z"], n=["one"])},
         2,
-        {"missing_field": 1, "not_text": 1},
+        {"missing_field": 1, "not_text": 2},  # rows
     ),
     "ids that are wrong or twice": ({"a.jsonl": b'{"text": "x y", "id": 7}\n{"text": "z", "id": 7}\n{"text": "w", "id": [1]}\n'}, 3, {}),
     "names with line feeds and wrong bytes": (odd_names, 8, {}),
@@ -339,3 +339,34 @@ def test_two_runs_in_one_output_exclude_each_other(tmp_path, monkeypatch, capsys
 
 def test_there_are_fifty_cases():
     assert len(COUNTED) + len(PASSING) + len(REFUSED) >= 50
+
+
+def test_a_table_without_the_column_counts_its_rows_and_names_its_columns(tmp_path, monkeypatch, capsys):
+    """As the only file of a source it ends the run, again and again; with the name of the column for this source it is read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.parquet").write_bytes(table(content=[f"Row {number}." for number in range(300)], url=["u"] * 300))
+    sources = {"made": {"paths": ["raw"]}, "web": {"paths": ["web"]}}
+    save(tmp_path, sources=sources)
+    for _ in range(2):
+        code, said = run(monkeypatch, capsys)
+        assert code == 2 and re.search(
+            r"sources\.web.*\(300 rows\) has no field text; set sources\.web\.text_field to .*content, url", said
+        )
+    assert not (tmp_path / "out/report.json").exists()
+    save(tmp_path, sources={"made": {"paths": ["raw", "web"]}})
+    assert run(monkeypatch, capsys)[0] == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["passes"][0]["removed"] == {"read/missing_field": 300}
+    sources["web"]["text_field"] = "content"
+    save(tmp_path, sources=sources)
+    assert run(monkeypatch, capsys)[0] == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["passes"][0]["came"]["web"][0] == 300
+
+
+def test_an_output_without_documents_is_an_error_with_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, filters={"length": {"min_words": 10_000}})
+    for _ in range(2):
+        code, said = run(monkeypatch, capsys)
+        assert code == 2 and re.search(r"out: no document is left, removed for \S*length\S* \(2\)", said)
+    assert (tmp_path / "out/report.html").exists()

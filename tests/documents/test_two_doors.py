@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,14 @@ def test_links_are_followed_inside_a_folder_only(tmp_path, caplog):
         assert agreed(told) == ["Content of outside/secret.txt."]
 
 
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
+    write(tmp_path, "datasets--x/blobs/0a1b", content=lines())
+    (tmp_path / "datasets--x/snapshots/rev/data").mkdir(parents=True)
+    (tmp_path / "datasets--x/snapshots/rev/data/a.jsonl").symlink_to("../../../blobs/0a1b")
+    for folder in ("datasets--x/snapshots/rev", "datasets--x/snapshots/rev/data"):
+        assert agreed(tmp_path / folder) == TEXTS
+
+
 def test_pipes_and_devices_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for source in (tmp_path / "pipe.jsonl", "/dev/zero"):
@@ -127,9 +136,9 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path):
 
 
 def test_a_small_file_that_becomes_a_large_one_is_refused(tmp_path):
-    """One document of more than 16 MiB, and 80 kB of gzip that hold 80 MB."""
+    """One document of more than 16 MiB, and 70 kB of gzip that hold 70 MB."""
     (tmp_path / "one.txt.gz").write_bytes(gzip.compress(b"Some words. " * 1_500_000, 1))
-    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * 70_000_000, 1))
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * 70_000_000, 6))
     for name in ("one.txt.gz", "bomb.jsonl.gz"):
         assert by_prepare(tmp_path / name) is None
     assert by_corpus(tmp_path / "one.txt.gz")[:2] == ([], ["too_large"])
@@ -173,6 +182,22 @@ def test_conversations_are_records_of_any_table(tmp_path):
     write(tmp_path, "a.txt")
     with pytest.raises(UserError, match=r"a\.txt holds text; conversations are records of JSON"):
         list(documents_in(find_files([str(tmp_path / "a.txt")]), Fields(None, frozenset())))
+
+
+@pytest.mark.parametrize("name", ["resiliparse", "resiliparse.extract.html2text"])
+def test_a_missing_package_of_pages_is_one_line(tmp_path, monkeypatch, name):
+    """Everything else is read without the packages of the extra."""
+    for package in (name, "chardet", "ftfy"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "resiliparse.extract.html2text", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.html").write_text("<html><body>Words.</body></html>")
+    with pytest.raises(UserError, match=r"HTML needs the package resiliparse, which is not installed: pip install 'maxlm\[corpus\]'"):
+        list(documents_in(find_files([str(tmp_path / "a.html")]), Fields.of_text("text")))
+    for other in ("a.jsonl", "list.json", "a.parquet", "a.txt", "latin.txt", "a.arrayrecord"):
+        make, expected, field = FILES[other]
+        (tmp_path / other).write_bytes(make(tmp_path))
+        assert by_prepare(tmp_path / other, field) == expected
 
 
 def test_a_pointer_beside_data_stops_both_doors(tmp_path):

@@ -16,6 +16,7 @@ from maxlm.parallel import build_mesh
 
 VOCAB, END = 64, 0
 BASE = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48, "init_std": 0.3}
+_LONG = {"kind": "longrope", "factor": 4, "short_factor": (1.0, 1.5), "long_factor": (1.0, 4.0)}
 MODELS = {
     "gemma3": {
         "layer_pattern": ("local", "global"),
@@ -25,6 +26,12 @@ MODELS = {
         "tie_embeddings": True,
     },
     "gpt2": {"learned_positions": {"max_seq_len": 96}, "bias": "all", "norm": "layernorm", "activation": "gelu"},
+    "phi, in one batch sequences below and beyond the original length": {
+        "rope": {"share": 0.5, "scaling": {**_LONG, "original_seq_len": 16}},
+        "multipliers": {"embedding": 3.0, "residual": 0.7, "logits_divisor": 2.0},
+        "activation": "geglu_exact",
+        "bias": "attention",
+    },
     "deepseek": {
         "n_kv_heads": 4,
         "latent": {"q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6},
@@ -192,6 +199,22 @@ def test_matmuls_have_the_precision_that_is_asked_for(monkeypatch):
 def test_bad_input_is_one_line(prompts, sampler, words):
     with pytest.raises(UserError, match=words):
         run("gemma3", prompts, sampler)
+
+
+LONG = {**_LONG, "short_factor": (1,) * 4, "long_factor": (2,) * 4, "original_seq_len": 8}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "prompt", "new", "most"),
+    [(LONG, 8, 1, None), (LONG, 4, 6, 9), (LONG, 9, 20, None), ({"kind": "dynamic", "factor": 4, "original_seq_len": 8}, 10, 2, 11)],
+)
+def test_frequencies_that_would_change_under_cached_keys_are_refused(scaling, prompt, new, most):
+    config = ModelConfig(**BASE, rope={"scaling": scaling})
+    limit = config.most_generated(prompt)
+    assert limit == most or (most is None and (limit is None or prompt + new <= limit))
+    if most is not None:
+        with pytest.raises(UserError, match=f"a prompt of {prompt} tokens and {new} new ones are above {most}"):
+            generate(config, {}, {}, [[1] * prompt], Sampler(max_new_tokens=new), END)
 
 
 def test_experts_that_choose_are_refused():

@@ -23,6 +23,12 @@ MODELS = {  # model, adapted matrices, modules that have an adapter, of which so
     "llama": ({}, None, 14, 0),
     "gpt2, queries and values in one tensor": (GPT2 | {"learned_positions": {"max_seq_len": 64}}, ["query", "value", "down"], 4, 2),
     "stablelm, a share of each head turned": ({"rope": {"share": 0.5}, "norm": "layernorm", "n_kv_heads": 8}, None, 14, 0),
+    "phi, queries, keys and values in one tensor, gate and up in another": (
+        {"rope": {"share": 0.5}, "n_kv_heads": 4},
+        ["query", "value", "out", "up", "down"],
+        8,
+        2,
+    ),
     "deepseek, rotary pairs": (LATENT | {"moe": MOE}, ["query", "out", "query_down", "kv_down", "kv"], 10, 0),
 }
 
@@ -76,7 +82,7 @@ def test_it_is_the_difference_of_the_exports(runs, tmp_path):
             found = found + alpha / rank * ((b @ a).T if config["fan_in_fan_out"] else b @ a)
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert "| started from | x |" in card and "LoRA of rank 3, merged" in card
+    assert "| started from | `x` |" in card and "LoRA of rank 3, merged" in card
     for folder in ("merged", "adapter"):
         modes = {path.name: path.stat().st_mode for path in (tmp_path / folder).iterdir()}
         assert len(set(modes.values())) == 1, f"whoever may read one file may read all: {modes}"

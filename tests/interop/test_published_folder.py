@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -88,6 +89,16 @@ def test_only_the_number_format_changes_with_that_of_the_weights(source, model, 
     wanted = files_of(source)
     wanted["config.json"] = wanted["config.json"].replace(b'"torch_dtype": "float32"', b'"torch_dtype": "bfloat16"').rstrip() + b"\n"
     assert files_of(tmp_path / "out") == wanted
+
+
+def test_so_has_one_without_a_tokenizer_json(source, tmp_path):
+    """Whose tokenizer maxlm cannot read."""
+    folder = tmp_path / "old"
+    shutil.copytree(source, folder)
+    (folder / "tokenizer.json").unlink()
+    import_model(folder, tmp_path / "in", [], nothing)
+    export_model(tmp_path / "in", tmp_path / "out", "float32", "5GB", None, nothing)
+    assert files_of(tmp_path / "out") == files_of(folder)
 
 
 LINES = [

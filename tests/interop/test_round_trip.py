@@ -97,6 +97,27 @@ def test_without_the_published_file_the_network_comes_back(name, monkeypatch):
         assert written["bos_token_id"] is written["pad_token_id"] is None, "the library has defaults of its own"
 
 
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_files_as_published_come_back(name):
+    """That of a text tower as one of a text model, and a type that the library lacks by the one that it has."""
+    values = PUBLISHED[name]["config"]
+    family, model = imported(values)
+    out = family_of(model, 0, values)[1]
+    if out["model_type"] == values["model_type"]:
+        assert out == values
+        return
+    assert (values["model_type"], out["model_type"]) in {("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("kimi_k2", "deepseek_v3")}
+    assert out["architectures"] == [family.architecture] and "auto_map" not in out and "vision_config" not in out
+    inner = values.get("text_config", values)
+    same = {key for key in inner if key not in ("architectures", "auto_map", "model_type", "quantization_config")}
+    assert {key: out.get(key) for key in same} == {key: inner[key] for key in same}
+    assert imported(out)[1] == model
+    assert all(out.get(key) == values[key] for key in ("eos_token_id", "bos_token_id") if values.get(key) is not None)
+
+
 YARN = RopeConfig(theta=5e5, scaling=YarnScaling(kind="yarn", factor=4, original_seq_len=131072))
 
 

@@ -82,6 +82,30 @@ def test_a_factor_that_is_given_is_of_what_is_turned():
     assert turned == 0.8 and scores == pytest.approx((0.07 * np.log(32) + 1) ** 2)
 
 
+LONG = {"kind": "longrope", "factor": 4, "short_factor": (1.0, 1.5, 2.0, 2.5), "long_factor": (1.0, 4.0, 8.0, 12.0), "original_seq_len": 5}
+DYNAMIC = {"kind": "dynamic", "factor": 4, "original_seq_len": 5}
+
+
+@pytest.mark.parametrize("scaling", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+def test_a_document_has_the_frequencies_of_its_own_length_wherever_it_is(scaling):
+    """Alone, packed with a longer one, beside padding and in the order of a split sequence."""
+    rope = RopeConfig(scaling=scaling)
+    lengths, room = (4, 5, 9), 20  # below, at and beyond the original length
+    positions = np.concatenate([*(np.arange(n) for n in lengths), np.zeros(2)]).astype(np.int32)[None]
+    ids = np.repeat([1, 2, 3, 0], [*lengths, 2]).astype(np.int32)[None]
+    order = np.random.default_rng(0).permutation(room)
+    packed = rope_angles(rope, 8, jnp.asarray(positions[:, order]), jnp.asarray(ids[:, order]))
+    for number, length in enumerate(lengths, 1):
+        alone = rope_angles(rope, 8, jnp.arange(length)[None])
+        for mine, of_alone in zip(packed, alone, strict=True):
+            at = np.argsort(order)[ids[0] == number]
+            np.testing.assert_allclose(np.asarray(mine)[0, at], np.asarray(of_alone)[0], atol=1e-6)
+    short, long, plain = (
+        np.asarray(rope_angles(chosen, 8, jnp.arange(n)[None])[1])[0, 1] for chosen, n in ((rope, 5), (rope, 9), (RopeConfig(), 5))
+    )
+    assert np.all(short[1:] > long[1:]) and np.array_equal(short, plain) == (scaling is DYNAMIC)
+
+
 def test_a_share_of_a_head_is_turned_as_a_head_of_that_size_and_the_rest_not_at_all():
     angle, gain = frequencies(yarn().model_copy(update={"share": 0.25}))
     alone, of_alone = frequencies(yarn(), dim=16)

@@ -27,6 +27,7 @@ from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.data.wait_causes import Batches
 from maxlm.objectives import Sums, build_objective
 from maxlm.runtime.open_run import begin_anew
+from maxlm.runtime.run import EXIT_CODES
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import meter, saving
@@ -283,7 +284,7 @@ class SignalledHeldOut:
         return []
 
 
-def signalled(folder, every, total, at=3, concluded=True):
+def signalled(folder, every, total, at=3, concluded=True, name="SIGTERM"):
     """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation, at held-out batch `at`."""
     script, events, held_out = Script(total=total), Events(), SignalledHeldOut()
     script.config = script.config.model_copy(update={"train": script.config.train.model_copy(update={"eval_every": every})})
@@ -291,7 +292,7 @@ def signalled(folder, every, total, at=3, concluded=True):
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     session = Session(
         script, Data(), held_out, checkpoints, events, Goodput(),
-        lambda step: "SIGTERM" if at in held_out.asked else None, lambda: at in held_out.asked, concluded=concluded,
+        lambda step: name if at in held_out.asked else None, lambda: at in held_out.asked, concluded=concluded, signal=lambda: name,
     )  # fmt: skip
     try:
         return train(session, restore_or_init(script, checkpoints)), events, held_out
@@ -306,6 +307,18 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
     assert held_out.asked == [0, 1, 2, 3]
     assert saved_in(tmp_path) == [5, 7]
     assert [alarm.data["cause"] for alarm in events.of("alarm")] == ["not_evaluated"] and not events.of("eval")
+
+
+@pytest.mark.parametrize("total", [20, 7], ids=["while it trains", "in the last evaluation"])
+@pytest.mark.parametrize(
+    ("name", "status", "kind"),
+    [("SIGTERM", "preempted", "preempt"), ("SIGINT", "interrupted", "interrupt"), ("SIGHUP", "interrupted", "interrupt")],
+)
+def test_ctrl_c_is_no_preemption(tmp_path, total, name, status, kind):
+    outcome, events, _ = signalled(tmp_path, every=7, total=total, name=name)
+    assert outcome.status == status
+    assert [len(events.of(one)) for one in ("preempt", "interrupt")] == [int(kind == "preempt"), int(kind == "interrupt")]
+    assert EXIT_CODES[outcome.status] == ExitCode.STOPPED
 
 
 def test_the_evaluation_of_the_last_step_is_made_by_the_next_start_if_a_signal_cuts_it(tmp_path):

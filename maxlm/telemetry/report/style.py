@@ -51,12 +51,13 @@ tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;backg
 .numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem;white-space:nowrap}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
 .dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
-.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
+.dot.skip,.dot.preempt,.dot.interrupt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
 code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
 @media(max-width:760px){main{padding:20px 16px 40px}h1{font-size:1.5rem;margin-bottom:.4rem}h2{margin-top:1.8rem}svg text{font-size:17px}
 .lead{font-size:.92rem;line-height:1.45}
-.cards{grid-template-columns:repeat(auto-fill,minmax(98px,1fr));gap:6px;margin-top:.8rem}.cards div{padding:6px 8px;overflow-wrap:anywhere}
+.cards{grid-template-columns:repeat(auto-fill,minmax(98px,1fr));gap:6px;margin-top:.8rem}
+.cards div{padding:6px 8px;overflow-wrap:anywhere;hyphens:auto}
 .cards dt{font-size:.76rem;line-height:1.25}.cards dd{font-size:.95rem}.cards small{display:none}
 tbody th{white-space:normal;overflow-wrap:break-word;min-width:6.5rem}th,td{padding:.22rem .8rem .22rem 0}
 .numbers td,.numbers thead th+th{padding:.22rem 0 .22rem .8rem}}
