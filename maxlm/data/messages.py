@@ -71,10 +71,12 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
     row states none, and are not repeated where it states them as well. Raises RowError.
     """
     prompt_name, *both = names
-    prompt = record.get(prompt_name)
+    prompt = record.get(SHAREGPT) if record.get(prompt_name) is None else record[prompt_name]
     if all(isinstance(_present(record, name), str) for name in both) and (prompt is None or isinstance(prompt, str)):
         return _text_pair(record, names)
     chosen, rejected = (_messages(record[name], name, check) for name in both)
+    if chosen == rejected:
+        raise _nothing_to_prefer(both)
     shared = shared_length(chosen, rejected)
     if prompt is None:
         given = chosen[:shared]
@@ -91,8 +93,6 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
         if rest and rest[0]["role"] in ("system", "user"):
             raise RowError(f"the field {name} begins with another message of the role {rest[0]['role']} than the prompt.")
         _require_turn(rest, name)
-    if found[0] == found[1]:
-        raise _nothing_to_prefer(both)
     one, other = (_conversation(record, [*given, *rest], len(given), check) for rest in found)
     return Pair(given, one, other)
 
@@ -146,6 +146,7 @@ def _conversation(record: dict[str, Any], messages: list[Message], first: int, c
 
 def _messages(value: Any, name: str, check: TextChecker) -> list[Message]:
     value = _parsed(value, f"the field {name}", list) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list) or not value:
         raise RowError(f"the field {name} must be a list of messages such as {{role: user, content: text}}.")
     return [_message(message, f"{name}[{number}]", check) for number, message in enumerate(value)]

@@ -205,8 +205,8 @@ def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes
     storage.write_bytes(str(folder), manifest.MANIFEST, manifest.as_bytes(info.model_dump(mode="json")))
     companions = companions_of(store)
     lacking = {} if source is None or manifest.SETTINGS in companions else companions_of(str(source))
-    if manifest.TEMPLATE in companions:  # in the place of all templates of the source
-        lacking.pop(manifest.TOOL_TEMPLATE, None)
+    if manifest.TEMPLATE in companions:
+        lacking.pop(manifest.TOOL_TEMPLATE, None)  # the data was rendered with the template of the store alone
     for name, content in (lacking | companions).items():
         storage.write_bytes(str(folder), name, content)
 

@@ -247,6 +247,15 @@ def test_pairs_as_whole_conversations(folder, tmp_path):
     [
         ({"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]}, ("Yes", "No")),
         ({"prompt": "Hi", "chosen": [YES], "rejected": [NO]}, ("Yes", "No")),
+        ({"prompt": [USER], "chosen": YES, "rejected": NO}, ("Yes", "No")),
+        (
+            {
+                "conversations": [{"from": "human", "value": "Hi"}],
+                "chosen": {"from": "gpt", "value": "Yes"},
+                "rejected": {"from": "gpt", "value": "No"},
+            },
+            ("Yes", "No"),
+        ),
         ({"prompt": None, "chosen": [USER, YES, USER, YES], "rejected": [USER, YES, USER, NO]}, ("Yes", "No")),
     ],
 )
@@ -260,6 +269,11 @@ def test_a_pair_whose_prompt_differs_is_refused(folder, tmp_path):
     other = {"role": "user", "content": "Other"}
     with pytest.raises(UserError, match="chosen begins with another message of the role user than the prompt"):
         Made(folder, tmp_path, [{"prompt": [USER], "chosen": [other, YES], "rejected": [USER, NO]}], "preferences")
+
+
+def test_a_pair_of_equal_conversations_is_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="chosen and rejected are the same"):
+        Made(folder, tmp_path, [{"chosen": [USER, YES], "rejected": [USER, YES]}], "preferences")
 
 
 def test_texts_that_share_their_prompt(folder, tmp_path):
