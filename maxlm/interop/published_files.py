@@ -28,7 +28,7 @@ def keep_files(source: Path, config: Path, folder: Path) -> None:
     alone = not (source / manifest.TOKENIZER).is_file()  # without a tokenizer that can be read here
     for name in (GENERATION, *_OLDER, *(manifest.COMPANIONS if alone else ())):
         file = source / name
-        if file.is_file() and file.stat().st_size <= _MAX_BYTES:
+        if file.is_file() and file.stat().st_size <= _MAX_BYTES and "/" not in name:
             shutil.copyfile(file, folder / name)
     _copy_templates(source, folder)
     if not alone:
@@ -40,11 +40,11 @@ def copy_further_files(published: Path, folder: Path) -> None:
     known, here = published / _DIGEST, folder / manifest.TOKENIZER
     if (known.read_text(encoding="utf-8") if known.is_file() else None) != (_digest(here) if here.is_file() else None):
         return
-    for name in (*_OLDER, *(manifest.COMPANIONS if not known.is_file() else ())):
-        if (published / name).is_file():
+    alone, tools = not known.is_file(), manifest.TOOL_TEMPLATE
+    for name in (*_OLDER, *(manifest.COMPANIONS if alone else ())):
+        if (published / name).is_file() and "/" not in name:
             shutil.copyfile(published / name, folder / name)
-    tools = manifest.TOOL_TEMPLATE
-    if (folder / tools).is_file() or not (published / tools).is_file():  # else the run was trained with another template
+    if alone or (folder / tools).is_file() or not (published / tools).is_file():  # else the run was trained with another template
         _copy_templates(published, folder)
 
 

@@ -150,6 +150,7 @@ def test_a_chat_model_stops_where_its_training_ended_turns(averaged, source, tun
     assert json.loads(now["config.json"]) == json.loads(was["config.json"]) | ends
     assert json.loads(now["generation_config.json"]) == json.loads(was["generation_config.json"]) | ends
     assert now.pop("chat_template.jinja") == TEMPLATE.encode()
+    assert was.pop("additional_chat_templates/tool_use.jinja") and "additional_chat_templates/tool_use.jinja" not in now, "as in training"
     changed = {name for name in {**was, **now} if was.get(name) != now.get(name)}
     assert changed == {"config.json", "generation_config.json"}
     assert import_model(tmp_path / "out", tmp_path / "back", [], nothing).parameters
