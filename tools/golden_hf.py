@@ -170,7 +170,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "beta_fast": 1.0, "original_max_position_embeddings": 12, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
-    # Lengths below and beyond the original one of 16 and 24 tokens; the batch has 24.
+    # The batch has 24 tokens a row: as many as the original length of RoPE, or more.
     "phi3": (
         "phi3",
         {
@@ -179,8 +179,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 2,
             "sliding_window": 9,
             "pad_token_id": None,
-            "original_max_position_embeddings": 16,
-            "rope_parameters": {**_PLAIN, **_LONG, "rope_type": "longrope", "original_max_position_embeddings": 16},
+            "original_max_position_embeddings": 24,
+            "rope_parameters": {**_PLAIN, **_LONG, "rope_type": "longrope", "original_max_position_embeddings": 24},
         },
     ),
     "phi4-mini": (
@@ -191,14 +191,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 2,
             "pad_token_id": None,
             "tie_word_embeddings": True,
-            "original_max_position_embeddings": 24,
+            "original_max_position_embeddings": 16,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
                 "short_factor": [1.0, 1.5, 2.5],
                 "long_factor": [1.0, 4.0, 9.0],
                 "partial_rotary_factor": 0.75,
-                "original_max_position_embeddings": 24,
+                "original_max_position_embeddings": 16,
             },
         },
     ),
@@ -241,6 +241,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {
             **_DENSE,
+            "num_hidden_layers": 2,
             "attention_bias": True,
             "use_qk_norm": True,
             "n_routed_experts": 8,
@@ -252,7 +253,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
             "n_group": 1,
             "topk_group": 1,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": 1,
             "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5},
         },
     ),

@@ -14,6 +14,7 @@ from maxlm.config.schema import WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
+from maxlm.interop.hf_config import text_tower
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.phases import progress_bar
@@ -61,7 +62,7 @@ def open_model(
     with tempfile.TemporaryDirectory() as folder:
         with progress_bar("importing") as progress:
             imported = import_model(place, Path(folder) / "model", spread, progress)
-        notes, said = list(imported.notes), json.loads((place / "config.json").read_bytes())
+        notes, said = list(imported.notes), text_tower(json.loads((place / "config.json").read_bytes()), "config.json")
         most = _positions(said)
         if context is None and most is not None:
             context = min(most, MOST_CONTEXT)

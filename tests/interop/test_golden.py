@@ -85,6 +85,17 @@ class Case:
 
 # What they add to others of their family: a limit to groups, tokens further ahead, clamped gates, no scaled RoPE, biases with linear RoPE
 SLOW = {"deepseek-v2-groups", "deepseek-v3-mtp", "gpt-oss-clamp", "llama2", "llama-biases-linear"}
+# Parts of others, and what a test of its formula has (tests/models/test_gates_and_rope.py)
+SLOW |= {
+    "gpt2-exact-gelu",
+    "llama-exact-gelu",
+    "llama-attention-bias",
+    "kimi-k2",
+    "llama-dynamic",
+    "llama-dynamic-short",
+    "phi3",
+    "seed-oss",
+}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in CASES])

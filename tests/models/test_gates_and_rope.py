@@ -1,5 +1,7 @@
 """Gates and rotary frequencies against the published formulas."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from maxlm.config.rope import RopeConfig
 from maxlm.config.schema import ClampConfig, ModelConfig
 from maxlm.models import bind, init_parameters
-from maxlm.models.layers import gated, rope_angles
+from maxlm.models.layers import ACTIVATIONS, gated, rope_angles
 from maxlm.models.rope_scaling import rope_gains
 
 
@@ -104,6 +106,25 @@ def test_a_document_has_the_frequencies_of_its_own_length_wherever_it_is(scaling
         np.asarray(rope_angles(chosen, 8, jnp.arange(n)[None])[1])[0, 1] for chosen, n in ((rope, 5), (rope, 9), (RopeConfig(), 5))
     )
     assert np.all(short[1:] > long[1:]) and np.array_equal(short, plain) == (scaling is DYNAMIC)
+
+
+def test_dynamic_frequencies_are_of_the_theta_of_their_length():
+    """transformers' `_compute_dynamic_ntk_parameters`: theta (factor length / original - (factor - 1)) ** (d / (d - 2))."""
+    mine = rope_angles(RopeConfig(theta=5000.0, scaling=DYNAMIC), 8, jnp.arange(12)[None])
+    theta = 5000.0 * (4 * 12 / 5 - 3) ** (8 / 6)
+    for got, wanted in zip(mine, rope_angles(RopeConfig(theta=theta), 8, jnp.arange(12)[None]), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_gelu_is_exact_or_by_tanh(exact):
+    """Hendrycks 2016 (arXiv 1606.08415): x Phi(x), or its approximation, with a gate and without."""
+    x = np.linspace(-4, 4, 33)
+    erf = np.array([math.erf(v / 2**0.5) for v in x])
+    wanted = x / 2 * (1 + (erf if exact else np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))))
+    ending = "_exact" if exact else ""
+    np.testing.assert_allclose(ACTIVATIONS[f"gelu{ending}"](jnp.asarray(x, jnp.float32)), wanted, atol=2e-6)
+    np.testing.assert_allclose(gated(f"geglu{ending}", jnp.asarray(x, jnp.float32), jnp.float32(3)), 3 * wanted, atol=6e-6)
 
 
 def test_a_share_of_a_head_is_turned_as_a_head_of_that_size_and_the_rest_not_at_all():

@@ -1,4 +1,4 @@
-"""Latent attention and sinks on meshes: the loss and the gradients of one device."""
+"""Latent attention, sinks, RoPE that depends on lengths, and multipliers on meshes: the loss and the gradients of one device."""
 
 import math
 
@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 from tiny import first_state, gradients_of, tiny_batch, tiny_program
 
+# Of the batch's documents some are within the original length, others beyond it.
+LONG = {"kind": "longrope", "factor": 4, "short_factor": (1.0, 1.5), "long_factor": (1.0, 4.0), "original_seq_len": 14}
 MODELS = {
     "latent": {"n_kv_heads": 8, "latent": {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}, "sinks": True},
     "gpt_oss": {"layer_pattern": ("local", "global"), "window": 9, "activation": "swiglu_clamped", "bias": "all", "sinks": True},
+    "phi": {
+        "rope": {"share": 0.5, "scaling": LONG},
+        "multipliers": {"embedding": 3.0, "residual": 0.7, "logits_divisor": 2.0},
+        "activation": "geglu_exact",
+        "bias": "attention",
+    },
 }
 LAYOUTS = {
     "latent": (
@@ -19,9 +27,16 @@ LAYOUTS = {
         {"context": 4, "fsdp": 2, "context_attention": "ulysses"},
     ),
     "gpt_oss": ({"context": 2, "tensor": 2, "context_attention": "ring"}, {"context": 4, "context_attention": "ulysses"}),
+    "phi": (
+        {"context": 2, "tensor": 2, "context_attention": "ring"},
+        {"fsdp": 2, "stage": 2},
+        {"context": 4, "context_attention": "ulysses"},
+    ),
 }
-CASES = [  # the suite has the first of each
-    pytest.param(name, mesh, marks=[pytest.mark.soak] if n else []) for name, meshes in LAYOUTS.items() for n, mesh in enumerate(meshes)
+CASES = [  # the suite has the first of the first two
+    pytest.param(name, mesh, marks=[pytest.mark.soak] if n or name == "phi" else [])
+    for name, meshes in LAYOUTS.items()
+    for n, mesh in enumerate(meshes)
 ]
 
 
