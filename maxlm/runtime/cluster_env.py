@@ -49,6 +49,7 @@ _UNDETECTED = (
     ("CLUSTER_SPEC", "", "Vertex AI"),
     ("TF_CONFIG", "", "TFJob or Vertex AI"),
 )
+_COMMON_NAMES = {"NNODES", "NUM_PROCESSES"}  # which people's scripts set for other ends: they count beside the other variable alone
 Metadata = Callable[[str], str | None]  # attribute of the metadata server -> its value
 
 
@@ -212,7 +213,7 @@ def _refuse_undetected(environ: Mapping[str, str]) -> None:
     """Raise UserError if `environ` belongs to one of several processes of a launcher that is not detected."""
     for size, rank, launcher in _UNDETECTED:
         count, process = _count(environ.get(size, "")), _count(environ.get(rank, ""))
-        if count > 1 or process > 0:
+        if process > 0 or (count > 1 and (size not in _COMMON_NAMES or environ.get(rank))):
             found = " and ".join(f"{name} = {_short(environ[name])}" for name in (size, rank) if environ.get(name))
             known = f"process_count={count if count > 1 else '...'} process_id={process if environ.get(rank, '').isdecimal() else '...'}"
             raise UserError(

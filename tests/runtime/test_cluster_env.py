@@ -196,6 +196,7 @@ def test_of_several_processes_none_runs_alone(launcher):
         {"WORLD_SIZE": "big", "RANK": ""},
         {"NUM_PROCESSES": "1", "PROCESS_ID": "0", "COORDINATOR_ADDRESS": "job-worker-0", "COORDINATOR_PORT": "6666"},
         {"SM_HOSTS": '["algo-1"]'},
+        {"NUM_PROCESSES": "8", "NNODES": "2"},  # of a script, for something else
         {"SM_HOSTS": "[" * 10_000},
         {"TF_CONFIG": '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}'},
         {"TF_CONFIG": "null", "CLUSTER_SPEC": "{}"},
