@@ -197,7 +197,7 @@ def _examples(passes: Sequence[Pass]) -> str:
     for one, reason, count in (*_all(passes), *cuts):
         items = "".join(_example(example) for example in one["examples"][reason])
         blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
-    return f"<section><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
+    return f"<section class=folded><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
@@ -206,7 +206,7 @@ def _settings(settings: Mapping[str, Any]) -> str:
         {name: _without_none(part) for name, part in settings.items() if part is not None}, indent=1, ensure_ascii=False, sort_keys=True
     )
     block = f"<details><summary>as JSON</summary><pre>{escape(_printable(shown))}</pre></details>"
-    return f"<section><h2>Settings of this run</h2>{block}</section>"
+    return f"<section class=folded><h2>Settings of this run</h2>{block}</section>"
 
 
 def _without_none(part: Any) -> Any:

@@ -445,3 +445,16 @@ def test_on_a_phone_the_first_chart_is_on_the_second_screen_at_the_latest(look, 
         assert found["chart"] < 2 * 760, found
         assert found["page"] <= 360, "nothing is wider than the screen"
     assert look(runs[:1], script)["card"] < 120, "three cards a row"
+
+
+def test_the_line_of_a_live_page_covers_nothing_at_its_end(look, make):
+    found = look(
+        [make("r")],
+        """
+        scrollTo(0, document.documentElement.scrollHeight);
+        const [main, line] = ['main', '#live'].map(what => document.querySelector(what).getBoundingClientRect());
+        return {overlap: main.bottom - line.top, across: line.width === document.body.clientWidth};
+        """,
+        version="1",
+    )
+    assert found["overlap"] <= 0.5 and found["across"]

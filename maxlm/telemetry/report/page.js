@@ -156,7 +156,7 @@ let width = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; refresh(); } });
 addEventListener('beforeprint', () => {
   clearTimeout(timer);
-  for (const chart of charts) chart.draw(chart.wide ? PRINTED_WIDE : PRINTED);
+  for (const chart of charts) chart.draw(chart.figure.closest('.wide:not(.grid3)') ? PRINTED_WIDE : PRINTED);
 });
 addEventListener('afterprint', refresh);
 

@@ -66,7 +66,7 @@ tbody th{white-space:normal;overflow-wrap:break-word;min-width:6.5rem}th,td{padd
 th,td,tbody th{white-space:normal!important}
 .grid2{grid-template-columns:1fr 1fr;gap:14px 18px}.grid3{grid-template-columns:1fr 1fr 1fr}
 .cards{grid-template-columns:repeat(auto-fill,minmax(120px,1fr))}
-figure,tr,.cards div,.bar,.keys{break-inside:avoid}h2,h3,figcaption{break-after:avoid}
+figure,tr,.cards div,.bar,.keys{break-inside:avoid}h2,h3,figcaption,.legend{break-after:avoid}
 pre{white-space:pre-wrap;max-height:none}details:not([open]),.folded{display:none}}
 """
 
