@@ -1,5 +1,6 @@
 """The command line: one short function per command. Heavy imports are inside, so help and config errors are instant."""
 
+import importlib.util
 import json
 import math
 import sys
@@ -17,6 +18,8 @@ from maxlm.config.errors import UserError, shorten
 if TYPE_CHECKING:
     from maxlm.config.schema import WeightsKind
     from maxlm.hardware.prices import Term
+
+CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "orjson", "resiliparse")  # of maxlm.corpus, some imported only when needed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -279,6 +282,8 @@ def train_corpus_classifier(
 
 @contextmanager
 def _needs_corpus() -> Iterator[None]:
+    if missing := [name for name in CORPUS_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UserError(f"maxlm corpus needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}: pip install 'maxlm[corpus]'.")
     try:
         yield
     except ModuleNotFoundError as error:

@@ -26,7 +26,8 @@ def fit_schedule(config: Config, shorter: Collection[str]) -> tuple[Config, list
     if decay and not any(key.startswith("optimizer.decay_") for key in shorter):
         decay = min(decay, max(total // 10, 1))
     wanted = {"decay": decay, "warmup": max(min(lengths["warmup"], total - max(decay, 1)), 0)}
-    changed, sentences = {}, []
+    changed: dict[str, int | None] = {}
+    sentences = []
     for name, steps in wanted.items():
         given = next((unit for unit in ("steps", "tokens") if getattr(optimizer, f"{name}_{unit}") is not None), None)
         if given is None or steps == lengths[name] or f"optimizer.{name}_{given}" in shorter:

@@ -1,9 +1,11 @@
 """The command line as a whole: help and version, what ends it in one line, and what it says of a model alone."""
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from maxlm.config import load
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import SHIPPED, flatten
 
+ROOT = SHIPPED.parent
 PROGRAM = [sys.executable, "-m", "maxlm"]
 
 
@@ -214,3 +217,19 @@ def test_paths_of_what_is_installed_beside_the_program(monkeypatch, capsys):
     for name in ("nothing", "../tests", "/etc"):
         code, _, err = end(monkeypatch, capsys, "path", name)
         assert code == ExitCode.WRONG_INPUT and "there are configs, gcp/maxlm-gcp" in err
+
+
+@pytest.mark.parametrize("verb", [["run", "x.yml"], ["report", "x"], ["train-classifier", "a", "b", "c.npz"]])
+def test_packages_of_the_corpus_that_are_missing_are_named_together_before_anything_is_read(monkeypatch, capsys, verb):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in ("ftfy", "chardet") else find(name, *more))
+    code, _, err = end(monkeypatch, capsys, "corpus", *verb)
+    assert (code, err) == (2, "maxlm: maxlm corpus needs the packages chardet, ftfy: pip install 'maxlm[corpus]'.\n")
+
+
+def test_every_package_that_the_corpus_imports_is_asked_for():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "maxlm/corpus").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", sources, re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    optional = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in extras["corpus"]}
+    assert imported & optional - {"py3langid", "backports"} == set(cli.CORPUS_PACKAGES)
