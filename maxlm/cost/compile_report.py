@@ -159,7 +159,8 @@ def too_small(config: Config, topology: Topology, available: int) -> str:
         return ""
     return (
         f"No mesh fits: parameters and optimizer take {least / GIB:.1f} GiB a {words.chip} when split over all "
-        f"{words.counted(topology.chips)}, {(least - room) / GIB:.1f} GiB more than they have; at least {-(-state // room):,} {words.chips} are needed."
+        f"{words.counted(topology.chips)}, {(least - room) / GIB:.1f} GiB more than they have; at least "
+        f"{-(-state // room):,} {words.chips} are needed."
     )
 
 
