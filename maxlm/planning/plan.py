@@ -18,6 +18,7 @@ from maxlm.cost.verify import Compiler
 from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.models import mfu_format, step_flops
 from maxlm.parallel.mesh import lay_mesh
 from maxlm.planning import explore
@@ -204,11 +205,12 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
     if search.host_full and search.leanest <= search.available:
         room, what = host_room(topology.chip) / GIB, "memory.offload and memory.offload_state"
-        return f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device; keep less there, or use more chips."
+        full = f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device"
+        return f"{full}; keep less there, or use more {vocabulary(topology.chip).chips}."
     short = (search.leanest - search.available) / GIB
     return too_small(config, topology, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "
-        "use a smaller train.global_batch or data.seq_len, or more chips."
+        f"use a smaller train.global_batch or data.seq_len, or more {vocabulary(topology.chip).chips}."
     )
 
 
@@ -236,5 +238,4 @@ def machine_name(topology: Topology) -> str:
     """`2 slices of v5p:4x4x4 (128 chips)`, `h100:16x8 (128 GPUs; 400 Gbit/s a GPU between nodes)`."""
     slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
     network = f"; {8 * topology.chip.dcn_bytes_per_s / 1e9:g} Gbit/s a GPU between nodes" if topology.hosts > 1 else ""
-    unit = f"chip{'s' if topology.chips > 1 else ''}" if topology.is_tpu else f"GPU{'s' if topology.chips > 1 else ''}{network}"
-    return f"{slices}{topology.name} ({topology.chips:,} {unit})"
+    return f"{slices}{topology.name} ({vocabulary(topology.chip).counted(topology.chips)}{network if not topology.is_tpu else ''})"

@@ -13,6 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.planning import run_cost
 from maxlm.planning.explore import Point, Search, not_taken, rows
 from maxlm.planning.gpu_attention import kernel_runs
@@ -45,7 +46,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print()
     picked = plan.picked
     if picked is None:
-        advice = "No layout fits: use a smaller train.global_batch or data.seq_len, or more chips."
+        more = vocabulary(plan.topology.chip).chips
+        advice = f"No layout fits: use a smaller train.global_batch or data.seq_len, or more {more}."
         console.print(advice if search.trials or plan.uncompiled else "No layout was compiled: these are predictions.", style="bold")
         return
     _show_not_taken(search, console)
@@ -71,7 +73,7 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     if ramp := run_cost.ramp_line(plan.loaded.config):
         console.print(ramp)
     if (cost := plan.cost(wanted)) is not None:
-        for line in run_cost.sentences(cost, wanted):
+        for line in run_cost.sentences(cost, wanted, vocabulary(plan.topology.chip).chip):
             console.print(line)
     if written is not None:
         config, chart = written

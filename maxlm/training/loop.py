@@ -33,7 +33,7 @@ from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
-from maxlm.training.saving import Saving, not_finite
+from maxlm.training.saving import Saving, not_finite, prepare_saves
 from maxlm.training.session import STOPPED, Init, Outcome, RollBack, Session, Start, stopped_by
 from maxlm.training.step import TrainState
 
@@ -75,7 +75,8 @@ def restore_or_init(
 
 
 def _compile(program: Program) -> Future[Any]:
-    """Compile the step in a thread, for which nothing waits after an error."""
+    """Compile the step in a thread, for which nothing waits after an error, and in others what the first save would wait for."""
+    prepare_saves(program.abstract_state, program.mesh)
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
     pool.shutdown(wait=False)
