@@ -15,12 +15,13 @@ from maxlm.config.errors import UserError, shorten, show
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
 from maxlm.config.rules import check_run_name
+from maxlm.documents.formats import COMPRESSED, SUFFIXES, format_by_name
 from maxlm.evaluation import template
 
 MOST_BYTES = 2**16  # of a task file
 MOST_LINE = 2**26  # bytes of an item
 FOLDER = "tasks"  # under configs/
-JSONL = (".jsonl", ".json")
+JSONL = (*SUFFIXES["jsonl"], ".json")
 
 
 class Item(NamedTuple):
@@ -129,7 +130,7 @@ class Task:
     @property
     def has_items(self) -> bool:
         """True if `data` is JSONL, not one text."""
-        return self.config.data is not None and Path(self.config.data).suffix in JSONL
+        return self.config.data is not None and Path(self.config.data).suffix.lower() in JSONL
 
     def beside(self, name: str) -> Path:
         """A file that the task names."""
@@ -154,6 +155,10 @@ def _check_used(config: PerplexityTask, path: Path, has_items: bool) -> None:
     """Raise UserError unless the task has one source, which all its settings apply to."""
     if (config.data is None) == (config.store is None):
         raise UserError(f"{path}: exactly one of data and store must be set: name a text file, JSONL or a token store.")
+    one_text = config.data if not has_items else None
+    if one_text is not None and (format_by_name(one_text) != "text" or one_text.lower().endswith(COMPRESSED)):
+        rule = "is read as one text, and its suffix states another format or a compression"
+        raise UserError(f"{path}: data = {show(one_text)}: {rule}; decompress it, or convert it to .txt or .jsonl.")
     stored = config.store is not None
     uses = {"prompt": has_items, "text_field": has_items, "split": stored, "limit": has_items or stored}
     for name, used in uses.items():

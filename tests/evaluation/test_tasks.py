@@ -255,6 +255,8 @@ WRONG = {
     "a prompt of one text": ({"kind": "perplexity", "data": "a.txt", "prompt": "{q}"}, ITEMS, "prompt = {q}: .* only with data in JSONL"),
     "a prompt of a store": ({"kind": "perplexity", "data": None, "store": "x", "prompt": "{q}"}, ITEMS, "only with data in JSONL"),
     "a limit of one text": ({"kind": "perplexity", "data": "a.txt", "limit": 3}, ITEMS, "limit = 3: is used only with data in JSONL, or"),
+    "a table as one text": ({"kind": "perplexity", "data": "a.parquet"}, ITEMS, "is read as one text, and its suffix states another"),
+    "packed lines as one text": ({"kind": "perplexity", "data": "a.jsonl.gz"}, ITEMS, "is read as one text, and its suffix states another"),
     "a field of one text": ({"kind": "perplexity", "data": "a.txt", "text_field": "q"}, ITEMS, "text_field = q: is used only with"),
     "a field of a store": ({"kind": "perplexity", "data": None, "store": "x", "text_field": "q"}, ITEMS, "text_field = q: is used only"),
     "a split of no store": ({"kind": "perplexity", "split": "train"}, ITEMS, "split = train: is used only with store"),
