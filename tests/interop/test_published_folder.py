@@ -207,3 +207,23 @@ def _text_store(folder, model):
     part = {"sources": [str(folder / "a.txt")], "eval_fraction": 0.0, "workers": 1, "tokenizer": tokenizer}
     prepare(DataConfig(store=str(folder / "store"), seq_len=200, prepare=part), progress=False)
     return str(folder / "store")
+
+
+def test_only_special_tokens_that_close_a_turn_which_counts_end_texts(model, tuned, tmp_path):
+    """Not those of the prompt, nor one in the middle of a turn, nor the end of the document; stores of texts have none."""
+    tokenizer = {"path": str(model / "tokenizer" / "tokenizer.json"), "end_of_document": END}
+    stores = [_text_store(tmp_path, model), str(tuned.parent / "store")]
+    for name, answer in (("open", "{{ m.content }}"), ("middle", "<|eot|>{{ m.content }}\n"), ("spaced", "{{ m.content }}<|eom|> \n\n")):
+        (tmp_path / f"{name}.jinja").write_text(
+            "{% for m in messages %}<|head|>{% generation %}" + answer + "{% endgeneration %}{% endfor %}"
+        )
+        lines = [{"messages": [{"role": "assistant", "content": f"word {number}"}]} for number in range(3)]
+        (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        part = {"sources": [str(tmp_path / "lines.jsonl")], "eval_fraction": 0.0, "workers": 1, "tokenizer": tokenizer}
+        spoken = {"kind": "chat", "template": str(tmp_path / f"{name}.jinja")}
+        stores.append(str(tmp_path / name))
+        prepare(DataConfig(store=stores[-1], seq_len=200, prepare={**part, "conversations": spoken}), progress=False)
+    ids = open_tokenizer(stores[1]).ids
+    found = [turn_ends([store]) for store in stores]
+    assert found == [(), tuple(sorted((ids[TURN], ids[CALL]))), (), (), (ids[CALL],)]
+    assert turn_ends(stores) == found[1]
