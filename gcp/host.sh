@@ -77,7 +77,13 @@ install_code() {
   tar -xzf code.tar.gz -C code
   [[ -d venv ]] || make_venv
   note "installing maxlm[$EXTRA]"
-  retry venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "code[$EXTRA]"
+  local wheels=(code/maxlm-*.whl) # of an installed package; else git's HEAD
+  if [[ -f ${wheels[0]} ]]; then
+    retry venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps "${wheels[0]}"
+    retry venv/bin/python -m pip install --quiet --disable-pip-version-check "${wheels[0]}[$EXTRA]"
+  else
+    retry venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "code[$EXTRA]"
+  fi
 }
 
 make_venv() {

@@ -12,12 +12,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxlm.config import Config, UserError, load, rules
-from maxlm.config.errors import ConfigError
-from maxlm.config.loader import dump
-from maxlm.config.paths import is_remote
-from maxlm.hardware import topologies
-from maxlm.hardware.topologies import Topology, TopologyError, either, is_tpu, near
+try:
+    from maxlm.config import Config, UserError, load, rules
+    from maxlm.config.errors import ConfigError
+    from maxlm.config.loader import dump
+    from maxlm.config.paths import is_remote
+    from maxlm.hardware import topologies
+    from maxlm.hardware.topologies import Topology, TopologyError, either, is_tpu, near
+except (ImportError, SyntaxError) as error:  # a package is missing, or Python is older than 3.11
+    fix = "run make .venv/installed in the clone, or set MAXLM_PYTHON to a Python that has maxlm"
+    sys.stderr.write(f"maxlm-gcp: {sys.executable} cannot import maxlm ({error}): {fix}.\n")
+    sys.exit(2)
 
 TABLE = Path(__file__).with_name("machines.tsv")
 GPUS_A_VM = 8  # of every machine type in the table
@@ -65,7 +70,7 @@ def read(name: str, accelerator: str | None, bucket: str, overrides: list[str]) 
         machine = find_machine(accelerator)
         topology = topologies.parse(accelerator)
         if topology.is_tpu:
-            own.append(f"cluster={{topology: '{topology.name}'}}")
+            own.append(f"cluster={{topology: '{topology.name}', accelerator: null}}")
         elif load(name, [*overrides, *own]).config.cluster is None:
             own.append(f"cluster={{topology: '{topology.name}', accelerator: {machine.name}}}")
     config = load(name, [*overrides, *own]).config

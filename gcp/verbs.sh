@@ -154,13 +154,19 @@ wait_until_up() {
   done
 }
 
-# Uploads what the hosts fetch: the resolved config, a shared secret and, unless a container holds it, the code of git's HEAD.
+# Uploads what the hosts fetch: the resolved config, a shared secret and, unless a container holds it, the code: git's HEAD, or the package
+# that is installed here.
 upload_code() {
   if [[ -z $IMAGE ]]; then
     local changed
-    changed=$(git -C "$HERE/.." status --porcelain -- maxlm kernels gcp pyproject.toml)
-    [[ -z $changed ]] || die "uncommitted changes would stay here, since the hosts run git's HEAD: commit them (${changed%%$'\n'*} ...)."
-    git -C "$HERE/.." archive --format=tar.gz --output="$WORK/code.tar.gz" HEAD
+    if [[ -z $CLONE ]]; then
+      "$PYTHON" "$HERE/repack.py" "$WORK/code.tar.gz" || exit 2
+    else
+      changed=$(git -C "$CLONE" status --porcelain -- maxlm kernels gcp pyproject.toml) ||
+        die "$CLONE is no git repository, and the hosts run git's HEAD: clone maxlm with git, or give --image IMAGE."
+      [[ -z $changed ]] || die "uncommitted changes would stay here, since the hosts run git's HEAD: commit them (${changed%%$'\n'*} ...)."
+      git -C "$CLONE" archive --format=tar.gz --output="$WORK/code.tar.gz" HEAD
+    fi
     change gcloud storage cp "$WORK/code.tar.gz" "$BUCKET/$RUN/code.tar.gz"
   fi
   change gcloud storage cp "$WORK/config.yml" "$BUCKET/$RUN/config.yml"

@@ -1,3 +1,3 @@
 """maxlm: pretraining for transformers in JAX."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

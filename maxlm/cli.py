@@ -1,28 +1,25 @@
 """The command line: one short function per command. Heavy imports are inside, so help and config errors are instant."""
 
+import importlib.util
 import json
 import math
-import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 import maxlm
-from maxlm.config.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
-from maxlm.config.transient import is_transient
-from maxlm.runtime import progress_file
+from maxlm.command_line import run_app
+from maxlm.config.errors import UserError, shorten
 
 if TYPE_CHECKING:
     from maxlm.config.schema import WeightsKind
     from maxlm.hardware.prices import Term
 
-CTRL_C = 130  # exit code of typer after it
+CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "orjson", "resiliparse")  # of maxlm.corpus, some imported only when needed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +42,9 @@ def _shipped(incomplete: str) -> list[str]:
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
-CONFIG = typer.Argument(metavar="CONFIG", help="A path, or a name under configs/ such as runs/quickstart.", autocompletion=_shipped)
+CONFIG = typer.Argument(
+    metavar="CONFIG", help="A path, a name under configs/ such as runs/quickstart, or the folder of a run.", autocompletion=_shipped
+)
 ConfigName = Annotated[str, CONFIG]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings over the config, such as train.steps=100.")]
 Topology = Annotated[str | None, typer.Option(metavar="T", help="Such as v5p:4x4x4, v5p-128 or h100x16; the config's own if not given.")]
@@ -53,6 +52,7 @@ Slices = Annotated[int | None, typer.Option(min=1, help="Number of slices, joine
 Shapes = Annotated[list[str] | None, typer.Option(metavar="SHAPE", help="Such as llama-8k; all if not given. May be repeated.")]
 Kernel = Annotated[str, typer.Option(metavar="OPERATION", help="Operation of the kernels.")]
 Weights = Annotated[str, typer.Option(metavar="KIND", help="raw, or ema: their moving average, which a run with `ema` keeps.")]
+Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="Split the CPU into N devices, to try meshes on it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -76,19 +76,23 @@ def options(
 
 
 @app.command()
-def train(config: ConfigName, overrides: Overrides = None) -> None:
+def train(config: ConfigName, overrides: Overrides = None, devices: Devices = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.config import load
     from maxlm.runtime.cluster_env import split_arguments
 
     cluster, rest = split_arguments(overrides or [])
-    settings = load(config, rest).config
+    loaded = load(config, rest)
+    settings = loaded.config
+    for note in loaded.notes:
+        typer.echo(f"note: {note}", err=True)
     from rich.console import Console
 
     from maxlm.telemetry.phases import Phases
 
     phases = Phases(Console())
     with phases("importing libraries"):
+        _split_cpu(devices)
         from maxlm.inference.text import print_samples
         from maxlm.runtime.run import run_training
 
@@ -100,6 +104,13 @@ def train(config: ConfigName, overrides: Overrides = None) -> None:
             from maxlm.cost.prediction import predictor
 
     raise typer.Exit(run_training(settings, phases, print_samples, cluster, tasks, predictor))
+
+
+def _split_cpu(devices: int | None) -> None:
+    if devices is not None:
+        from maxlm.runtime.jax_setup import use_virtual_devices
+
+        use_virtual_devices(devices)
 
 
 @app.command(name="config")
@@ -142,6 +153,7 @@ def compile_(
 
 @app.command(name="plan")
 def plan_(
+    context: typer.Context,
     config: Annotated[str | None, CONFIG] = None,
     overrides: Overrides = None,
     topology: Topology = None,
@@ -152,6 +164,7 @@ def plan_(
     tokens: Annotated[float | None, typer.Option(min=1, help="Length of the run to predict, such as 15e12.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="The config to write; default: NAME-planned.yml.")] = None,
     any_format: Annotated[bool, typer.Option("--any-format", help="Choose the matmuls' format as well: int8 or fp8 if faster.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Compile a few layouts only, in seconds to a minute for a small model.")] = False,
     prices: Annotated[str | None, typer.Option(metavar="FILE", help="Prices to use; list prices if not given (docs/cost.md).")] = None,
     buy: Annotated[str, typer.Option(metavar="TERM", help="on-demand, spot, reserved-1y or reserved-3y.")] = "on-demand",
     region: Annotated[str | None, typer.Option(metavar="NAME", help="Buy there; where it is cheapest if not given.")] = None,
@@ -176,8 +189,7 @@ def plan_(
     from maxlm.runtime import deadline
 
     if calibrate:
-        others = (config, overrides, topology, slices, chips_at_most, tokens, prices, region, days_at_most, dollars_at_most, flops, ladder)
-        if any((*others, calibration, any_format)) or buy != "on-demand":
+        if any(_is_given(context, name) for name in context.params if name not in ("calibrate", "out", "json_")):
             raise UserError("--calibrate measures this machine, and goes with --out and --json alone.")
         from maxlm.planning.calibrate import calibrate as measure
 
@@ -197,7 +209,7 @@ def plan_(
         for line in recommended.sentences:
             typer.echo(line, err=json_)
         settings, tokens = (*settings, *recommended.overrides), recommended.tokens
-    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices)
+    request = plan_command.Request(config, settings, topology, slices, tokens, out, wanted, any_format, calibration, prices, quick)
     with deadline.allow(deadline.KEEP):  # Ctrl-C keeps what was found
         if chips_at_most is not None:
             raise typer.Exit(plan_command.compare(request, chips_at_most, as_json=json_))
@@ -270,6 +282,8 @@ def train_corpus_classifier(
 
 @contextmanager
 def _needs_corpus() -> Iterator[None]:
+    if missing := [name for name in CORPUS_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UserError(f"maxlm corpus needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}: pip install 'maxlm[corpus]'.")
     try:
         yield
     except ModuleNotFoundError as error:
@@ -339,7 +353,7 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]... [mesh.KEY=VALUE]...", help="Texts to continue; settings such as mesh.fsdp=8.")
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts: a text a line, or .jsonl with strings or a `prompt`.")
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More: a text a line, or .jsonl: strings, `prompt`, `messages`.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token each time.")] = 0.8,
@@ -352,26 +366,29 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16: of matrices, activations and caches.")] = "float32",
     step: Annotated[int | None, typer.Option(help="A checkpoint's step; the newest if not given.")] = None,
     weights: Weights = "raw",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages to the assistant, rendered by the chat template.")] = False,
+    special: Annotated[bool, typer.Option("--special-tokens", help="Special tokens in prompts are those tokens, not text.")] = False,
 ) -> None:
     """Continue prompts with the model of a run."""
     if not math.isfinite(temperature):
         raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
     from maxlm.inference.generate import Sampler
-    from maxlm.inference.text import generate_from_run, read_prompts
+    from maxlm.inference.text import generate_from_run, read_arguments
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
     sampler = Sampler(tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, tuple(stop or ()))
-    mesh = [text for text in prompts or [] if re.fullmatch(r"mesh\.\w+=\S*", text)]
-    texts = [text for text in prompts or [] if text not in mesh] + (read_prompts(prompts_file) if prompts_file else [])
-    if not texts:
-        raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
+    texts, mesh = read_arguments(prompts or [], prompts_file)
     select_platform()
     with RunLog(), explain_out_of_memory("generating", "ask for fewer --tokens, shorten the prompts, or give fewer at a time"):
-        found = generate_from_run(run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype)
-    for text, continuation in zip(texts, found, strict=True):
-        typer.echo(text + continuation)
+        found = generate_from_run(
+            run_dir, texts, sampler, step, of=_weights(weights), overrides=mesh, dtype=dtype, chat=chat, special=special
+        )
+    for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
+        if len(texts) > 1:
+            typer.echo(f"--- {number} of {len(texts)}: {shorten(text)!r}")
+        typer.echo(continuation if chat else f"{text}{continuation}")
 
 
 @app.command(name="import")
@@ -434,6 +451,8 @@ def export(
             typer.echo(f"{out}: adapters of {adapters.architecture}, {adapters.parameters:,} parameters")
             return
         exported = export_model(run_dir, out, dtype, shard_size, step, progress, of, quantize)
+    for note in exported.notes:
+        typer.echo(f"note: {note}")
     files = "1 file" if exported.files == 1 else f"{exported.files} files"
     stored = dtype if quantize is None else f"{quantize} and {dtype}"
     typer.echo(f"{out}: {exported.architecture}, {exported.parameters:,} parameters in {files} of {stored}")
@@ -571,12 +590,13 @@ def bench_comm_(
     ] = None,
     operation: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Such as all-reduce; all if not given. Repeatable.")] = None,
     smallest: Annotated[str, typer.Option(metavar="SIZE", help="Size of a device's full buffer; 1KB is 1024 bytes.")] = "1KB",
-    largest: Annotated[str, typer.Option(metavar="SIZE", help="Largest size; each is four times the one before.")] = "1GB",
+    largest: Annotated[str | None, typer.Option(metavar="SIZE", help="Each is four times the one before; 1GB, of CPUs 4MB.")] = None,
     during_training: Annotated[bool, typer.Option("--during-training", help="Use of each link while a training step runs.")] = False,
     topology: Topology = None,
     slices: Slices = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps to read counters in, where no machine is named.")] = 20,
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a plot, as a PNG.")] = None,
+    devices: Devices = None,
     json_: Json = False,
 ) -> None:
     """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links; or links during training."""
@@ -586,13 +606,14 @@ def bench_comm_(
 
     cluster, rest = split_arguments(arguments or [])
     check_options({name for name in context.params if _is_given(context, name)}, during_training=during_training)
+    _split_cpu(devices)
     if during_training:
         raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
-    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest)
+    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest or sizes.LARGEST)
     from maxlm.cost.mesh_links import bus_limit
     from maxlm.runtime.comm.bench_command import Request, bench_comm
 
-    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out)
+    request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out, largest is None)
     raise typer.Exit(bench_comm(request, cluster, bus_limit, as_json=json_))
 
 
@@ -625,6 +646,19 @@ def _links_during_training(
 
 
 @app.command()
+def path(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Such as gcp/maxlm-gcp, slurm/train.sbatch or configs/models.")] = "",
+) -> None:
+    """Print where a file or folder of maxlm lies: the scripts for clouds and Slurm, and the configs."""
+    from maxlm.config.loader import PACKAGE
+
+    place = (PACKAGE / name).resolve()
+    if not place.exists() or ".." in Path(name).parts or Path(name).is_absolute():
+        raise UserError(f"maxlm has no {shorten(name)}: there are configs, gcp/maxlm-gcp and slurm/train.sbatch.")
+    typer.echo(place)
+
+
+@app.command()
 def doctor(
     place: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --cluster: coordinator= and the like.")] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Run on every host at once: compare them, and name the slow one.")] = False,
@@ -651,48 +685,4 @@ def doctor(
 
 def main() -> None:
     """Run the command line. An error of the input or of storage, or a signal, prints one line and sets the exit code; no traceback."""
-    try:
-        code = _run()
-    except (UserError, typer.TyperException) as error:  # typer's are mistakes in the command itself
-        message = str(error) if isinstance(error, UserError) else str(UserError(error.format_message()))
-        _end(message, getattr(error, "exit_code", ExitCode.WRONG_INPUT))
-    except KeyboardInterrupt:
-        code = CTRL_C  # `__main__` prints which signal it was, and ends with STOPPED
-    except BrokenPipeError:
-        _close_output()
-        _end("the program that read this output has ended.", ExitCode.STOPPED)
-    except OSError as error:
-        if error.errno not in WRONG_PATH and not is_transient(error):
-            raise
-        _close_output()
-        _end(str(as_user_error(error)), as_user_error(error).exit_code)
-    sys.exit(code)
-
-
-def _run() -> int | None:
-    """Run the command and flush its output; return its exit code."""
-    for argument in sys.argv[1:]:
-        if any("\udc80" <= char <= "\udcff" for char in argument):  # surrogates: bytes that are no UTF-8
-            raise UserError(f"{shorten(argument)} on the command line is not UTF-8 text: rename it, or type it again.")
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter
-    try:
-        code: int | None = app(standalone_mode=False)
-    except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # raised by typer
-            raise ended.__context__ from None
-        raise
-    sys.stdout.flush()
-    return code
-
-
-def _end(message: str, code: int) -> NoReturn:
-    if message:  # a command without arguments has printed its help instead
-        progress_file.record_error(message)
-        typer.echo(f"maxlm: {message}", err=True)
-    sys.exit(code)
-
-
-def _close_output() -> None:
-    """Redirect stdout to the null device, so that the interpreter's last flush does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    run_app(app)

@@ -11,7 +11,7 @@ datatrove  the same file, rules, thresholds and MinHash parameters through datat
            with words by a regular expression. PYTHON has datatrove: `pip install 'datatrove>=0.10' 'xxhash<4' nltk orjson spacy zstandard`.
 
 Two corpora are made in a temporary folder: prose drawn from a seed (words by Zipf's law, documents of log-normal length), which passes all
-filters, and real text: docstrings of Python's library and of the installed packages, a document a module (or what maxlm.corpus.read finds
+filters, and real text: docstrings of Python's library and of the installed packages, a document a module (or what maxlm.documents finds
 at --source), most of which the rules remove. Megabytes (10^6 bytes) are of text as UTF-8. Every measurement is a process of its own, warmed
 up with a small file first: loading and compiling are reported apart. Exit code 1 if a goal is missed.
 """
@@ -88,9 +88,10 @@ def docstrings() -> Iterator[tuple[str, str]]:
 def given(sources: list[str]) -> Iterator[tuple[str, str]]:
     """Names and texts of the documents at `sources`."""
     from maxlm.corpus.document import Document
-    from maxlm.corpus.read import find, read
+    from maxlm.corpus.read import read
+    from maxlm.documents.files import find_once
 
-    for file in find(sources):
+    for file in find_once(sources):
         yield from ((found.id, found.text) for found in read(file.path) if isinstance(found, Document))
 
 

@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
+_LEAST_PART = 4 << 20  # bytes of a replicated leaf that a replica writes; of a smaller one the first replica writes all
 _READERS = 8  # manifests that are read at a time
 _REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
@@ -506,6 +507,8 @@ class Checkpoints:
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
+        # Of a replicated leaf each replica writes a part, by a program for each part that the first save compiles: not for small ones.
+        context.array.saving.min_slice_bytes_for_replica_parallel = _LEAST_PART
         # Only the two handlers in use: by default Orbax queries every handler for every leaf, twice, while the loop waits.
         registry = ocp.handlers.local_registry(include_global_registry=False)
         registry.add(ocp.handlers.PyTreeHandler, checkpointable_name=STATE)

@@ -8,6 +8,7 @@ associative: the order of the summation, hence the sharding, does not matter.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlm.checkpoint.ahead import AheadOfTime
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host
@@ -31,14 +33,25 @@ def start(leaves: dict[str, jax.Array]) -> Sums:
     """Start the sums on the devices and return at once. `leaves` may be donated afterwards: the runtime keeps the order."""
     if not leaves:
         return {}
-    sharding = next(iter(leaves.values())).sharding
-    # Replicated explicitly, because every process reads the result.
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
-    rest = {name: leaf for name, leaf in leaves.items() if name not in host}
+    everywhere, rest, host = _by_place(leaves)
     sums = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
     sums |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(leaf) for name, leaf in host.items()}
     return {name: sums[name] for name in leaves}
+
+
+def prepare(leaves: Mapping[str, Any]) -> None:
+    """Compile the sums of abstract `leaves` in a thread: those on devices, all of which are read by one program."""
+    if leaves:
+        everywhere, rest, _ = _by_place(leaves)
+        _compiled(everywhere).prepare(list(rest.values()))
+
+
+def _by_place(leaves: Mapping[str, Any]) -> tuple[NamedSharding | None, dict[str, Any], dict[str, Any]]:
+    """(sharding of the results, leaves on devices, leaves in host memory). Results are replicated, because every process reads them."""
+    sharding = next(iter(leaves.values())).sharding
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    return everywhere, {name: leaf for name, leaf in leaves.items() if name not in host}, host
 
 
 def fetch(sums: Sums) -> dict[str, tuple[int, int]]:
@@ -51,8 +64,11 @@ def _integer(scalar: jax.Array) -> int:
 
 
 @functools.cache
-def _compiled(out_sharding: NamedSharding | None) -> Any:
-    return jax.jit(lambda leaves: tuple(leaf_sums(leaf) for leaf in leaves), out_shardings=out_sharding)
+def _compiled(out_sharding: NamedSharding | None) -> AheadOfTime:
+    def digest_state(leaves: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        return tuple(leaf_sums(leaf) for leaf in leaves)
+
+    return AheadOfTime(digest_state, out_sharding)
 
 
 @functools.cache

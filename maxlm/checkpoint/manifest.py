@@ -10,11 +10,12 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+import maxlm
 from maxlm.checkpoint.errors import CheckpointError, DamagedError
 
 NAME = "manifest"
 _FILE = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2  # 1, until 28 November 2026, did not record which version of maxlm wrote it
 NEXT_STEP = "next_step"  # entry of a data position: the number of the next batch
 STEP_LEAF = "step"  # leaf of the state: how many batches it has consumed
 
@@ -36,6 +37,12 @@ class Manifest:
     identity: dict[str, str]
     data_position: dict[str, Any]
     leaves: dict[str, Leaf]
+    maxlm: str = ""  # version that wrote it
+
+    @property
+    def writer(self) -> str:
+        """Version that wrote it, for a message."""
+        return f"maxlm {self.maxlm}" if self.maxlm else "an earlier maxlm (0.1.0 of before 28 November 2026, checkpoint format 1)"
 
     def disagreement(self, folder: str) -> str:
         """Name the steps where the folder's name, the manifest, the data position and the state differ; "" if they agree.
@@ -53,7 +60,7 @@ class Manifest:
 
     def to_text(self) -> str:
         """JSON with a checksum. Raises TypeError for a `data_position` that is not JSON."""
-        body = {"format": _FORMAT, **dataclasses.asdict(self)}
+        body = {"format": _FORMAT, **dataclasses.asdict(self), "maxlm": maxlm.__version__}
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1)
 
 
@@ -67,8 +74,12 @@ def parse(text: str) -> Manifest:
         raise DamagedError("its manifest is unreadable") from error
     if not matches:
         raise DamagedError("its manifest does not match its checksum")
-    if version != _FORMAT:
-        raise CheckpointError(f"the checkpoint is of format {version} and this maxlm reads format {_FORMAT}: use the maxlm that wrote it")
+    if version not in (1, _FORMAT):
+        newer = f"maxlm {body.get('maxlm', '')}".strip()
+        raise CheckpointError(
+            f"the checkpoint is of format {version}, written by {newer}, and this is maxlm {maxlm.__version__}, which reads formats 1 and "
+            f"{_FORMAT}: use that version, or a later one"
+        )
     leaves = {name: Leaf(leaf["dtype"], tuple(leaf["shape"]), tuple(leaf["digest"])) for name, leaf in body.pop("leaves").items()}
     return Manifest(leaves=leaves, **body)
 

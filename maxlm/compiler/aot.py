@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.compiler import gpu_compiler, program_cache
+from maxlm.compiler.hidden_stderr import hidden_stderr
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.topologies import Topology, near
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 
 if TYPE_CHECKING:
     import jax
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?)([KMGTP]?)"
-_VIRTUAL = "--xla_force_host_platform_device_count="  # of this process's own devices, for which nothing is compiled here
 _TOO_BIG = re.compile(rf"HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE)
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -196,12 +196,13 @@ def available_hbm(topology: Topology) -> int:
 
     sharding = jax.sharding.SingleDeviceSharding(devices(topology)[0])
     huge = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32, sharding=sharding)
-    try:
-        jax.jit(lambda x: x + 1).lower(huge).compile()
-    except jax.errors.JaxRuntimeError as error:
-        sizes = _needed_and_available(str(error))
-        if sizes is not None:
-            return sizes[1]
+    with hidden_stderr():
+        try:
+            jax.jit(lambda x: x + 1).lower(huge).compile()
+        except jax.errors.JaxRuntimeError as error:
+            sizes = _needed_and_available(str(error))
+            if sizes is not None:
+                return sizes[1]
     return topology.chip.hbm_bytes_per_device
 
 
@@ -269,29 +270,12 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
     if set(topology.sides) == {1}:
         settings["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        with _silence():
+        with hidden_stderr():
             described = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **settings)
     except JaxRuntimeError as error:
         choices = ", ".join(near(topology.chip, topology.chips // topology.slices))
         raise UserError(f"libtpu does not have {topology.name} ({str(error).splitlines()[0]}): near it there are {choices}.") from None
     return tuple(described.devices)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Hide what libtpu writes to the process's stderr (that it finds no TPU), unless the block fails."""
-    with tempfile.TemporaryFile() as hidden:
-        stderr = os.dup(2)
-        os.dup2(hidden.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            hidden.seek(0)
-            os.write(stderr, hidden.read())
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
 
 
 def _key(program: str, devices: list[int], topology: Topology, options: Mapping[str, str | bool], resident: int) -> str:
@@ -302,7 +286,7 @@ def _key(program: str, devices: list[int], topology: Topology, options: Mapping[
     """
     versions = ["1", *map(_version, ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc"))]
     machine = "" if topology.is_tpu else f"{gpu_compiler.target_of(topology.chip)} {available_hbm(topology)}"
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_VIRTUAL)]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(VIRTUAL_DEVICES)]
     given = [os.environ.get("LIBTPU_INIT_ARGS", ""), flags, *_library()]
     facts = json.dumps([versions, topology.name, machine, topology.slices, sorted(options.items()), devices, given, resident])
     return hashlib.sha256(f"{facts}\n{program}".encode()).hexdigest()

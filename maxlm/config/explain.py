@@ -152,6 +152,8 @@ def _rule(detail: ErrorDetails) -> str:
         return f"be one of {', '.join(_choices_of(detail))}"
     if kind == "setting":
         return str(detail["ctx"]["rule"])
+    if kind == "string_pattern_mismatch" and "x00" not in detail["ctx"]["pattern"]:
+        return f"match {detail['ctx']['pattern']}"
     if kind == "too_long":
         return f"have at most {detail['ctx']['max_length']} entries"
     return WANTED.get(kind, f"be accepted ({detail['msg']})")

@@ -5,6 +5,7 @@ the command line over all. Sections merge key by key; lists are replaced; a sect
 that is `{}` on the command line: by its defaults.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,25 +17,32 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config import assumed, explain, rules
+import maxlm
+from maxlm.config import assumed, explain, rules, schedule_rules
 from maxlm.config.errors import SHOWN, UserError, shorten, show
 from maxlm.config.paths import expand_home
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
+_WRITTEN_BY = "# Written by maxlm "
+RUN_CONFIG = "config.yml"  # in the folder of a run
 MOST_BYTES = 2**16  # of text, which take the parser a second
 MOST_EXTENDS = 32  # configs that one extends, and one after another
 MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
 Schema = TypeVar("Schema", bound=BaseModel)
-SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = (PACKAGE / "configs").resolve()  # in a clone a link to the folder beside the package
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A checked config and, for each dotted key somebody set, the file or `command line` it was set by."""
+    """A checked config and, for each dotted key somebody set, the file or `command line` it was set by. `notes`: sentences about settings
+    that were changed to fit others.
+    """
 
     config: Config
     sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def source(self, key: str) -> str:
         """Source of `key`; `default` if nobody set it."""
@@ -42,14 +50,24 @@ class LoadedConfig:
 
 
 def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
-    """Read, merge and check the config `name`: a path, or a name under `configs/`. Raises UserError on any bad input.
+    """Read, merge and check the config `name`: a path, a name under `configs/`, or the folder of a run. Raises UserError on any bad input.
 
     `any_mesh`: the mesh need not match the devices of the cluster. `assume`: for a model alone, whose files have neither `data` nor
     `train`, required settings of those are assumed, with the source `ASSUMED`.
     """
     path = find(name)
+    folder = _run_folder(name, path)
+    with _naming_writer(path) if folder is not None else contextlib.nullcontext():
+        return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume)
+
+
+def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool) -> LoadedConfig:
+    """`load` of a file, which is that of the run in `folder` if one is given."""
     files = _Files()
     merged, sources = files.resolve(path)
+    if folder is not None:
+        place = {"run": {"dir": str(folder.parent), "name": folder.name}}
+        _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
     _override(merged, sources, overrides, files, Config)
     run = merged.setdefault("run", {})
@@ -58,8 +76,9 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     if assume and model_alone:
         assumed.fill(merged, sources)
     config = validate(merged, sources)
+    config, notes = schedule_rules.fit_schedule(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     rules.check(config, sources, any_mesh=any_mesh)
-    return LoadedConfig(config, sources)
+    return LoadedConfig(config, sources, tuple(notes))
 
 
 def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> Schema:
@@ -94,6 +113,36 @@ def dump(config: Config) -> str:
     return text.getvalue()
 
 
+def saved_text(config: Config) -> str:
+    """The resolved config as `dump` has it, after a line with the version of maxlm, for the folder of a run or of a model."""
+    return f"{_WRITTEN_BY}{maxlm.__version__}\n{dump(config)}"
+
+
+def load_saved(folder: Path) -> Config:
+    """Load `config.yml` of a run; the size of its mesh is not checked. Raises UserError as `load` does for the folder of a run."""
+    file = (folder / RUN_CONFIG).absolute()
+    with _naming_writer(file):
+        return load(str(file), any_mesh=True).config
+
+
+@contextlib.contextmanager
+def _naming_writer(file: Path) -> Iterator[None]:
+    """Add to an error in the saved config `file` which version of maxlm wrote it, if another, and what to do."""
+    try:
+        yield
+    except UserError as error:
+        try:
+            first = file.read_text(encoding="utf-8").partition("\n")[0]
+        except (OSError, UnicodeDecodeError):
+            raise error from None
+        version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
+        if version == maxlm.__version__:
+            raise
+        writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026"
+        fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
+        raise UserError(f"{error} {file.name} was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
+
+
 def _present(section: BaseModel) -> dict[str, Any]:
     """Settings of a section, without those that are None unless somebody sets them."""
     values = section.model_dump(mode="json")
@@ -118,7 +167,9 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find(name: str) -> Path:
-    """The file a config name means: a path, or a name under `configs/` here or as shipped, `.yml` understood."""
+    """The file a config name means: a path, or a name under `configs/` here or as shipped, `.yml` understood; else `config.yml` in the
+    folder of a run.
+    """
     if "\0" in name or not name.strip() or not _is_unicode(name):
         raise UserError(f"config {show(name)} is not a file name: give a path or a name under configs/.")
     try:
@@ -129,12 +180,22 @@ def find(name: str) -> Path:
     file = next((candidate for candidate in candidates if _is(candidate.is_file)), None)
     if file is not None:
         return file
+    if _is((Path(spelt) / RUN_CONFIG).is_file):
+        return Path(spelt) / RUN_CONFIG
     known = shipped()
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
     near = inside or closest or [config for config in known if config.startswith("runs/")]
-    problem = "is a folder" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
+    problem = f"is a folder without {RUN_CONFIG}" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
+
+
+def _run_folder(name: str, config: Path) -> Path | None:
+    """The folder of a run, if `name` is that and `config` was found in it."""
+    folder = Path(expand_home(name))
+    if config != folder / RUN_CONFIG:
+        return None
+    return folder if folder.name and ".." not in folder.parts else folder.resolve()
 
 
 def shipped() -> list[str]:

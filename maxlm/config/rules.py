@@ -95,7 +95,9 @@ def resolve_mesh(mesh: MeshConfig, n_devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != n_devices:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "1"
         rule = f"the product of the axes must be the number of devices, {n_devices}"
-        raise ConfigError("mesh", product, rule, "set one axis to -1 for whatever is left, and let the others divide the devices")
+        fix = "set one axis to -1 for whatever is left, and let the others divide the devices"
+        fix += f", or try it on a CPU with --devices {fixed}" if n_devices == 1 and not free else ""
+        raise ConfigError("mesh", product, rule, fix)
     crossing = sizes[mesh.across_slices]
     if crossing % mesh.slices:
         rule = f"must divide mesh.{mesh.across_slices} = {crossing}, the axis that crosses slices"

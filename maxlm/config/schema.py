@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, Strict, model_validator
 
 from maxlm.config import paths
 from maxlm.config.batch_sizes import BatchSizes, microbatches
@@ -301,41 +301,53 @@ class TokenizerConfig(Section):
 
 
 class PromptResponseConfig(Section):
-    """JSONL of plain texts. The response counts, and the end-of-document token after it."""
+    """Rows of plain texts. The response counts, and the end-of-document token after it."""
 
     kind: Literal["prompt_response"]
     prompt_field: Text = "prompt"
     response_field: Text = "response"
+    special_tokens: Literal["text", "tokens"] = "text"  # whether special tokens that a text holds are text, or those tokens
     too_long: Literal["refuse", "leave_out"] = "refuse"  # longer than data.seq_len
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"  # a field missing, no text, nothing to learn ...; those left out are counted
 
 
 class ChatConfig(Section):
-    """JSONL of conversations: lists of {role, content}, rendered by the chat template. All turns of the assistant count."""
+    """Rows of conversations: lists of {role, content}, rendered by the chat template. The turns of the assistant count."""
 
     kind: Literal["chat"]
-    messages_field: Text = "messages"
+    messages_field: Text = "messages"  # where a row lacks it, `conversations`
     template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
+    chat_template_kwargs: dict[str, JsonValue] = Field(
+        default={}, max_length=100
+    )  # for the template, as enable_thinking; those of a row win
     date: Text | None = None  # for templates that ask for today's
+    turns: Literal["all", "last"] = "all"  # of the assistant, that count
+    special_tokens: Literal["text", "tokens"] = "text"  # in messages; as text they cannot be written, so that such a row is a bad one
     too_long: Literal["refuse", "leave_out"] = "refuse"
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"
 
 
 class PreferencesConfig(Section):
-    """JSONL of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
+    """Rows of pairs: a prompt with a chosen and a rejected response, all plain texts or all lists of messages."""
 
     kind: Literal["preferences"]
-    prompt_field: Text = "prompt"
+    prompt_field: Text = "prompt"  # where a row lacks it, the beginning that both responses share
     chosen_field: Text = "chosen"
     rejected_field: Text = "rejected"
     template: ReadPath | None = None
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={}, max_length=100)
     date: Text | None = None
+    turns: Literal["all", "last"] = "all"
+    special_tokens: Literal["text", "tokens"] = "text"
     too_long: Literal["refuse", "leave_out"] = "refuse"  # both responses together, each with the prompt
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"
 
 
 class PrepareConfig(Section):
     """Source of the text of `data.store`."""
 
     sources: Annotated[tuple[ReadPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
-    text_field: Text = "text"  # of JSONL, Parquet and ArrayRecord documents
+    text_field: Text = "text"  # of JSON, Parquet and ArrayRecord documents
     # Absent: documents are texts.
     conversations: Annotated[PromptResponseConfig | ChatConfig | PreferencesConfig, Field(discriminator="kind")] | None = None
     eval_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.02  # of documents, held out by a hash of their text
@@ -561,6 +573,7 @@ class SamplesConfig(Section):
 
     prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
     tokens: Positive = 64  # of each continuation
+    chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
 
 
 class EvaluationConfig(Section):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,17 @@ def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSour
     except OSError as error:  # of the lock: the folder cannot be made or written
         raise as_user_error(error) from error
     render(report, plan.output)
+    _check_some_left(report, plan.output)
+
+
+def _check_some_left(report: dict[str, Any], output: Path) -> None:
+    """Refuse an output without documents, after its report is written. Raises UserError."""
+    if report["passes"][-1]["documents"] == 0:
+        reasons = Counter({reason: count for one in report["passes"] for reason, count in one["removed"].items()}).most_common(3)
+        said = ", ".join(f"{reason} ({count:,})" for reason, count in reasons)
+        raise UserError(
+            f"{output}: no document is left, removed for {said}; report.html shows examples: loosen the stages that removed them."
+        )
 
 
 def report(output: Path, say: Callable[[str], None]) -> None:

@@ -23,14 +23,16 @@ from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, run_together, takes_many
 from maxlm.corpus.page import page
-from maxlm.corpus.read import Input, find, folders, read, version_of
+from maxlm.corpus.read import read
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
 from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
+from maxlm.documents.files import SourceFile, find_once, folders, version_of
+from maxlm.documents.records import REASONS
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 7  # of the output: raise it when the same settings would give other documents
+FORMAT = 8  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
@@ -107,10 +109,10 @@ class Plan:
 
 def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> Plan:
     """Find the input files and divide them. `scorer`: of `filters.perplexity.checkpoint`. Raises UserError."""
-    inputs: list[Input] = []
+    inputs: list[SourceFile] = []
     origins: dict[str, str] = {}
     for name in sorted(settings.sources):
-        for one in find(settings.sources[name].paths):
+        for one in find_once(settings.sources[name].paths):
             if one.path in origins:
                 raise UserError(f"sources.{name}.paths: {shorten(one.path)} is a file of sources.{origins[one.path]}, too; list it once.")
             origins[one.path] = name
@@ -131,7 +133,7 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     return Plan(settings, tasks, origins, states, (tuple(first), *((one,) * len(tasks) for one in later)), scorer)
 
 
-def _check_output(settings: CorpusSettings, inputs: list[Input]) -> None:
+def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
     """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
     output = Path(settings.output).expanduser()
     try:
@@ -194,7 +196,7 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _listed(one: Input) -> list[Any]:
+def _listed(one: SourceFile) -> list[Any]:
     """Size of a remote file, and what else storage tells its content by."""
     return [one.size, one.version] if one.version else [one.size]
 
@@ -306,7 +308,7 @@ def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
         name = plan.origins[path]
         source = plan.settings.sources[name]
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
-        for one in read(path, plan.settings.read, reach):
+        for one in read(path, plan.settings.read, reach, text_field=source.text_field):
             documents += 1
             yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
         before += plan.states[path][0]
@@ -371,7 +373,9 @@ class Executor(Protocol):
 def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     """Run all passes and write `report.json`, which is returned, and `report.html`. Raises UserError."""
     last = len(plan.names) - 1
-    if not plan.is_finished:
+    if plan.is_finished:
+        _check_sources(plan)
+    else:
         _remove_report(plan)
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]
@@ -379,6 +383,8 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
                 executor.combine(plan, number)
             if left:
                 executor.run_tasks(plan, number, left)
+            if number == 0:
+                _check_sources(plan)
     report = summarize(plan)
     try:
         _remove_stale(plan)
@@ -388,6 +394,33 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     except OSError as error:
         raise as_user_error(error) from error
     return report
+
+
+def _check_sources(plan: Plan) -> None:
+    """Refuse sources that gave no document at all: their paths or the field of their text are wrong."""
+    marks = [mark for task in plan.tasks if (mark := plan.counts(0, task)) is not None]
+    for name, source in plan.settings.sources.items():
+        if any(mark["came"].get(name) for mark in marks):
+            continue
+        of_source = [one for mark in marks for some in mark["examples"].values() for one in some if _origin(plan, one["id"]) == name]
+        raise UserError(f"sources.{name}.paths: no document in {shorten(', '.join(source.paths))}: {_reasons(of_source, name)}.")
+
+
+def _origin(plan: Plan, id: str) -> str | None:
+    return plan.origins.get(id) or plan.origins.get(id.rpartition("#")[0])
+
+
+def _reasons(removed: list[dict[str, Any]], name: str) -> str:
+    """What was wrong with the records of a source, by their examples."""
+    for one in removed:
+        if one["reason"] == "missing_field":
+            rows = f" ({one['detail']['rows']:,} rows)" if "rows" in one["detail"] else ""
+            field = f"no field {one['detail']['field']}; set sources.{name}.text_field to one of its fields: {one['example']}"
+            return f"{shorten(one['id'])}{rows} has {field}"
+    said = {one["reason"]: one["id"] for one in reversed(removed)}
+    return (
+        "; ".join(f"{shorten(id)}: {REASONS[reason]}" for reason, id in list(said.items())[:3]) or "its files hold none; removed/ says why"
+    )
 
 
 def _remove_report(plan: Plan) -> None:

@@ -12,12 +12,16 @@ from maxlm.telemetry.report.tables import table
 # No network access and no scripts: the page shows text that strangers wrote.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 MORE_CSS = """
-.bars{display:grid;grid-template-columns:max-content 1fr max-content;gap:5px 14px;align-items:center;font-size:.9rem;max-width:900px}
+.bars{display:grid;grid-auto-flow:dense;grid-template-columns:max-content 1fr max-content;gap:5px 14px;
+align-items:center;font-size:.9rem;max-width:900px}
 .bars span{white-space:nowrap;font-variant-numeric:tabular-nums}.bars i{display:block;height:18px;border-radius:3px;background:var(--c)}
-.bars div{background:var(--panel);border-radius:3px}.bars .soft{color:var(--soft)}
+.bars div{background:var(--panel);border-radius:3px;grid-column:2}
+.bars .soft{color:var(--soft);grid-column:3}.bars span:not(.soft){grid-column:1}
 details{border-bottom:1px solid var(--rule)}details pre{white-space:pre-wrap;overflow-wrap:anywhere;max-height:16rem;overflow-y:auto}
 details dl{margin:.2rem 0 .8rem}details dd{font-size:.88rem;font-weight:400;overflow-wrap:anywhere;margin:0 0 .1rem}
 .lengths{display:block;width:100%;max-width:900px;height:auto}.lengths rect{fill:var(--c)}
+@media(max-width:760px){.bars{grid-template-columns:1fr max-content;gap:2px 10px}.bars span{white-space:normal;overflow-wrap:anywhere}
+.bars .soft{grid-column:2}.bars div{grid-column:1/-1;margin-bottom:8px}.bars i{height:10px}.lengths{min-width:560px}}
 """
 MOST = 40  # languages shown; the rest are added up
 
@@ -149,7 +153,7 @@ def _lengths(passes: Sequence[Pass]) -> str:
         label = f'<text x="{first + step / 2:.1f}" y="{height + 18}" text-anchor="middle">{_short((1 << number) >> 1)}</text>'
         bars.append(f"<g><title>{text}</title>{shapes}{label}</g>")
     legend = '<p class="legend"><span><span class="swatch c0"></span>read</span><span><span class="swatch c1"></span>left</span></p>'
-    chart = f'<svg class="lengths" viewBox="0 0 {width} {height + 40}" role="img">{"".join(bars)}</svg>'
+    chart = f'<div class="scroll"><svg class="lengths" viewBox="0 0 {width} {height + 40}" role="img">{"".join(bars)}</svg></div>'
     unit = '<p class="note">Documents by length; each bar holds lengths from its number of characters to twice as many.</p>'
     return f"<section><h2>Lengths</h2>{legend}{chart}{unit}</section>"
 
@@ -193,7 +197,7 @@ def _examples(passes: Sequence[Pass]) -> str:
     for one, reason, count in (*_all(passes), *cuts):
         items = "".join(_example(example) for example in one["examples"][reason])
         blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
-    return f"<section><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
+    return f"<section class=folded><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
@@ -202,7 +206,7 @@ def _settings(settings: Mapping[str, Any]) -> str:
         {name: _without_none(part) for name, part in settings.items() if part is not None}, indent=1, ensure_ascii=False, sort_keys=True
     )
     block = f"<details><summary>as JSON</summary><pre>{escape(_printable(shown))}</pre></details>"
-    return f"<section><h2>Settings of this run</h2>{block}</section>"
+    return f"<section class=folded><h2>Settings of this run</h2>{block}</section>"
 
 
 def _without_none(part: Any) -> Any:
@@ -229,7 +233,7 @@ def _bars(rows: Iterable[tuple[str, int, str]]) -> str:
     rows = list(rows)
     most = max((count for _, count, _ in rows), default=0) or 1
     cells = "".join(
-        f'<span>{name}</span><div><i class="c0" style="width:{100 * count / most:.2f}%"></i></div><span class="soft">{text}</span>'
+        f'<span>{name}</span><span class="soft">{text}</span><div><i class="c0" style="width:{100 * count / most:.2f}%"></i></div>'
         for name, count, text in rows
     )
     return f'<div class="bars">{cells}</div>'

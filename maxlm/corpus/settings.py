@@ -8,7 +8,7 @@ from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.document import Value
 from maxlm.corpus.filters import FilterSettings
-from maxlm.corpus.read import ReadSettings
+from maxlm.documents.records import ReadSettings
 
 MIB = 2**20
 
@@ -23,6 +23,9 @@ class Source(Section):
     """Files of one origin. `license` and `metadata` are added to each document that does not have them."""
 
     paths: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1, description="Files, folders, globs or URLs.")
+    text_field: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Of JSON objects and columns of tables; null: that of `read.text_field`."
+    )
     license: str | None = None
     metadata: dict[str, Value] = {}
 

@@ -48,8 +48,8 @@ class Tally:
             entry[1] += int(one.detail.get("characters", one.detail.get("masked", 0)))
 
     def remove(self, one: Removed) -> None:
-        """Count a document that does not stay."""
-        self.removed[f"{one.stage}/{one.reason}"] += 1
+        """Count a document that does not stay; a table without the column of the text counts with its rows."""
+        self.removed[f"{one.stage}/{one.reason}"] += int(one.detail.get("rows", 1))
         if "cluster_size" in one.detail:
             self.copies[str(one.detail["cluster_size"])] += 1
 

@@ -15,6 +15,7 @@ from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic, unknown_loops_line
 from maxlm.cost.verify import Compiler
 from maxlm.hardware.topologies import Topology
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.training.matrices import SCOPE as MATRICES
 
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
@@ -158,7 +159,7 @@ def _not_calibrated(topology: Topology) -> Iterator[str]:
         corrected = f"corrected by what was measured ({source})" if source else "which no measurement has corrected"
         yield (
             f"The time is a guess from the peak and the bandwidth of {topology.chip.name}, {corrected}. "
-            "On the chip XLA also tries kernels for each matmul, which it cannot here: memory may differ a little."
+            "On the GPU XLA also tries kernels for each matmul, which it cannot here: memory may differ a little."
         )
 
 
@@ -200,7 +201,7 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
     if tokens < needed:
         parts, fewer = (" of a microbatch", "microbatches or ") if config.train.microbatches > 1 else ("", "")
         yield (
-            f"{tokens:,.0f} tokens{parts} a chip are too few to hide gathers over mesh.fsdp = {sizes['fsdp']}: about "
+            f"{tokens:,.0f} tokens{parts} a {vocabulary(chip).chip} are too few to hide gathers over mesh.fsdp = {sizes['fsdp']}: about "
             f"{math.ceil(needed / 100) * 100:,} would; raise train.global_batch, or use fewer {fewer}fsdp shards."
         )
 

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from maxlm.compiler.aot import CompiledStep, build, compile_program
+from maxlm.compiler.aot import CompiledStep, build
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprise
@@ -17,10 +17,11 @@ from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.step_cost import StepCost, program_cost
-from maxlm.cost.verify import scheduled
+from maxlm.cost.verify import step_of
 from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.hlo.parser import read
 from maxlm.models import count_parameters, mfu_format, step_flops
 from maxlm.telemetry.formatting import count, duration, percent
@@ -120,7 +121,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     """
     show_progress(f"compiling the training step of {config.run.name} for {topology.name}")
     program = build(config, topology)
-    step = compile_program(program, topology) if machine_code else scheduled(config, program, topology)
+    step = step_of(config, program, topology, machine_code=machine_code)
     sizes = dict(program.mesh.shape)
     module = read(step.text) if step.fits else None
     cost, remarks, suggestions = None, [], []
@@ -153,11 +154,13 @@ def too_small(config: Config, topology: Topology, available: int) -> str:
     """
     state = sum(leaf.held_bytes(config, (None,), leaf.numbers) for leaf in parameter_leaves(config))
     least, room = state / topology.chips, available * topology.chip.devices_per_chip
+    words = vocabulary(topology.chip)
     if least <= room:
         return ""
     return (
-        f"No mesh fits: parameters and optimizer take {least / GIB:.1f} GiB a chip when split over all {topology.chips:,} chips, "
-        f"{(least - room) / GIB:.1f} GiB more than they have; at least {-(-state // room):,} chips are needed."
+        f"No mesh fits: parameters and optimizer take {least / GIB:.1f} GiB a {words.chip} when split over all "
+        f"{words.counted(topology.chips)}, {(least - room) / GIB:.1f} GiB more than they have; at least "
+        f"{-(-state // room):,} {words.chips} are needed."
     )
 
 
@@ -182,7 +185,8 @@ def _header(report: Report, console: Console) -> None:
     parts = f" in {config.train.microbatches} microbatches" if config.train.microbatches > 1 else ""
     batch = f"{config.train.global_batch:,} x {config.data.seq_len:,}{parts}"
     console.print(f"{config.run.name}: {count(report.parameters)} parameters, {count(config.tokens_per_step)} tokens a step ({batch})")
-    where = f"{_counted(topology.chips, 'chip')} on {_counted(topology.hosts, 'host')}"
+    words = vocabulary(topology.chip)
+    where = f"{words.counted(topology.chips)} on {words.hosts(topology.hosts)}"
     console.print(f"{slices}{topology.name}: {where}; mesh {mesh}")
     done = "compiled" if report.step.machine_code else "scheduled"
     verb = done if report.step.fits else "refused by the compiler"
@@ -192,7 +196,7 @@ def _header(report: Report, console: Console) -> None:
 
 def _memory(report: Report, console: Console) -> None:
     step = report.step
-    holder = "chip" if report.topology.chip.devices_per_chip == 1 else "device (half a chip)"
+    holder = vocabulary(report.topology.chip).chip if report.topology.chip.devices_per_chip == 1 else "device (half a chip)"
     if step.fits:
         summary = f"{size(step.needed)} of {size(step.available)} a {holder}, {percent(1 - step.needed / step.available)} free"
     else:
@@ -270,7 +274,7 @@ def _communication(report: Report, console: Console) -> None:
         return
     _title(console, f"Communication: {duration(cost.exposed_s)} exposed, {duration(cost.hidden_s)} hidden behind compute")
     table = []
-    axes = list(report.mesh)
+    axes, links = list(report.mesh), vocabulary(report.topology.chip).links
     rows = sorted(cost.traffic, key=lambda t: axes.index(t.axes[0]) if t.axes and t.axes[0] in axes else len(axes))
     longest = sorted(rows, key=lambda t: -t.seconds)[:MOST_ROWS]
     for traffic in (row for row in rows if row in longest):
@@ -278,7 +282,7 @@ def _communication(report: Report, console: Console) -> None:
         opcode = traffic.opcode if traffic.how == "sync" else f"{traffic.opcode} ({traffic.how})"
         size = f"{traffic.bytes / 1e6:,.1f}" if traffic.bytes < 1e7 else f"{traffic.bytes / 1e6:,.0f}"
         exposed = duration(traffic.exposed_s) if traffic.exposed_s else "hidden"
-        row = (" ".join(traffic.axes), mark + opcode, f"{traffic.count:,}", size, traffic.link, duration(traffic.seconds), exposed)
+        row = (" ".join(traffic.axes), mark + opcode, f"{traffic.count:,}", size, links[traffic.link], duration(traffic.seconds), exposed)
         table.append((*row, place(traffic.where)))
     _table(console, ("axis", "collective", ">count", ">MB a step", "link", ">time", ">exposed", "where"), table)
     if len(rows) > len(longest):
@@ -287,7 +291,8 @@ def _communication(report: Report, console: Console) -> None:
 
 def _ways(report: Report, console: Console) -> None:
     if not report.suggestions:
-        _title(console, "No smaller setting that was tried fits: take more chips, or a smaller model")
+        more = f"take more {vocabulary(report.topology.chip).chips}, or a smaller model"
+        _title(console, f"No smaller setting that was tried fits: {more}")
         return
     _title(console, "It would fit with, each checked by compiling:")
     for way in report.suggestions:
@@ -317,10 +322,6 @@ def _table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]
 
 def _title(console: Console, text: str) -> None:
     console.print(f"\n{text}", style="bold")
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'s' if number != 1 else ''}"
 
 
 def size(number: int) -> str:

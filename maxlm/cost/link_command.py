@@ -27,14 +27,14 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     from maxlm.cost import link_needs
     from maxlm.cost.link_schedule import link_uses, runs_of
     from maxlm.cost.step_cost import program_network, replay, unknown_loops, unknown_loops_line
-    from maxlm.cost.verify import scheduled
+    from maxlm.cost.verify import step_of
     from maxlm.hlo.parser import read
     from maxlm.telemetry.formatting import duration, percent
 
     with progress() as show_progress:
         show_progress(f"compiling the training step of {config.run.name} for {machine.name}")
         program = build(config, machine)
-        step = scheduled(config, program, machine)
+        step = step_of(config, program, machine)
     if not step.fits:
         raise UserError(f"the step does not fit {machine.name}: see `maxlm compile` of the same settings for what would.")
     network = program_network(program, machine)

@@ -3,6 +3,7 @@
 import multiprocessing
 import shutil
 import signal
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from maxlm.compiler.hidden_stderr import Log, write_stderr_to
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.data.workers import end_with_parent, workers_without_signals
@@ -53,10 +55,15 @@ class Verdict:
 
 def verify(config: Config, topology: Topology) -> Verdict:
     """Compile the step of `config`, or read it from the cache. Raises UserError without a compiler."""
+    return _compiled(config, topology)[0]
+
+
+def _compiled(config: Config, topology: Topology) -> "tuple[Verdict, CompiledStep]":
     from maxlm.compiler.aot import build, compile_program
 
     program = build(config, topology)
-    return _verdict(program, topology, compile_program(program, topology))
+    step = compile_program(program, topology)
+    return _verdict(program, topology, step), step
 
 
 def _verdict(program: "Program", topology: Topology, step: "CompiledStep") -> Verdict:
@@ -75,7 +82,8 @@ def _verdict(program: "Program", topology: Topology, step: "CompiledStep") -> Ve
 
 
 class Compiler:
-    """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block.
+    """`verify` in another process, one at a time, started when it is first needed and ended with the `with` block. What it writes to its
+    stderr, which XLA does in plenty, goes to a file, and to the screen only where it fails.
 
     `machine_code=False`: a step for TPUs is only scheduled, in seconds instead of minutes (`compiler.schedule`). Its memory is what XLA
     allocates, and its matmuls take what others like them do.
@@ -113,7 +121,7 @@ class Compiler:
         return verdict
 
     def step(self, config: Config, topology: Topology) -> "CompiledStep":
-        """The scheduled step itself."""
+        """The step itself."""
         step = self._ask(config, topology, steps=True).step
         assert step is not None, "it was asked for"
         return step
@@ -122,10 +130,12 @@ class Compiler:
         if self._process is None:
             spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
             self._line, far = spawn.Pipe()
-            self._process = spawn.Process(target=_serve, args=(far,), daemon=True)
+            self._log = Log()
+            process = spawn.Process(target=_serve, args=(far, str(self._log.path)), daemon=True)
             with workers_without_signals():
-                self._process.start()
+                process.start()
             far.close()
+            self._process = process
         if self._folder is None and not self._machine_code and topology.is_tpu:
             try:
                 self._folder = tempfile.mkdtemp(prefix="maxlm-schedule-")
@@ -140,42 +150,48 @@ class Compiler:
             if answer.last:
                 self._end()
         except (EOFError, OSError):
-            code = self._end()
-            raise UserError(
-                f"The compiler's process ended with code {code}: see its message above; it may have run out of memory."
-            ) from None
+            log = self._log
+            said = log.last_lines()
+            sys.stderr.write(said)
+            code = self._end(keep_log=bool(said))
+            why = f"its last lines are above, all of them in {log.path}" if said else "it wrote no log, and may have run out of memory"
+            raise UserError(f"The compiler's process ended with code {code}: {why}.") from None
         if answer.error:
             raise UserError(answer.error)
         assert isinstance(answer, _Answer)
         return answer
 
-    def _end(self) -> int | None:
+    def _end(self, *, keep_log: bool = False) -> int | None:
         """Wait until the process has ended, and return its exit code."""
         assert self._process is not None
         self._process.join()
         code, self._process = self._process.exitcode, None
+        if not keep_log:
+            self._log.remove()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         return code
 
 
-def scheduled(config: Config, program: "Program", topology: Topology) -> "CompiledStep":
-    """The step of `program`, which `build` made of `config`: scheduled for TPUs, in another process, and compiled for GPUs."""
-    from maxlm.compiler.aot import compile_program
+def step_of(config: Config, program: "Program", topology: Topology, *, machine_code: bool = False) -> "CompiledStep":
+    """The step of `program`, which `build` made of `config`, as it was kept or as another process compiles it; for TPUs it is only
+    scheduled, unless `machine_code`.
+    """
+    from maxlm.compiler.aot import cached_step, prepare
     from maxlm.compiler.schedule import scheduled_step
 
-    if not topology.is_tpu:
-        return compile_program(program, topology)
-    if (step := scheduled_step(program, topology)) is not None:
+    whole = machine_code or not topology.is_tpu
+    step = cached_step(prepare(program, topology).key) if whole else scheduled_step(program, topology)
+    if step is not None:
         return step
-    with Compiler(machine_code=False) as compiler:
+    with Compiler(machine_code=machine_code) as compiler:
         return replace(compiler.step(config, topology), cached=False)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """`folder`: in which XLA writes a schedule; None where machine code is wanted. `steps`: the scheduled step is, too."""
+    """`folder`: in which XLA writes a schedule; None where machine code is wanted. `steps`: the step is, too."""
 
     config: Config
     topology: Topology
@@ -216,8 +232,9 @@ def _schedule(request: _Request, folder: Path, line: Connection) -> None:
     schedule_program(program, request.topology, Path(empty), then)
 
 
-def _serve(line: Connection) -> None:
-    """Answer requests until the other end of the pipe closes."""
+def _serve(line: Connection, log: str) -> None:
+    """Answer requests until the other end of the pipe closes; write stderr to the file `log`."""
+    write_stderr_to(log)
     folders: set[str] = set()
 
     def remove() -> None:
@@ -237,7 +254,8 @@ def _serve(line: Connection) -> None:
             return
         try:
             if request.folder is None:
-                line.send(_Answer(verify(request.config, request.topology)))
+                verdict, step = _compiled(request.config, request.topology)
+                line.send(_Answer(verdict, step if request.steps else None))
             else:
                 folders.add(request.folder)
                 _schedule(request, Path(request.folder), line)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,20 +24,30 @@ QUEUED = 3  # batches a worker
 NOTHING = About("", {})
 
 
+class Note(NamedTuple):
+    """A document that is left out, with its place and the reason; or special tokens in it that are encoded as text; or reasoning in it
+    that the chat template does not write.
+    """
+
+    kind: Literal["bad_rows", "too_long", "special_tokens", "reasoning"]
+    text: str
+
+
 class Encoded(NamedTuple):
     """Tokens of a batch of documents."""
 
     documents: Sequence[np.ndarray | None]  # ids of each, ending with the end-of-document token; None for one that is left out
     held_out: list[bool]  # True for documents of the eval split
+    notes: Sequence[Note | None]
     origins: list[str]
     abouts: list[About]
     bytes_read: int  # of the sources, up to and including the last document
 
 
 class Encode(Protocol):
-    """Documents -> ids of each, None for one that is left out, and the bytes by whose hash `is_held_out` chooses its split."""
+    """Documents -> ids of each, None for one that is left out; the bytes of which the hash chooses its split (`is_held_out`); notes."""
 
-    def __call__(self, documents: list[Document]) -> tuple[Sequence[np.ndarray | None], Sequence[bytes]]: ...
+    def __call__(self, documents: list[Document]) -> tuple[Sequence[np.ndarray | None], Sequence[bytes], Sequence[Note | None]]: ...
     def close(self) -> None: ...
 
 
@@ -60,9 +70,9 @@ class TextEncoder(NamedTuple):
 class _EncodeText(NamedTuple):
     tokenizer: Tokenizer
 
-    def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray], list[bytes]]:
+    def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray], list[bytes], list[Note | None]]:
         texts = [document.text for document in documents]
-        return self.tokenizer.encode_documents(texts), [text.encode() for text in texts]
+        return self.tokenizer.encode_documents(texts), [text.encode() for text in texts], [None] * len(texts)
 
     def close(self) -> None: ...
 
@@ -114,7 +124,7 @@ def _batches(documents: Iterable[Document]) -> Generator[list[Document]]:
         yield batch
 
 
-_Result = tuple[Sequence[np.ndarray | None], list[bool]]
+_Result = tuple[Sequence[np.ndarray | None], list[bool], Sequence[Note | None]]
 _worker_encode: list[Encode] = []  # one, made at the start of the process and not with every batch
 
 
@@ -125,8 +135,8 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def _encode(batch: list[Document], eval_fraction: float) -> _Result:
-    ids, contents = _worker_encode[0](batch)
-    return ids, [is_held_out(content, eval_fraction) for content in contents]
+    ids, contents, notes = _worker_encode[0](batch)
+    return ids, [is_held_out(content, eval_fraction) for content in contents], notes
 
 
 def _joined(batch: list[Document], result: _Result) -> Encoded:

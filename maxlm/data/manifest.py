@@ -32,7 +32,8 @@ MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 # Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-COMPANIONS = (SETTINGS, "special_tokens_map.json", "generation_config.json", TEMPLATE)
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
+COMPANIONS = (SETTINGS, "special_tokens_map.json", "generation_config.json", TEMPLATE, TOOL_TEMPLATE)
 METADATA = "metadata.json"
 PROGRESS = "preparing.npz"
 CONVERSATIONS = "data.prepare.conversations.kind"  # in `settings` of a store of conversations, and no other

@@ -22,12 +22,12 @@ from maxlm.config.conditions import Kind
 from maxlm.config.errors import UserError
 from maxlm.data import storage
 from maxlm.data.manifest import METADATA
+from maxlm.documents.records import NESTED
 
 Value = str | int | float | bool
 Name = TypeVar("Name", bound=str)
 ROWS = 2**16  # documents a file
 ID, TOKENS = "id", "tokens"  # fields of every document: its name, and its length, which the store knows itself
-NESTED = ("metadata", "meta")  # objects whose fields are those of the document
 LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
 MOST_FIELDS = 1000
 INT64 = 2**63

@@ -1,7 +1,6 @@
 """Make a token store from text: `maxlm data prepare`. The same command again returns at once, or continues an interrupted one."""
 
 import contextlib
-import functools
 import json
 import os
 import time
@@ -17,16 +16,18 @@ from rich.progress import Progress, TimeElapsedColumn
 from maxlm.config import directory_lock
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.paths import is_remote
-from maxlm.config.schema import ChatConfig, DataConfig, PreferencesConfig, PrepareConfig
+from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, marks, storage
 from maxlm.data.chat_template import ChatTemplate
-from maxlm.data.conversations import ConversationEncoder, find_template
-from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_out
+from maxlm.data.conversations import ConversationEncoder
+from maxlm.data.encoding import Encoder, Note, TextEncoder, encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
+from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
 from maxlm.data.opening import opening_of
 from maxlm.data.readers import Fields, documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
+from maxlm.data.template_files import template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
@@ -37,6 +38,7 @@ TOKEN_BYTES = 56  # memory of a token of the tokenizer in training: a string in 
 SOURCES = "sources.json"
 LOCK_SECONDS = 5.0  # to wait for another process that is about to end
 CONTENT = "the content of data.prepare.sources"
+NEWER = ("bad_rows", "chat_template_kwargs", "special_tokens", "turns")  # settings that stores of older versions do not record
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,18 @@ def prepare(config: DataConfig, *, progress: bool = True) -> StoreInfo:
     of_files = digests(files, known)
     path, spoken = config.prepare.tokenizer.path, config.prepare.conversations
     companions = companions_of(path.rpartition("/")[0] or ".") if path is not None else {}
-    template = None if spoken is None else find_template(spoken, companions)
-    if template is not None and isinstance(spoken, ChatConfig | PreferencesConfig) and spoken.template is not None:
-        companions = companions | {manifest.TEMPLATE: template.source.encode()}  # so that it goes along with the model
+    template = None if spoken is None else template_of_config(spoken, companions)
+    if spoken is not None and spoken.kind != "prompt_response":
+        companions = with_template(companions, template_file(spoken))
     templated = spoken is None or spoken.kind == "chat"
-    opening = () if path is None or templated else opening_of(path, config.prepare.tokenizer.end_of_document)
-    settings = {**_settings(config.prepare, combined(files, of_files)), **_settings_of_conversations(config, template, opening)}
+    settings = _settings(config.prepare, combined(files, of_files)) | _settings_of_conversations(config, template)
+    opening: tuple[int, ...] = ()
+    if path is not None and not templated:
+        end = config.prepare.tokenizer.end_of_document
+        opening = opening_of(path, end)
+        settings |= {f"{FIELD}.opening": list(opening)} if opening else {}
+        if not load_tokenizer(path, end).joins:  # older versions put a space before responses
+            settings[f"{FIELD}.pairs"] = "encoded as one text"
     existing = _existing(store, settings)
     if existing is not None:
         if of_files != known:  # new dates with the same content, or a format without digests
@@ -125,16 +133,17 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
     return {**settings, **{f"data.prepare.tokenizer.{key}": value for key, value in trained.items()}}
 
 
-def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None, opening: tuple[int, ...]) -> dict[str, Any]:
+def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None) -> dict[str, Any]:
     """The same for conversations, whose length matters only where longer ones are left out; {} for texts."""
     spoken = config.prepare.conversations if config.prepare is not None else None
     if spoken is None:
         return {}
-    settings = {f"data.prepare.conversations.{name}": value for name, value in spoken.model_dump(exclude={"template"}).items()}
-    if opening:
-        settings["data.prepare.conversations.opening"] = list(opening)
+    values = spoken.model_dump(exclude={"template"})
+    values = {name: value for name, value in values.items() if name not in NEWER or value != type(spoken).model_fields[name].default}
+    settings = {f"{FIELD}.{name}": value for name, value in values.items()}
     if template is not None:
-        settings["data.prepare.conversations.template"] = manifest.fingerprint(template)
+        further = [part for part in (template.tool_use,) if part is not None]
+        settings[f"{FIELD}.template"] = manifest.fingerprint([*template[:3], *further])
     return {**settings, "data.seq_len": config.seq_len} if spoken.too_long == "leave_out" else settings
 
 
@@ -196,17 +205,16 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
 def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress) -> dict[manifest.Split, manifest.SplitInfo]:
     """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
-    seen, last_save, first_left_out = done.documents, time.monotonic(), ""
+    seen, last_save, notes = done.documents, time.monotonic(), _Notes(job.longest - 1)
     encoder, fields = _encoder(job, tokenizer)
     documents = islice(documents_in(job.files, fields), seen, None)
     bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
     with bar, contextlib.closing(encode_in_order(documents, encoder, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
-            for tokens, held_out, origin, about in zip(result.documents, result.held_out, result.origins, result.abouts, strict=True):
-                if tokens is None:
-                    first_left_out = first_left_out or origin
-                else:
+            for tokens, held_out, note, about in zip(result.documents, result.held_out, result.notes, result.abouts, strict=True):
+                notes.add(note)
+                if tokens is not None:
                     router.add(tokens, held_out, about)
             seen += len(result.documents)
             bar.update(task, completed=result.bytes_read)
@@ -215,14 +223,42 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
                 last_save = time.monotonic()
     splits = router.finish()
     write_index(job.store, {split: writer.metadata for split, writer in router.writers.items()})
-    if left_out := seen - sum(split.documents for split in splits.values()):
-        longest = f"longer than data.seq_len = {job.longest - 1}"
-        where = f", the first at {first_left_out}" if first_left_out else ""
-        if left_out == seen:
-            raise UserError(f"all {seen:,} conversations are {longest}; raise data.seq_len.")
-        say = functools.partial(job.console.print, markup=False, highlight=False, soft_wrap=True)
-        say(f"{left_out:,} of {seen:,} conversations are left out, {longest}{where}")
+    lines = notes.lines(seen, seen - sum(split.documents for split in splits.values()))
+    if not any(split.documents for split in splits.values()):
+        raise UserError(f"all {seen:,} conversations are left out: {'; '.join(lines)}.")
+    for line in lines:
+        job.console.print(line, markup=False, highlight=False, soft_wrap=True)
     return splits
+
+
+class _Notes:
+    """Counts of notes, with the first of each kind."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+        self._counts: dict[str, int] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, note: Note | None) -> None:
+        if note is not None:
+            self._counts[note.kind] = self._counts.get(note.kind, 0) + 1
+            self._first.setdefault(note.kind, note.text)
+
+    def lines(self, seen: int, left_out: int) -> list[str]:
+        """What is to be said of `seen` documents, `left_out` of which are in no split."""
+        said = {
+            "too_long": f"conversations are left out, longer than data.seq_len = {self._seq_len}, the first at",
+            "bad_rows": "conversations are left out as bad rows, the first at",
+            "special_tokens": f"rows hold special tokens as text ({FIELD}.special_tokens=tokens makes them tokens), the first at",
+            "reasoning": "conversations have reasoning that the chat template does not write, and that is not trained on, the first at",
+        }
+        lines = [
+            f"{self._counts[kind]:,} of {seen:,} {rule} {self._first[kind].rstrip('.')}"
+            for kind, rule in said.items()
+            if kind in self._counts
+        ]
+        before = left_out - self._counts.get("too_long", 0) - self._counts.get("bad_rows", 0)
+        return [*lines, f"{before:,} of {seen:,} conversations were left out before the interruption"] if before else lines
 
 
 def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
@@ -232,7 +268,8 @@ def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
         return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
     content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
     encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
-    return encoder, Fields(None, frozenset({*content, "tools"}))
+    fields = frozenset({*content, "tools", "conversations", "chat_template_kwargs"})
+    return encoder, Fields(None, fields, lenient=spoken.bad_rows == "leave_out")
 
 
 def _tokenizer(job: _Job) -> Tokenizer:

@@ -1,29 +1,46 @@
-"""Documents of source files: text, JSONL (both also .gz and .zst), Parquet, ArrayRecord."""
+"""Documents of source files for `data prepare`: the records of `documents.reader`, where the first defect is an error that names it."""
 
-import io
 import json
 import logging
-import shutil
-import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from datetime import date, datetime, time
+from typing import Any, NamedTuple
 
 from maxlm.config.errors import UserError
-from maxlm.config.transient import is_transient
-from maxlm.data.metadata import NESTED, About, about
-from maxlm.data.sources import FIELD, SourceFile, reading, text_of
+from maxlm.data.metadata import About, about
+from maxlm.data.sources import FIELD, SourceFile, text_of
+from maxlm.documents.reader import records
+from maxlm.documents.records import DEFAULTS, REASONS, Defect, Record, Wanted
+from maxlm.documents.text import problem_of
 
-JSONL = (".jsonl", ".ndjson")
-ARRAY_RECORD = (".arrayrecord", ".array_record")
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-RECORDS_AT_ONCE = 256
-BLOCK = 2**20
 _log = logging.getLogger(__name__)
+# What is wrong and what to do, by reason, with `detail` of the defect filled in. Reasons that are not here are said as REASONS has them.
+SAID = {
+    "binary": "is not text ({format}); leave it out of data.prepare.sources, or convert it",
+    "bomb": "decompresses to more than the limits allow ({example}); decompress it, if it is right",
+    "damaged": "is damaged ({example}); make or download it again",
+    "empty": "is empty",
+    "encoding": "is not UTF-8 text; convert it, or clean it by `maxlm corpus run`, which finds the encoding",
+    "missing_field": "has no field {field}; set data.prepare.text_field to one of its fields: {example}",
+    "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), Parquet or ArrayRecord: convert it, or leave it out",
+    "not_a_file": "is a folder, a pipe or a device, and a file is read; give a file",
+    "not_json": "is not JSON: {error}",
+    "not_object": "is a JSON {type}, not an object",
+    "not_text": "the field {field} is a {type}, not text; set data.prepare.text_field",
+    "null_text": "the field {field} is null; take such rows out of the file, or give them an empty text",
+    "too_large": "is longer than {limit:,} bytes, the limit of one document; split it into documents, one a line of JSON or one a file",
+    "truncated": "is not whole, it ends in the middle ({example}); make or download it again",
+    "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .parquet, .arrayrecord, .txt, .md, .html, source "
+    "code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
+    "unreadable": "cannot be read: {example}",
+}
+DETAIL = {"format": "control characters", "error": "", "type": "value", "field": "", "suffix": "", "limit": DEFAULTS.max_record_bytes}
+BAD_RECORDS = ("not_json", "not_object", "malformed")  # cost one record, and the next one is read
 
 
 class Document(NamedTuple):
-    """One document, never empty."""
+    """One document, never empty. `text`: of conversations the record as JSON."""
 
     text: str
     origin: str  # its file, with line, row or record: for error messages
@@ -32,88 +49,69 @@ class Document(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Fields of a record. `text`: None for conversations, which are whole lines of JSONL; `content`: those that are not metadata."""
+    """Fields of a record. `text`: None for conversations, which are whole records; `content`: those that are not metadata.
+    `lenient`: records that are no JSON objects are left out and counted.
+    """
 
     text: str | None
     content: frozenset[str]
+    lenient: bool = False
 
     @classmethod
     def of_text(cls, name: str) -> "Fields":
-        """Those of texts in the field `name`."""
+        """Fields for plain text stored under `name`."""
         return cls(name, frozenset({name}))
 
 
 def documents_in(files: Sequence[SourceFile], fields: Fields) -> Iterator[Document]:
-    """Every document of `files` with text in it, in order. A file of text is one document.
+    """Every document of `files`, in order. Records without one, such as empty texts, are counted and logged at the end.
 
-    Raises UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no text.
+    Raises UserError: a file is missing, foreign or damaged (named, with its line or record), or a source has no document.
     """
     done, count = 0, 0
+    left_out: Counter[str] = Counter()
     for number, file in enumerate(files):
-        for document in read_documents(file, fields):
+        for document in read_documents(file, fields, left_out):
             count += 1
             yield document._replace(bytes_read=done + document.bytes_read)
         done += file.size
         if number + 1 == len(files) or files[number + 1].source != file.source:
             if count == 0:
-                raise UserError(f"{FIELD}: {file.source} has no text in it; give it some or take it out.")
+                why = "".join(f" ({REASONS[reason]}: {some:,})" for reason, some in left_out.items())
+                raise UserError(f"{FIELD}: {file.source} has no text in it{why}; give it some or take it out.")
             count = 0
+    if left_out:
+        said = "; ".join(f"{some:,}: {REASONS[reason]}" for reason, some in sorted(left_out.items()))
+        _log.warning("%s: records without a document are left out: %s", FIELD, said)
 
 
-def read_documents(file: SourceFile, fields: Fields) -> Iterator[Document]:
-    """The documents of one file in order, empty ones left out. The ending of its name states the format; any other is text.
+def read_documents(file: SourceFile, fields: Fields, left_out: Counter[str] | None = None) -> Iterator[Document]:
+    """The documents of one file in order. `left_out`: counts, by reason, the records that give none by the rules of their format.
 
-    Raises UserError: the file is not what its name says, is damaged, lacks the field of the text, or is no JSONL where that is None.
+    Raises UserError: the file is not what its name says, is damaged, lacks the field of the text, or has no fields where that is None.
     """
-    suffix, *before = [*reversed(file.suffixes), ""]
-    kind = before[0] if suffix in COMPRESSION and before else suffix
-    if kind in JSONL:
-        documents = _jsonl(file, fields)
-    elif fields.text is None:
-        raise UserError(f"{file.path}: conversations are read from JSONL (.jsonl, .ndjson; also .gz, .zst); convert it, or leave it out.")
-    elif suffix == ".parquet":
-        documents = _parquet(file, fields)
-    elif suffix in ARRAY_RECORD:
-        documents = _array_record(file, fields)
-    else:
-        documents = _text(file)
-    with reading(file.path):
-        try:
-            yield from (document for document in documents if document.text)
-        except OSError as error:
-            if suffix not in COMPRESSION or error.errno is not None:
-                raise
-            raise UserError(f"{file.path} is not whole {COMPRESSION[suffix]} data: {error}.") from error
+    place = 0
 
+    def tell(position: int) -> None:
+        nonlocal place
+        place = min(position, file.size)
 
-def _text(file: SourceFile) -> Iterator[Document]:
-    with file.open() as raw, _decompressed(file, raw) as stream:
-        content = stream.read()
-    yield Document(text_of(content, file.path), file.path, file.size, About(file.name, {}))
-
-
-def _decompressed(file: SourceFile, raw: BinaryIO) -> BinaryIO:
-    """`raw`, the content of `file`, decompressed if its name says so. A stream that is cut short raises OSError."""
-    suffix = file.suffixes[-1] if file.suffixes else ""
-    if suffix not in COMPRESSION:
-        return raw
-    import pyarrow  # zstandard's own reader takes a frame that is cut short for whole
-
-    return io.BufferedReader(cast(io.RawIOBase, pyarrow.CompressedInputStream(raw, COMPRESSION[suffix])), BLOCK)
-
-
-def _jsonl(file: SourceFile, fields: Fields) -> Iterator[Document]:
-    with file.open() as raw, _decompressed(file, raw) as stream:
-        number = 0
-        for number, line in enumerate(stream, start=1):
-            if not line.isspace():
-                origin = f"{file.path}, line {number}"
-                whole = text_of(line, origin) if fields.text is None else ""
-                record = fields_of(whole or line, origin)
-                text = whole or _field(record, str(fields.text), origin)
-                yield Document(text, origin, raw.tell(), about(f"{file.name}#{number}", record, fields.content))
-        if number == 0:
-            raise UserError(f"{file.path} is empty.")
+    for found in records(file.path, Wanted(fields.text, DEFAULTS, any_encoding=False), tell):
+        origin = f"{file.path}, {found.unit} {found.number}" if found.unit else file.path
+        problem = found if isinstance(found, Defect) else None
+        if isinstance(found, Record):
+            text = json.dumps(found.fields, default=_plain) if fields.text is None else _checked(found, fields.text, origin)
+            reason = problem_of(text)
+            if reason is None:
+                name = f"{file.name}#{found.number}" if found.unit else file.name
+                yield Document(text, origin, place, about(name, found.fields, fields.content))
+                continue
+            problem = Defect(found.number, found.unit, reason, detail={"format": "control characters"})
+        assert problem is not None
+        if problem.is_fault and not (fields.lenient and problem.number and problem.reason in BAD_RECORDS):
+            raise _error(problem, origin if problem.number else file.path)
+        if left_out is not None:
+            left_out[problem.reason] += 1
 
 
 def fields_of(content: bytes | str, origin: str) -> dict[str, Any]:
@@ -127,129 +125,28 @@ def fields_of(content: bytes | str, origin: str) -> dict[str, Any]:
     return record
 
 
-def _field(record: dict[str, Any], text_field: str, origin: str) -> str:
-    """The text of a JSON object."""
-    if text_field not in record:
-        raise _missing(text_field, origin, list(record))
-    return _checked(record[text_field], text_field, origin)
-
-
-def _missing(text_field: str, origin: str, fields: list[str]) -> UserError:
-    return UserError(f"{origin} has no field {text_field}; set data.prepare.text_field to one of its fields: {', '.join(fields[:12])}.")
-
-
-def _checked(value: Any, text_field: str, origin: str) -> str:
-    """`value` if it is text that UTF-8 can encode."""
-    if value is None:
-        raise UserError(f"{origin}: the field {text_field} is null; take such rows out of the file, or give them an empty text.")
-    if not isinstance(value, str):
-        raise UserError(f"{origin}: the field {text_field} is a {type(value).__name__}, not text; set data.prepare.text_field.")
+def _checked(record: Record, text_field: str, origin: str) -> str:
+    """The text of a record if it is text that UTF-8 can encode."""
+    if isinstance(record.text, bytes):
+        return text_of(record.text, origin)
+    assert record.text is not None, "a text is asked for"
     try:
-        value.encode()
+        record.text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{origin}: the field {text_field} holds half a surrogate pair at character {error.start}.") from error
-    return value
+    return record.text
 
 
-def _parquet(file: SourceFile, fields: Fields) -> Iterator[Document]:
-    import pyarrow
-    from pyarrow import parquet
-
-    assert fields.text is not None, "conversations are JSONL"
-    try:
-        with file.open() as raw, parquet.ParquetFile(raw, page_checksum_verification=True) as table:
-            if fields.text not in table.schema_arrow.names:
-                raise _missing(fields.text, file.path, table.schema_arrow.names)
-            rows, row = table.metadata.num_rows, 0
-            for batch in table.iter_batches(RECORDS_AT_ONCE, columns=_columns(table.schema_arrow, fields.text)):
-                for record in _records(batch, fields.text, file.path):
-                    row += 1
-                    origin = f"{file.path}, row {row}"
-                    text = _checked(record[fields.text], fields.text, origin)
-                    yield Document(text, origin, file.size * row // rows, about(f"{file.name}#{row}", record, fields.content))
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        if is_transient(error):
-            raise
-        raise UserError(f"{file.path} is not a whole Parquet file: {str(error).rstrip('.')}.") from error
+def _error(problem: Defect, origin: str) -> UserError:
+    """The line for a defect: the file with its line, what is wrong, and what to do."""
+    said = SAID.get(problem.reason, "{rule} ({example})")
+    rule = said.format(**{**DETAIL, **problem.detail, "rule": REASONS[problem.reason], "example": problem.example}).replace(" ()", "")
+    joint = ": " if rule.startswith("the ") else " "
+    return UserError(f"{origin}{joint}{rule}.")
 
 
-def _records(batch: Any, text_field: str, path: str) -> list[dict[str, Any]]:
-    """The rows of a batch. A column beside the text that Python has no values for, as a date after the year 9999, is left out and named."""
-    import pyarrow
-
-    try:
-        return batch.cast(_in_microseconds(batch.schema), safe=False).to_pylist()
-    except (pyarrow.ArrowException, ValueError, OverflowError):
-        columns: dict[str, list[Any]] = {}
-        for number, field in enumerate(batch.schema):
-            part = batch.select([number])
-            try:
-                columns[field.name] = [row[field.name] for row in part.cast(_in_microseconds(part.schema), safe=False).to_pylist()]
-            except (pyarrow.ArrowException, ValueError, OverflowError) as error:
-                if field.name == text_field:
-                    raise
-                text = "%s: the column %s is left out of the metadata of %d documents: %s"
-                _log.warning(text, path, field.name, batch.num_rows, error)
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _columns(schema: Any, text_field: str) -> list[str]:
-    """The columns of a Parquet file that are the text, or may be metadata: those of one value a row, and `metadata`."""
-    from pyarrow import types
-
-    numbers = (types.is_boolean, types.is_integer, types.is_floating, types.is_decimal)
-    one_value = (*numbers, types.is_string, types.is_large_string, types.is_dictionary, types.is_timestamp, types.is_date)
-    return [
-        field.name
-        for field in schema
-        if field.name == text_field
-        or any(is_so(field.type) for is_so in one_value)
-        or (field.name in NESTED and types.is_struct(field.type))
-    ]
-
-
-def _in_microseconds(schema: Any) -> Any:
-    """`schema` with times as fine as Python's."""
-    import pyarrow
-
-    for number, field in enumerate(schema):
-        if pyarrow.types.is_timestamp(field.type):
-            schema = schema.set(number, field.with_type(pyarrow.timestamp("us", field.type.tz)))
-    return schema
-
-
-def _array_record(file: SourceFile, fields: Fields) -> Iterator[Document]:
-    """Records are JSON objects with a field of text, else plain text. The library reads local files only: a remote one is copied."""
-    if file.filesystem is None:
-        yield from _local_array_record(file.path, file, fields)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        with file.open() as raw, Path(folder, "copy").open("wb") as copy:
-            shutil.copyfileobj(raw, copy, BLOCK)
-        yield from _local_array_record(f"{folder}/copy", file, fields)
-
-
-def _local_array_record(path: str, file: SourceFile, fields: Fields) -> Iterator[Document]:
-    from array_record.python.array_record_module import ArrayRecordReader
-
-    assert fields.text is not None, "conversations are JSONL"
-    size, row = Path(path).stat().st_size, 0
-    if size == 0:
-        raise UserError(f"{file.path} is empty.")
-    try:
-        reader = ArrayRecordReader(path)
-        try:
-            if not reader.ok():
-                raise UserError(f"{file.path} is not a whole ArrayRecord file.")
-            rows = reader.num_records()
-            for start in range(0, rows, RECORDS_AT_ONCE):
-                for content in reader.read(start, min(start + RECORDS_AT_ONCE, rows)):
-                    row += 1
-                    origin = f"{file.path}, record {row}"
-                    record = fields_of(content, origin) if content.startswith(b"{") else {}
-                    text = _field(record, fields.text, origin) if content.startswith(b"{") else text_of(content, origin)
-                    yield Document(text, origin, size * row // rows, about(f"{file.name}#{row}", record, fields.content))
-        finally:
-            reader.close()
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise UserError(f"{file.path} is not a whole ArrayRecord file: {error}.") from error
+def _plain(value: Any) -> Any:
+    """JSON of a value that Parquet has and JSON has not."""
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

@@ -5,13 +5,13 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.data.chat_template import ChatTemplate, Message, Rendered, Renderer, TemplateError, one_line
+from maxlm.data.chat_template import ChatTemplate, Conversation, Rendered, Renderer, TemplateError, one_line
+from maxlm.data.messages import RowError
 from maxlm.data.workers import end_with_parent, workers_without_signals
 
 SECONDS = 10.0  # for one conversation
@@ -26,26 +26,36 @@ class RenderingProcess:
         self._template = template
         self._running: tuple[Any, Connection] | None = None
 
-    def __call__(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Rendered:
-        """As `Renderer.render`. Raises UserError if the template fails or exceeds a limit; the process has ended then."""
+    def __call__(self, conversation: Conversation, last: bool = False) -> Rendered:
+        """As `Renderer.render`. Raises RowError if the template fails on this conversation, UserError if it exceeds a limit or does not
+        compile.
+        """
+        return Rendered(*self._ask("render", conversation, last))
+
+    def prompt(self, conversation: Conversation) -> str:
+        """As `Renderer.prompt`. Raises as `__call__`."""
+        return str(self._ask("prompt", conversation))
+
+    def _ask(self, *request: Any) -> Any:
         connection = self._started()
         try:
-            connection.send((list(messages), first, tools))
+            connection.send(request)
             if not connection.poll(SECONDS):
                 raise UserError(f"the chat template takes more than {SECONDS:g} s for one conversation.")
-            answer = connection.recv()
+            answer, problem, of_row = connection.recv()
         except (EOFError, OSError) as error:
             self.close()
             raise UserError(f"the chat template needs more than {MEMORY >> 20} MiB of memory, or ended its process.") from error
         except RecursionError:
-            raise UserError("the conversation nests lists and objects too deeply to be sent to the chat template.") from None
+            raise RowError("the conversation nests lists and objects too deeply to be sent to the chat template.") from None
         except UserError:
             self.close()
             raise
-        if isinstance(answer, str):
+        if problem is not None and not of_row:
             self.close()
-            raise UserError(f"the chat template {answer}.")
-        return Rendered(*answer)
+        if problem is not None:
+            raise (RowError if of_row else UserError)(f"the chat template {problem}.")
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -71,7 +81,7 @@ class RenderingProcess:
 
 
 def _serve(template: ChatTemplate, connection: Connection) -> None:
-    """Answer every request with (text, spans), or with an error as text."""
+    """Answer every request with (its result, what is wrong or None, whether that lies in the row and not in the template)."""
     end_with_parent()
     # A parent that exits ends its processes by SIGTERM and waits for them.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
@@ -83,14 +93,15 @@ def _serve(template: ChatTemplate, connection: Connection) -> None:
     renderer: Renderer | None = None
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            messages, first, tools = connection.recv()
+            method, *arguments = connection.recv()
+            answer, problem = None, None
             try:
                 renderer = renderer or Renderer(template)
-                answer: Any = tuple(renderer.render(messages, first, tools))
+                answer = getattr(renderer, method)(*arguments)
             except TemplateError as error:
-                answer = str(error)
+                problem = str(error)
             except MemoryError:
-                answer = f"needs more than {MEMORY >> 20} MiB of memory"
+                problem, renderer = f"needs more than {MEMORY >> 20} MiB of memory", None
             except Exception as error:  # a process that ends is reported as one short of memory
-                answer = f"fails: {one_line(error)}"
-            connection.send(answer)
+                problem, renderer = f"fails: {one_line(error)}", None
+            connection.send((answer, problem, renderer is not None))

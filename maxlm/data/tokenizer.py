@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -55,9 +56,14 @@ class Tokenizer:
         opening = self.frame.opening
         return [*(() if tuple(ids[: len(opening)]) == opening else opening), *ids] or [self.prefix]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the prompt `text`, as `opened`."""
-        return self.opened(self.encode(text).tolist())
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the prompt `text`, as `opened`. `special`: as in `encode`."""
+        return self.opened(self.encode(text, special=special).tolist())
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches every special token."""
+        return re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))))
 
     @property
     def ids(self) -> dict[str, int]:
@@ -70,7 +76,7 @@ class Tokenizer:
         return manifest.fingerprint(json.loads(self.text))
 
     @functools.cached_property
-    def _joins(self) -> bool:
+    def joins(self) -> bool:
         """True if the ids of a text are those of its lines: not where a space is put before every text."""
         whole, first, second = (self._bpe.encode(text, add_special_tokens=False).ids for text in ("a\nb", "a\n", "b"))
         return bool(whole == first + second)
@@ -92,7 +98,7 @@ class Tokenizer:
 
     def _continued(self, text: str, special: bool) -> np.ndarray:
         """Ids of `text` inside a longer one: after a character that no token of `text` is joined with."""
-        if not self._joins:
+        if not self.joins:
             for character in _BEFORE:
                 first, both = self.encode(character), self.encode(character + text, special=special)
                 if np.array_equal(both[: len(first)], first):
@@ -104,7 +110,7 @@ class Tokenizer:
 
         Raises UserError: the end-of-document token came out of a text, so documents could not be separated.
         """
-        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self._joins else [text] for text in texts]
+        pieces = [list(_pieces(text)) if len(text) > PIECE_CHARS and self.joins else [text] for text in texts]
         encodings = iter(self._bpe.encode_batch_fast([piece for parts in pieces for piece in parts], add_special_tokens=False))
         end = np.array([self.end_of_document_id], np.uint32)
         documents = []
@@ -199,6 +205,8 @@ def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes
     storage.write_bytes(str(folder), manifest.MANIFEST, manifest.as_bytes(info.model_dump(mode="json")))
     companions = companions_of(store)
     lacking = {} if source is None or manifest.SETTINGS in companions else companions_of(str(source))
+    if manifest.TEMPLATE in companions:
+        lacking.pop(manifest.TOOL_TEMPLATE, None)  # the data was rendered with the template of the store alone
     for name, content in (lacking | companions).items():
         storage.write_bytes(str(folder), name, content)
 

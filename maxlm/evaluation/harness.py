@@ -33,21 +33,30 @@ class MaxLM(TemplateLM):
     """A run, an imported model or a Hugging Face folder as a model of the harness. Encoding of pairs is the harness's own."""
 
     def __init__(
-        self, path: str, step: int | None = None, context: int | None = None, weights: WeightsKind = "raw", **settings: Any
+        self,
+        path: str,
+        step: int | None = None,
+        context: int | None = None,
+        weights: WeightsKind = "raw",
+        special_tokens: str = "tokens",
+        **settings: Any,
     ) -> None:
-        """`weights`: raw, or ema for the moving average. `settings`: such as `mesh.tensor=2`, and those that the harness itself adds
-        (OF_HARNESS), which have no effect here. Special tokens that are written in a text are those tokens.
+        """`weights`: raw, or ema for the moving average. `special_tokens`: those that a text holds are tokens, as with the harness's own
+        models, or text. `settings`: such as `mesh.tensor=2`, and those that the harness adds (OF_HARNESS), which have no effect here.
 
         Raises UserError, also for any other setting.
         """
         super().__init__()
         if weights not in ("raw", "ema"):
             raise UserError(f"weights={show(weights)} is neither raw nor ema.")
+        if special_tokens not in ("tokens", "text"):
+            raise UserError(f"special_tokens={show(special_tokens)} is neither tokens nor text.")
         if unknown := [name for name in settings if "." not in name and name not in OF_HARNESS]:
-            raise UserError(f"{show(unknown[0])} is no argument of maxlm: it takes path, step, context, weights, mesh.* and precision.*.")
+            known = "path, step, context, weights, special_tokens, mesh.* and precision.*"
+            raise UserError(f"{show(unknown[0])} is no argument of maxlm: it takes {known}.")
         overrides = [f"{name}={value}" for name, value in settings.items() if "." in name]
         self.model: LanguageModel = open_model(Path(str(path)), overrides, step=step, context=context, kind=weights).model
-        self.model.special = True
+        self.model.special = special_tokens == "tokens"
 
     @property
     def eot_token_id(self) -> int:

@@ -17,6 +17,7 @@ class Flag(NamedTuple):
     why: str
 
 
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count="  # devices that the CPU of a process is split into
 CPU = (
     Flag(
         "xla_backend_optimization_level",

@@ -1,7 +1,10 @@
 """Text in, text out, with the model of a run."""
 
 import json
+import logging
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,29 +16,34 @@ from maxlm.config.schema import ModelConfig, WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.inference.generate import Sampler, batch_rows, cache_slots, generate
+from maxlm.inference.chat import Prompt, chat_prompts
+from maxlm.inference.generate import Ids, Sampler, batch_rows, cache_slots, generate
 from maxlm.models.parameters import Parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.fits import check_generation
-from maxlm.training.saved_run import SavedRun, open_run
+from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
 
+_log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16")
 MOST_PROMPTS = 2**16  # of a file
 
 
 def generate_from_run(
     directory: Path,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     sampler: Sampler,
     step: int | None = None,
     *,
     of: WeightsKind = "raw",
     overrides: Sequence[str] = (),
     dtype: str = "float32",
+    chat: bool = False,
+    special: bool = False,
 ) -> list[str]:
     """Continue `prompts` with the model of a run directory, of the newest checkpoint or exactly `step`: its weights, or their average.
 
-    `overrides`: settings of the mesh that the weights are split over; without any they lie on one device.
+    `overrides`: settings of the mesh that the weights are split over; without any they lie on one device. `chat`: prompts are conversations
+    that the model's chat template renders, and what follows is the assistant's turn. `special`: special tokens in prompts are those tokens.
 
     Raises UserError if the directory is no run or holds no checkpoint, or for a mesh, dtype or lengths that do not fit.
     """
@@ -46,7 +54,8 @@ def generate_from_run(
     tokenizer = run.text_tokenizer()
     if not all(prompts):
         raise UserError("the prompt is empty: give a text to continue.")
-    longest = max(len(tokenizer.encode_prompt(prompt)) for prompt in prompts)
+    ids, sampler = _encoded(run.directory / TOKENIZER, tokenizer, prompts, sampler, chat=chat, special=special)
+    longest = max(map(len, ids))
     length, most = longest + sampler.max_new_tokens, most_generated(config)
     if length > most:
         raise UserError(
@@ -57,7 +66,27 @@ def generate_from_run(
         slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
         weights = run.weights(mesh, step, of)
-        return continue_texts(config.model, weights.params, weights.model_state, tokenizer, prompts, sampler, dtype=dtype)
+        return _continue(config.model, weights.params, weights.model_state, tokenizer, ids, sampler, dtype)
+
+
+def _encoded(
+    folder: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], sampler: Sampler, *, chat: bool, special: bool = False
+) -> tuple[list[Ids], Sampler]:
+    """Ids of prompts, and the sampler with the stops that belong to them."""
+    if not chat:
+        return [_plain(tokenizer, prompt, special) for prompt in prompts], sampler
+    ids, ends = chat_prompts(folder, tokenizer, prompts, special=special)
+    return ids, replace(sampler, stop=(*sampler.stop, *ends))
+
+
+def _plain(tokenizer: Tokenizer, prompt: Prompt, special: bool) -> Ids:
+    """Ids of a text to continue. Special tokens in it that are read as text are named in the log."""
+    if not isinstance(prompt, str):
+        raise UserError("a conversation is no text to continue: give --chat.")
+    if not special and (found := tokenizer.special_pattern.search(prompt)):
+        fix = "--special-tokens reads it as that token, and --chat renders the model's own chat template"
+        _log.warning("the prompt holds %s, which is read as text: %s", found[0], fix)
+    return tokenizer.encode_prompt(prompt, special=special)
 
 
 def _mesh(config: Config, overrides: Sequence[str]) -> jax.sharding.Mesh:
@@ -82,14 +111,31 @@ def continue_texts(
     Each ends with an id that the model ends texts with, or before the first of `sampler.stop` that its text holds, be it that the stop
     begins or ends inside a token: stops are looked for in the decoded continuation, every few tokens, and never in the prompt.
     """
-    stops, ids = Stops(tokenizer, sampler.stop), [tokenizer.encode_prompt(prompt) for prompt in prompts]
+    return _continue(model, params, model_state, tokenizer, [tokenizer.encode_prompt(prompt) for prompt in prompts], sampler, dtype)
+
+
+def _continue(
+    model: ModelConfig, params: Parameters, model_state: Parameters, tokenizer: Tokenizer, ids: list[Ids], sampler: Sampler, dtype: str
+) -> list[str]:
+    """The continuations of encoded prompts, as `continue_texts`."""
+    stops = Stops(tokenizer, sampler.stop)
     end, check = tokenizer.end_of_document_id, stops.finished if stops else None
     found = generate(model, params, model_state, ids, sampler, end, dtype=dtype, finished=check)
     return [stops.text(new, prompt) for new, prompt in zip(found, ids, strict=True)]
 
 
-def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: a text a line, or for a name that ends in .jsonl one JSON string, or object with a `prompt`, a line.
+def read_arguments(arguments: Sequence[str], file: Path | None) -> tuple[list[Prompt], list[str]]:
+    """(prompts among the arguments of the command and in `file`, settings of the mesh among them). Raises UserError: there is no prompt."""
+    mesh = [text for text in arguments if re.fullmatch(r"mesh\.\w+=\S*", text)]
+    prompts: list[Prompt] = [text for text in arguments if text not in mesh]
+    prompts += read_prompts(file) if file else []
+    if not prompts:
+        raise UserError("there is no prompt: give a text to continue, or --prompts FILE.")
+    return prompts, mesh
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """Prompts of a file: a text a line, or for a name that ends in .jsonl one JSON string, or object with a `prompt` or `messages`, a line.
 
     Raises UserError: it is not UTF-8, holds no prompt or too many, or a line is none of these.
     """
@@ -105,13 +151,15 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _prompt(line: str, where: str, is_json: bool) -> str:
+def _prompt(line: str, where: str, is_json: bool) -> Prompt:
     if not is_json:
         return line
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{where} is no JSON: write a JSON string, or an object with a prompt, a line.") from None
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        return value
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise UserError(f'{where} has no prompt: write a JSON string, or an object such as {{"prompt": "Once"}}, a line.')
@@ -122,23 +170,32 @@ def _prompt(line: str, where: str, is_json: bool) -> str:
 
 def print_samples(
     config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
-) -> None:
-    """Continue `samples.prompts`, in one batch on the mesh of `params`, and print them; none once `stopped()`."""
+) -> dict[str, str | None]:
+    """Continue `samples.prompts`, in one batch on the mesh of `params`, print and return them: of a prompt that fills the context None; {}
+    once `stopped()`.
+    """
     if config.samples is None or stopped():
-        return
-    tokenizer = SavedRun(directory, config).text_tokenizer()
-    most = most_generated(config)
-    lengths = {text: len(tokenizer.encode_prompt(text)) for text in config.samples.prompts}
-    limits = {text: min(config.samples.tokens, min(most, config.model.most_generated(n) or most) - n) for text, n in lengths.items()}
+        return {}
+    tokenizer, samples = SavedRun(directory, config).text_tokenizer(), config.samples
+    try:
+        encoded, sampler = _encoded(directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
+    except UserError as error:  # the run is done and saved
+        console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
+        return {}
+    most, ids = most_generated(config), dict(zip(samples.prompts, encoded, strict=True))
+    lengths = {text: len(ids[text]) for text in ids}
+    limits = {text: min(samples.tokens, min(most, config.model.most_generated(n) or most) - n) for text, n in lengths.items()}
     texts: dict[str, str] = {}
     with jax.set_mesh(jax.tree.leaves(params)[0].sharding.mesh):
         for limit in sorted({limit for limit in limits.values() if limit > 0}):  # one, unless a prompt nearly fills the context
             batch = [prompt for prompt in limits if limits[prompt] == limit]
-            found = continue_texts(config.model, params, model_state, tokenizer, batch, Sampler(max_new_tokens=limit))
+            cut = replace(sampler, max_new_tokens=limit)
+            found = _continue(config.model, params, model_state, tokenizer, [ids[prompt] for prompt in batch], cut, "float32")
             texts |= dict(zip(batch, found, strict=True))
     for prompt in config.samples.prompts:
-        console.rule(f"continuation of {prompt!r}", align="left", style="dim")
+        console.rule(f"{'answer to' if samples.chat else 'continuation of'} {prompt!r}", align="left", style="dim")
         if prompt in texts:
-            console.print(prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
+            console.print(texts[prompt] if samples.chat else prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)
+    return {prompt: texts.get(prompt) for prompt in config.samples.prompts}

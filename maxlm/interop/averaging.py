@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
 from maxlm.config.errors import quoted
-from maxlm.config.loader import dump
+from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig, WeightsKind
 from maxlm.interop.importing import MODEL
 from maxlm.interop.new_folder import new_folder
@@ -44,7 +44,7 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
     chosen = _chosen(saved, last, steps)
     with new_folder(out) as made:
         config = _config(saved.config)
-        (made / CONFIG).write_text(dump(config), encoding="utf-8")
+        (made / CONFIG).write_text(saved_text(config), encoding="utf-8")
         open_run(made)  # what nothing could open is not worth averaging
         state = _mean(saved, chosen, kind, progress)
         checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})

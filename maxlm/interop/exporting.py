@@ -4,6 +4,7 @@ import html
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Exported(NamedTuple):
     architecture: str
     parameters: int
     files: int
+    notes: tuple[str, ...] = ()
 
 
 def export_model(
@@ -61,11 +63,22 @@ def export_model(
     saved = open_run(run)
     saved.check_kind(of)
     published = object_or_none(run / PUBLISHED / CONFIG)
-    family, their_config = family_of(standard(saved.config.model), 0 if saved.untrained else saved.config.data.seq_len, published)
+    seq_len = 0 if saved.untrained and published is not None else saved.config.data.seq_len
+    family, their_config = family_of(standard(saved.config.model), seq_len, published)
     packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
     their_config = with_format(their_config, dtype, None if packing is None else packing.config, stated=published is None)
     with new_folder(out) as made:
-        return _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
+        exported = _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
+    return exported._replace(notes=tuple(_notes(their_config, published)))
+
+
+def _notes(config: dict[str, Any], published: dict[str, Any] | None) -> Iterator[str]:
+    """What of the published model is not in the export."""
+    if config.get("auto_map"):
+        yield "config.json names code of its source (auto_map), which is not exported: load it without trust_remote_code"
+    was = None if published is None else published.get("model_type")
+    if was is not None and was != config["model_type"]:
+        yield f"config.json is of the type {config['model_type']}, and that of the source was {was}"
 
 
 def _write(

@@ -325,7 +325,7 @@ class Limit:
 
 
 def _is_odd_width(values: Mapping[str, Any]) -> bool:
-    return values["hidden_size"] % values["num_attention_heads"] != 0
+    return values.get("hidden_size", 0) % values.get("num_attention_heads", 1) != 0
 
 
 # From the `validate_architecture` of configuration_*.py and the masks of modeling_*.py, transformers 5.24.

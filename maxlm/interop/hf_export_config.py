@@ -8,7 +8,7 @@ from maxlm.config.loader import flatten
 from maxlm.config.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, MultipliersConfig, RouterConfig
 from maxlm.interop.families import FAMILIES, LIMITS, Family
-from maxlm.interop.hf_config import GATED, UNGATED, Json, read_config, text_tower
+from maxlm.interop.hf_config import DEFAULTS, GATED, UNGATED, Json, read_config, text_tower
 
 # Settings of training, which say nothing about the network.
 TRAINING = (
@@ -30,9 +30,11 @@ def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) 
     changed that say something else now. `seq_len`: tokens that it was trained on here, 0 if it was not. Raises UserError with what the
     nearest family cannot say, or the library cannot run.
     """
-    published = None if published is None else text_tower(published, "the published config.json")
-    if published is not None and (restated := _restated(config, seq_len, published)) is not None:
+    base = None if published is None else _base(published)
+    if base is not None and (restated := _restated(config, seq_len, *base)) is not None:
         return restated
+    known = {} if base is None else base[1]
+    seq_len = max(seq_len, known.get(_POSITIONS) or 0)
     nearest: tuple[int, str] = (1 << 30, "")
     for name, write in _WRITERS.items():
         values = {"model_type": name, **write(config)}
@@ -40,22 +42,34 @@ def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) 
             values |= {_POSITIONS: _positions(config.rope, config.max_seq_len or seq_len)}
         differing = _differing(config, values)
         if not differing:
-            facts = {key: published[key] for key in _TOKENS if key in published} if published else dict.fromkeys(_TOKENS)
+            facts = {key: known.get(key) for key in _TOKENS}
             return FAMILIES[name], {"architectures": [FAMILIES[name].architecture], **values, **facts}
         nearest = min(nearest, (len(differing), f"{FAMILIES[name].architecture} cannot say {', '.join(differing[:3])}"))
     raise UserError(f"This model cannot be exported: no published architecture is like it; the nearest, {nearest[1]}.")
 
 
-def _restated(config: ModelConfig, seq_len: int, published: Json) -> tuple[Family, Json] | None:
+def _base(published: Json) -> tuple[Family, Json]:
+    """(family, config.json) of the published model, or of its text tower, by a type that the library has."""
+    try:
+        values = text_tower(published, "the published config.json")
+        family = read_config(values, "the published config.json")[0]
+    except UserError as error:  # imported by another version of maxlm
+        raise UserError(f"{error} To export without what the source said, remove the folder `published` from that of the run.") from None
+    known = next((name for name in _WRITERS if FAMILIES[name].architecture == family.architecture), family.model_type)
+    if known != published["model_type"]:
+        values = {key: value for key, value in values.items() if key != "auto_map"}
+        values |= {"model_type": known, "architectures": [family.architecture]}
+    return FAMILIES[known], values
+
+
+def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json) -> tuple[Family, Json] | None:
     """The published config with what `config` says otherwise; None if this is no model of its family any more."""
     try:
-        family, section = read_config(published, "the published config.json")
+        section = read_config(published, "the published config.json")[1]
         depth = published.get("num_nextn_predict_layers") or 0
         mtp = config.mtp if config.mtp_depth in (0, depth) else MtpConfig(depth=depth)  # not all releases have the modules' weights
         was = ModelConfig(**{**section, "mtp": mtp})
-    except (UserError, ValueError):
-        return None
-    if family.model_type != published["model_type"] or family.model_type not in _WRITERS:  # a part, or of a type that the library lacks
+    except ValueError:
         return None
     before, after = (_WRITERS[family.model_type](model) for model in (was, config))
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
@@ -90,7 +104,8 @@ def _differing(config: ModelConfig, values: Json) -> list[str]:
     ]
     if config.moe is not None and not config.n_dense:  # then no layer is as wide as d_ff
         differing = [text for text in differing if not text.startswith("model.d_ff ")]
-    differing += [problem for limit in LIMITS if (problem := limit.problem(values)) is not None]
+    whole = DEFAULTS.get(values["model_type"], {}) | values
+    differing += [problem for limit in LIMITS if (problem := limit.problem(whole)) is not None]
     balanced = [bool(model.moe and model.moe.router.bias_rate) for model in (config, again)]
     return differing + (["model.moe.router.bias_rate"] if balanced[0] != balanced[1] else [])
 

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
 from maxlm.config.errors import quoted
-from maxlm.config.loader import dump
+from maxlm.config.loader import saved_text
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.text_frame import FRAME
@@ -110,7 +110,7 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
             notes.append(f"not read, since the model is in other files: {some(files.passed_over)}")
         if jax.process_index() == 0:
             _write_model(folder / MODEL, known, count_parameters(config.model))
-            (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+            (folder / CONFIG).write_text(saved_text(config), encoding="utf-8")
             keep_files(known.folder, known.config, folder / PUBLISHED)
             notes += _copy_tokenizer(known.folder, folder / TOKENIZER, config.model, known.end_of_document)
         return config, found, mesh, notes
@@ -150,6 +150,7 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
     folder.mkdir()
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
     tokenizer = Tokenizer(
         (folder / "tokenizer.json").read_bytes(), _end_of_document(source, end_of_document), str(source / "tokenizer.json")

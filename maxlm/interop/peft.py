@@ -21,6 +21,7 @@ from maxlm.interop.importing import ADAPTER
 from maxlm.interop.layouts import Linear, Matrix, Reordered
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.published_files import CONFIG, object_or_none
+from maxlm.interop.restating import write_tokenizer
 from maxlm.interop.tensor_files import ADAPTERS, write_tensors
 from maxlm.models.adapters import leaf
 from maxlm.training.saved_run import PUBLISHED, SavedRun, open_run
@@ -31,7 +32,8 @@ Pair = tuple[np.ndarray, np.ndarray]  # A [rank, in] and B [out, rank]
 
 
 def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) -> Exported:
-    """Export the adapters of the newest checkpoint of `run`, or that of `step`, into the new folder `out`, in float32.
+    """Export the adapters of the newest checkpoint of `run`, or that of `step`, into the new folder `out`, in float32, with the tokenizer
+    and the chat template that they were trained with.
 
     The base that they belong to is the model of `train.start_from`. Raises UserError; then nothing is left.
     """
@@ -51,6 +53,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     with new_folder(out) as made:
         write_tensors(tensors, made / ADAPTERS)
         (made / ADAPTER).write_text(json.dumps(config, indent=1), encoding="utf-8")
+        write_tokenizer(saved, made)
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 
 

@@ -25,24 +25,27 @@ def keep_files(source: Path, config: Path, folder: Path) -> None:
     """Copy the files of the published model in `source`, with `config` as its config.json, into the new `folder`."""
     folder.mkdir()
     shutil.copyfile(config, folder / CONFIG)
-    for name in (GENERATION, *_OLDER):
+    alone = not (source / manifest.TOKENIZER).is_file()  # without a tokenizer that can be read here
+    for name in (GENERATION, *_OLDER, *(manifest.COMPANIONS if alone else ())):
         file = source / name
-        if file.is_file() and file.stat().st_size <= _MAX_BYTES:
+        if file.is_file() and file.stat().st_size <= _MAX_BYTES and "/" not in name:
             shutil.copyfile(file, folder / name)
     _copy_templates(source, folder)
-    if (source / manifest.TOKENIZER).is_file():
+    if not alone:
         (folder / _DIGEST).write_text(_digest(source / manifest.TOKENIZER), encoding="utf-8")
 
 
 def copy_further_files(published: Path, folder: Path) -> None:
-    """Copy the further files of the tokenizer into the export `folder`, if its tokenizer.json is the published one."""
+    """Copy the further files of the tokenizer into the export `folder`, if its tokenizer.json is the published one, or neither has one."""
     known, here = published / _DIGEST, folder / manifest.TOKENIZER
-    if not (known.is_file() and here.is_file() and known.read_text(encoding="utf-8") == _digest(here)):
+    if (known.read_text(encoding="utf-8") if known.is_file() else None) != (_digest(here) if here.is_file() else None):
         return
-    for name in _OLDER:
-        if (published / name).is_file():
+    alone, tools = not known.is_file(), manifest.TOOL_TEMPLATE
+    for name in (*_OLDER, *(manifest.COMPANIONS if alone else ())):
+        if (published / name).is_file() and "/" not in name:
             shutil.copyfile(published / name, folder / name)
-    _copy_templates(published, folder)
+    if alone or (folder / tools).is_file() or not (published / tools).is_file():  # else the run was trained with another template
+        _copy_templates(published, folder)
 
 
 def _digest(file: Path) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.data.manifest import SETTINGS, TEMPLATE
-from maxlm.data.tokenizer import Tokenizer
 from maxlm.interop.published_files import CONFIG, GENERATION, TOKENIZER_FILES, Json, copy_further_files, object_or_none, write_object
 from maxlm.training.saved_run import PUBLISHED, TOKENIZER, SavedRun
 
@@ -32,11 +31,8 @@ def write_files(saved: SavedRun, config: Json, folder: Path) -> None:
     A model as it was imported has the files of its source. After training, `eos_token_id` holds the end of a document and all that ended
     texts and turns. Raises UserError for a file that is no JSON.
     """
-    published, tokenizer = saved.directory / PUBLISHED, saved.tokenizer
-    as_imported = saved.untrained and (published / CONFIG).is_file()
-    if tokenizer is not None:
-        _write_tokenizer(saved.directory / TOKENIZER, tokenizer, folder, as_imported=as_imported)
-    copy_further_files(published, folder)
+    published, tokenizer, as_imported = saved.directory / PUBLISHED, saved.tokenizer, _is_as_imported(saved)
+    write_tokenizer(saved, folder)
     sources = (place / GENERATION for place in (published, saved.directory / TOKENIZER))
     source = next((file for file in sources if file.is_file()), None)
     generation = None if source is None else object_or_none(source)
@@ -60,12 +56,19 @@ def _ended(values: Json, ends: list[int]) -> Json:
     return values if same else values | {_EOS: ends if len(ends) > 1 else ends[0]}
 
 
-def _write_tokenizer(source: Path, known: Tokenizer, folder: Path, *, as_imported: bool) -> None:
+def _is_as_imported(saved: SavedRun) -> bool:
+    return saved.untrained and (saved.directory / PUBLISHED / CONFIG).is_file()
+
+
+def write_tokenizer(saved: SavedRun, folder: Path) -> None:
     """Copy the files of the tokenizer; those that say otherwise what ends a document, as of another model, are changed."""
+    source, known = saved.directory / TOKENIZER, saved.tokenizer
     for name in TOKENIZER_FILES:
         if name != GENERATION and (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
-    if as_imported:
+    copy_further_files(saved.directory / PUBLISHED, folder)
+    if known is None or _is_as_imported(saved):
         return
     if not (folder / SETTINGS).is_file():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known.end_of_document, "clean_up_tokenization_spaces": False}

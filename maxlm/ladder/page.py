@@ -12,7 +12,10 @@ from maxlm.telemetry.report.style import CSS
 from maxlm.telemetry.report.tables import table
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-MORE_CSS = "figure svg{width:100%;height:auto;background:#fff;border-radius:8px}figure svg text{fill:#1b1f24}"
+MORE_CSS = """
+figure{min-width:0;overflow-x:auto}figure svg{width:100%;height:auto;background:#fff;border-radius:8px}figure svg text{fill:#1b1f24}
+@media screen and (max-width:760px){figure svg{min-width:560px}}
+"""
 
 
 def page(title: str, found: Sequence[Found], analysis: Analysis, optima: Sequence[Optimum]) -> str:
@@ -49,7 +52,7 @@ def _predictions(analysis: Analysis) -> str:
         (escape(one.name), f"{one.measured:.4f}", f"{one.predicted:.4f}", f"{one.low:.4f} to {one.high:.4f}", f"{100 * one.error:+.2f}%")
         for one in analysis.predictions
     ]
-    return heading + table(("run", "measured", "predicted", f"{SHARE:.0%} interval", "error"), rows)
+    return heading + table(("run", "measured", "predicted", f"{SHARE:.0%} interval", "error"), rows, numbers=True)
 
 
 def _plots(analysis: Analysis) -> str:
@@ -60,7 +63,9 @@ def _plots(analysis: Analysis) -> str:
 def _fit(analysis: Analysis) -> str:
     ranges = analysis.fit.ranges()
     rows = [(name, f"{value:.4g}", f"{ranges[name][0]:.4g} to {ranges[name][1]:.4g}") for name, value in analysis.fit.values().items()]
-    text = f"<h2>Fit</h2><p>L = {escape(analysis.fit.form.formula)}</p>" + table(("constant", "value", f"{SHARE:.0%} interval"), rows)
+    text = f"<h2>Fit</h2><p>L = {escape(analysis.fit.form.formula)}</p>" + table(
+        ("constant", "value", f"{SHARE:.0%} interval"), rows, numbers=True
+    )
     if analysis.parabolas:
         minima = [
             (
@@ -72,7 +77,9 @@ def _fit(analysis: Analysis) -> str:
             )
             for one in analysis.parabolas
         ]
-        text += "<h3>Minima of parabolas, budget by budget</h3>" + table(("FLOPs", "parameters", "tokens", "loss", ""), minima)
+        text += "<h3>Minima of parabolas, budget by budget</h3>" + table(
+            ("FLOPs", "parameters", "tokens", "loss", ""), minima, numbers=True
+        )
     if analysis.exponents:
         text += f"<p>Best size ∝ C^{analysis.exponents['a']:.3f}, best length ∝ C^{analysis.exponents['b']:.3f} (approach 2).</p>"
     return text
@@ -90,7 +97,7 @@ def _optima(optima: Sequence[Optimum]) -> str:
     ]  # fmt: skip
     heads = ("FLOPs", "best size", f"{SHARE:.0%} interval", "tokens", "loss", f"{SHARE:.0%} interval")
     note = "Beyond the largest run these are extrapolations: intervals hold the scatter of the runs, not the choice of the form."
-    return f'<h2>Best size for a budget</h2><p class="note">{note}</p>' + table(heads, rows)
+    return f'<h2>Best size for a budget</h2><p class="note">{note}</p>' + table(heads, rows, numbers=True)
 
 
 def _runs(found: Sequence[Found]) -> str:
@@ -101,4 +108,4 @@ def _runs(found: Sequence[Found]) -> str:
         )
         for one in found
     ]  # fmt: skip
-    return "<h2>Runs</h2>" + table(("run", "parameters", "tokens", "FLOPs", "held-out loss", "time"), rows)
+    return "<h2>Runs</h2>" + table(("run", "parameters", "tokens", "FLOPs", "held-out loss", "time"), rows, numbers=True)

@@ -19,6 +19,7 @@ from maxlm.telemetry.formatting import count
 
 COLORS = ("#0b66a8", "#b84e00", "#007a5a", "#a3437e", "#7a6200", "#3a7fae", "#5b4bb5", "#444c56")  # of the runs' report, on white
 _POINTS = 100
+_LEAST_RESIDUAL = 0.01  # percent, of the axis of residuals: smaller ones are errors of rounding
 _FIXED: Any = {"svg.hashsalt": "maxlm", "svg.fonttype": "none", "font.size": 10}  # the same bytes each time
 
 
@@ -73,7 +74,10 @@ def residuals(analysis: Analysis) -> str:
     figure, axes = _axes("model FLOPs of a run", "measured over fitted loss, less 1 (%)")
     runs = analysis.fit.runs
     axes.axhline(0, color="#888", linewidth=0.8)
-    axes.plot(runs.flops_R, 100 * np.expm1(analysis.fit.residuals_R), "o", color=COLORS[0])
+    percent_R = 100 * np.expm1(analysis.fit.residuals_R)
+    axes.plot(runs.flops_R, percent_R, "o", color=COLORS[0])
+    limit = 1.1 * max(float(np.abs(percent_R).max()), _LEAST_RESIDUAL)
+    axes.set_ylim(-limit, limit)
     return _svg(figure)
 
 

@@ -93,7 +93,7 @@ def find(folder: Path, rung: Rung) -> Found:
     reason = str(stop.data.get("reason"))
     if reason not in OVER:
         # Training that was unhealthy would be again; a hang or corrupted memory is the machine's fault.
-        return Found(rung, None, "not finished" if reason == "preempted" else reason, failed=reason == "unhealthy")
+        return Found(rung, None, "not finished" if reason in ("preempted", "interrupted") else reason, failed=reason == "unhealthy")
     if stop.step != total:
         return Found(rung, None, f"done at step {stop.step:,} of {total:,}", failed=True)
     trained = max((number for number in starts if run.events[number].step < total), default=0)  # later starts had no step left

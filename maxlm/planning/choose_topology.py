@@ -16,6 +16,7 @@ from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.topologies import Topology, near, parse
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout, why_microbatches_stay
@@ -205,7 +206,10 @@ def _show(
     tokens = machines[0].scale.tokens if machines else 0
     console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold")
     wide, starred = console.width >= WIDE, frontier(machines)
-    table = layout_table("", "chips", "days", "chip-hours", "cost", "energy", "CO2e", "step", *(("goodput", "MFU") if wide else ()))
+    words = vocabulary((machines or others)[0].topology.chip)  # all of them are TPUs, or GPUs of one kind
+    table = layout_table(
+        "", words.chips, "days", f"{words.chip}-hours", "cost", "energy", "CO2e", "step", *(("goodput", "MFU") if wide else ())
+    )
     for machine in machines:
         point, cost, topology = machine.point, machine.cost, machine.topology
         assert point is not None and cost is not None
@@ -216,7 +220,9 @@ def _show(
         layout = describe(point.layout) if wide else describe(point.layout).partition(",")[0].partition(";")[0]
         table.add_row(_name(topology), *figures, status, layout, style="" if point.compiled else "dim")
     console.print(table)
-    measure = "cheaper" if any(machine.cost and machine.cost.money is not None for machine in machines) else "smaller in chip-hours"
+    measure = (
+        "cheaper" if any(machine.cost and machine.cost.money is not None for machine in machines) else f"smaller in {words.chip}-hours"
+    )
     taken = " Preemptions are not counted." if wanted.term == "spot" else ""
     console.print(
         f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured.", style="dim"
@@ -259,7 +265,8 @@ def _price_line(machines: Sequence[Machine], wanted: Wanted) -> str:
         price = offer.price(wanted.term) if offer else None
         text = f"{money(price, wanted.prices.currency)} ({offer.provider} {offer.region})" if offer and price is not None else "unknown"
         prices[machine.topology.chip.name] = text
-    return f"A chip-hour, {wanted.term}: {', '.join(f'{chip} {price}' for chip, price in prices.items())}; {wanted.prices.source}."
+    hour = f"A {vocabulary(machines[0].topology.chip).chip}-hour, {wanted.term}"
+    return f"{hour}: {', '.join(f'{chip} {price}' for chip, price in prices.items())}; {wanted.prices.source}."
 
 
 def choice_lines(chosen: Mapping[str, Machine | None], wanted: Wanted) -> list[str]:

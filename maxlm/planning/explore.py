@@ -2,7 +2,7 @@
 
 A layout is dropped uncompiled by a true lower bound: of its memory, above what the chip has, or of its time, above the best that was
 compiled; or it is set aside, since the model expects far too little of it (`branching`). All others are compiled in the order of what the
-corrected model expects, as long as it expects anything better.
+corrected model expects, as long as it expects anything better, and as long as another trial is expected to pay (`pays`).
 
 The model is corrected by the ratios of a layout's compiled neighbours, part by part. Arrays: N layouts, K of them compiled, F features, P
 parts of a step.
@@ -20,11 +20,17 @@ from maxlm.config.errors import UserError
 from maxlm.config.schema import Config, ContextAttention, RematName
 from maxlm.cost.advice import changed
 from maxlm.cost.verify import Verdict
+from maxlm.hardware.chips import GIB
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.layouts import Layout, savings
+from maxlm.telemetry.formatting import duration
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
+QUICK_COMPILES, QUICK_UNROLLED, QUICK_PATIENCE_S = 3, 1, 60.0  # of `maxlm plan --quick`
+MIN_TO_PAY = 2  # trials before the search may end since another does not pay: the user's own layout, and the most promising
+START_S = 5.0  # of a trial beside the compiler's own time: a process starts, and traces the step
+UNROLLED_GAIN = 0.17  # largest share of a step that was saved by layers without a loop (GPT-2 124M, docs/schedule.md)
 LOOP_IN_LAYERS = 8  # without a loop the compiler takes as long for so many layers as for a step with one (seen: 7 to 14)
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
 GAIN = 0.001  # a layout that is expected to be less than this faster than the best is not compiled
@@ -36,6 +42,7 @@ SAME_S, SAME_BYTES = 0.01, 0.03  # least difference of a predicted layout from t
 PRIOR_WEIGHT = 0.3  # of the model as it is, in compiled layouts
 PRIOR = 0.05  # weight of the ratio common to all, against 1 of a neighbour that is the layout itself
 NEAR = 2.0  # weights fall by e in half a unit of distance
+NAMED = 3  # layouts of a kind that are named with the reason why they were not taken
 MOST = 5.0  # ratios are clipped to this: larger ones come from negligible parts
 OVER = 1.005  # least memory of a layout that did not fit, over what is available
 
@@ -75,7 +82,13 @@ class Search:
     set_aside: int = 0  # others that the model expects to be far slower than the fastest
     leanest: int = 0  # least bytes that any layout needs
     trial_s: float = 0.0  # set where layers have no loop: seconds of the compiler that a trial is expected to take
+    updates: float = math.inf  # of the run, so that a second less for a step is so many less for the run
+    began: int = 0  # trials of the search that this one goes on with
+    patience_s: float = PATIENCE_S  # of the compiler's seconds for all trials, once `least` are done
+    least: int = MIN_COMPILES
+    predicted_s: dict[Layout, float] = field(default_factory=dict)  # seconds of a step, predicted just before the layout was compiled
     end: str = ""  # why the search ended
+    looped: str = ""  # why none was compiled without a loop over its layers, where time alone is against it
 
     @property
     def tried(self) -> int:
@@ -87,6 +100,18 @@ class Search:
         """The fastest that fits; of two alike, the smaller."""
         fitting = (one for one in self.trials if one.verdict.fits)
         return min(fitting, key=lambda one: (one.verdict.step_s, one.verdict.needed), default=None)
+
+    @property
+    def fruitless(self) -> int:
+        """Number of trials of this search since the one that found the best."""
+        best = self.best
+        return 0 if best is None else len(self.trials) - max(self.trials.index(best) + 1, self.began)
+
+    @property
+    def expected_trial_s(self) -> float:
+        """Seconds of the compiler that the next trial is expected to take."""
+        spent = [one.verdict.seconds for one in self.trials]
+        return self.trial_s or sum(spent) / max(1, len(spent))
 
     def predictions(self) -> tuple[list[Layout], Predictions]:
         """The open layouts, with their predictions."""
@@ -127,11 +152,12 @@ def explore(
     try:
         while not search.end:
             waiting = [layout for layout in waiting if layout in search.open]
-            layout = waiting[0] if waiting else _next(search, last=0 < search.tried == most - 1)
-            search.end = _end(search, layout, most)
+            layout, hoped_s = (waiting[0], 0.0) if waiting else _next(search, last=0 < search.tried == most - 1)
+            search.end = _end(search, layout, hoped_s, most)
             if layout is None or search.end:
                 return
             show_progress(search, layout)
+            search.predicted_s[layout] = float(predict([layout], [search.open[layout]], [*search.trials, *search.other_trials]).step_s_N[0])
             _compile(search, layout, config, verify, may_fail=may_fail or search.tried > 0)
             if search.trial_s and layout in search.failed:  # so would others that are as long
                 search.end = "the compiler failed"
@@ -141,9 +167,15 @@ def explore(
 
 
 def explore_unrolled(
-    search: Search, config: Config, model: Analytic, verify: Callable[[Config], Verdict], show_progress: Callable[[Search, Layout], None]
+    search: Search,
+    config: Config,
+    model: Analytic,
+    verify: Callable[[Config], Verdict],
+    show_progress: Callable[[Search, Layout], None],
+    most: int,
 ) -> None:
-    """Go on with a search that has ended: the fastest layout's mesh, its layers one after another, if there is time for as many.
+    """Go on with a search that has ended: up to `most` of the fastest layout's mesh, its layers one after another, if there is time for as
+    many, and if the gain may be worth it.
 
     Without a loop nothing is copied into stacks, so that more is worth keeping: the fastest as it is comes first, then one that recomputes
     nothing, then what the corrected model expects to be faster yet.
@@ -156,14 +188,18 @@ def explore_unrolled(
         return
     first = [frame, replace(frame, remat="none", offload=())]
     others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in savings(config, frame))
-    again = Search(search.available, trials=search.trials, failed=search.failed, other_trials=search.other_trials)
     looped = [one.verdict.seconds for one in search.trials if not one.layout.unroll] or [one.verdict.seconds for one in search.trials]
+    again = replace(search, open={}, too_slow=[], end="", began=len(search.trials))
     again.trial_s = sum(looped) / len(looped) * max(1.0, config.model.n_layers / LOOP_IN_LAYERS)
+    gain_s = UNROLLED_GAIN * best.verdict.step_s
+    if not best.layout.unroll and not pays(gain_s, 0, search.updates, again.trial_s):
+        search.looped = _too_little(gain_s, 0, search.updates, again.trial_s)
+        return
     try:
         twins = begin([*first, *(layout for layout in others if model.fits_host(layout))], model, search.available)
         done = {*search.failed, *(one.layout for one in search.trials)}
         again.open = {layout: estimate for layout, estimate in twins.open.items() if layout not in done}
-        explore(again, config, first, verify, show_progress, tried + MOST_UNROLLED, may_fail=True)
+        explore(again, config, first, verify, show_progress, tried + most, may_fail=True)
     except KeyboardInterrupt:
         again.end = STOPPED
     search.counted += search.tried - tried
@@ -183,28 +219,60 @@ def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[C
         search.trials.append(Trial(layout, search.open.pop(layout), verdict))
 
 
-def _end(search: Search, layout: Layout | None, most: int) -> str:
-    """Reason to end the search before `layout` is compiled; empty when it goes on."""
+def _end(search: Search, layout: Layout | None, hoped_s: float, most: int) -> str:
+    """Reason to end the search before `layout` is compiled, of which a step of `hoped_s` is hoped for; empty when it goes on."""
     spent = [one.verdict.seconds for one in search.trials]
     if search.tried == most:
         return f"{most} are enough"
     if layout is None:
         return "nothing better is expected" if search.best else "nothing else may fit"
-    expected_s = search.trial_s or sum(spent) / max(1, len(spent))
-    if (search.trial_s or len(spent) >= MIN_COMPILES) and sum(spent) + expected_s > PATIENCE_S:
+    if (search.trial_s or len(spent) >= search.least) and sum(spent) + search.expected_trial_s > search.patience_s:
         return "the time for compiling is spent"
+    if search.best is not None and hoped_s and search.tried >= MIN_TO_PAY:
+        about = search.best.verdict.step_s - hoped_s, search.fruitless, search.updates, search.expected_trial_s
+        return "" if pays(*about) else _too_little(*about)
     return ""
 
 
-def _next(search: Search, *, last: bool) -> Layout | None:
-    """The next layout to compile; None if none is worth it."""
+def pays(gain_s: float, fruitless: int, updates: float, trial_s: float) -> bool:
+    """True if one more trial is expected to save more seconds of the run than it takes.
+
+    `gain_s`: seconds of a step that it may save at best; `fruitless`: trials since the last that was faster than all before, so that by
+    Laplace's rule of succession the next one is faster with a probability of 1 in `fruitless` + 2; `updates`: of the run; `trial_s`: of
+    the compiler.
+    """
+    return _saved_s(gain_s, fruitless, updates) > trial_s + START_S
+
+
+def _saved_s(gain_s: float, fruitless: int, updates: float) -> float:
+    """Seconds of the run that one more trial is expected to save."""
+    return gain_s * updates / (fruitless + 2)
+
+
+def _too_little(gain_s: float, fruitless: int, updates: float, trial_s: float) -> str:
+    """Why a trial that does not pay is not made."""
+    saved = f"{duration(_saved_s(gain_s, fruitless, updates))} of the run"
+    return f"another is expected to save {saved}, and takes about {duration(trial_s + START_S)} to compile"
+
+
+def most_left_s(search: Search, most: int, each_s: float) -> float:
+    """Seconds that a search of up to `most` trials takes at most from here, where each took `each_s` on the clock; 0 before the first."""
+    if not search.tried:
+        return 0.0
+    spent, expected_s = sum(one.verdict.seconds for one in search.trials), search.expected_trial_s
+    in_time = (search.patience_s - spent) / expected_s if expected_s else math.inf
+    return max(1.0, min(most - (search.tried - search.began), in_time)) * max(each_s, search.trial_s)
+
+
+def _next(search: Search, *, last: bool) -> tuple[Layout | None, float]:
+    """The next layout to compile, None if none is worth it, and the seconds of a step that are hoped for, 0 if anything that fits is."""
     if not search.open:
-        return None
+        return None, 0.0
     layouts, predicted = search.predictions()
     best = search.best
     fits_N = predicted.needed_N <= search.available
     if best is None and (last or not fits_N.any()):  # a slow one is better than none
-        return layouts[int(np.argmin(predicted.needed_N))]
+        return layouts[int(np.argmin(predicted.needed_N))], 0.0
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
     step_s_N, hope_N = predicted.step_s_N, np.full(len(layouts), _hope(len(search.trials)))
     siblings = _siblings(search)
@@ -220,8 +288,8 @@ def _next(search: Search, *, last: bool) -> Layout | None:
         hoped_N = np.where(fits_N, seconds_N * (1 - hopes_N), np.inf)
         place = int(np.argmin(hoped_N))
         if hoped_N[place] < limit:
-            return layouts[place]
-    return None
+            return layouts[place], float(hoped_N[place])
+    return None, 0.0
 
 
 def _hope(seen: int) -> float:
@@ -375,3 +443,48 @@ def _as_good(one: Point, other: Point) -> bool:
 
 def _alike(one: Point, other: Point) -> bool:
     return abs(one.step_s / other.step_s - 1) < SAME_S and abs(one.needed / other.needed - 1) < SAME_BYTES
+
+
+# Layouts that were predicted to be faster than the chosen one.
+
+
+@dataclass(frozen=True)
+class NotTaken:
+    """A layout that was predicted to take `predicted_s` a step, less than the chosen one does, and why it is not the choice."""
+
+    layout: Layout
+    predicted_s: float
+    reason: str
+
+
+def not_taken(search: Search) -> list[NotTaken]:
+    """Layouts that were, or are, predicted to be faster than the best; those that were compiled first, and `NAMED` of each other kind."""
+    if search.best is None:
+        return []
+    best_s = search.best.verdict.step_s
+    tried = [NotTaken(one.layout, search.predicted_s.get(one.layout, best_s), _why_not(one)) for one in search.trials]
+    for layout, said in search.failed.items():
+        tried.append(NotTaken(layout, search.predicted_s.get(layout, best_s), f"the compiler failed: {said}"))
+    fitting, large = [], []
+    if search.open:
+        layouts, predicted = search.predictions()
+        for layout, step_s, needed in zip(layouts, predicted.step_s_N.tolist(), predicted.needed_N.tolist(), strict=True):
+            if needed > search.available:
+                why = f"not compiled: predicted to need {needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
+                large.append(NotTaken(layout, step_s, why))
+            elif step_s > best_s * (1 - GAIN):
+                fitting.append(NotTaken(layout, step_s, f"not compiled: less than {GAIN:.1%} faster"))
+            else:
+                fitting.append(NotTaken(layout, step_s, f"not compiled: {search.end}"))
+    found = []
+    for kind, most in ((tried, len(tried)), (fitting, NAMED), (large, NAMED)):
+        faster = (one for one in kind if one.predicted_s < best_s and one.layout != search.best.layout)
+        found += sorted(faster, key=lambda one: one.predicted_s)[:most]
+    return found
+
+
+def _why_not(trial: Trial) -> str:
+    verdict = trial.verdict
+    if not verdict.fits:
+        return f"does not fit: needs {verdict.needed / GIB:.1f} of {verdict.available / GIB:.1f} GiB"
+    return f"compiled: {duration(verdict.step_s)}"

@@ -18,6 +18,7 @@ from maxlm.cost.verify import Compiler
 from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.models import mfu_format, step_flops
 from maxlm.parallel.mesh import lay_mesh
 from maxlm.planning import explore
@@ -107,9 +108,9 @@ def best_estimate(points: Sequence[Point], available: int) -> Point | None:
     return fastest or min(points, key=lambda point: point.needed, default=None)
 
 
-def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None) -> Plan:
+def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, start: Layout | None = None, *, quick: bool = False) -> Plan:
     """Search the layouts of a config on `topology`; `tokens`: of the run, default the config's; `start`: compiled first, default the
-    config's own. Raises UserError if none can fit.
+    config's own; `quick`: compile a few only. Raises UserError if none can fit.
     """
     config, started = loaded.config, time.monotonic()
     with progress() as show_progress, Compiler(machine_code=False) as compiler:
@@ -121,18 +122,32 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
         if not search.open:
             raise UserError(_why_none(search, config, topology))
 
+        scale = scale_of(config, topology, tokens)
+        search.updates = scale.seconds(1.0)
+        most, unrolled = explore.MOST_COMPILES, explore.MOST_UNROLLED
+        if quick:
+            most, unrolled = explore.QUICK_COMPILES, explore.QUICK_UNROLLED
+            search.patience_s, search.least = explore.QUICK_PATIENCE_S, 1
+        began = time.monotonic()
+
         def compiling(search: Search, layout: Layout) -> None:
-            best = f"fastest step so far {duration(search.best.verdict.step_s)}, " if search.best else ""
-            number = "at last" if search.trial_s else f"{search.tried + 1} of at most {explore.MOST_COMPILES}"
-            spent = duration(time.monotonic() - started)
-            show_progress(f"compiling {describe(layout)} ({number}; {best}searching for {spent}; Ctrl-C keeps the best so far)")
+            now, tried = time.monotonic(), search.tried
+            number = f"{tried + 1} of at most {most}"
+            if search.trial_s:
+                number = f"layers without a loop: {tried + 1 - search.began} of at most {unrolled}"
+            best = f"fastest step so far {duration(search.best.verdict.step_s)}; " if search.best else ""
+            left_s = explore.most_left_s(search, unrolled if search.trial_s else most, (now - began) / max(1, tried))
+            left = f", at most about {duration(left_s)} more" if left_s else ""
+            show_progress(
+                f"compiling {describe(layout)} ({number}; {best}{duration(now - started)} so far{left}; Ctrl-C keeps the best so far)"
+            )
 
         uncompiled = why_not(topology)
         if not uncompiled:
             verify = functools.partial(compiler, topology=topology)
-            explore.explore(search, config, [first] if first else [], verify, compiling, explore.MOST_COMPILES)
-            explore.explore_unrolled(search, config, model, verify, compiling)
-        scale, quantized = scale_of(config, topology, tokens), _quantized(config, topology, search)
+            explore.explore(search, config, [first] if first else [], verify, compiling, most)
+            explore.explore_unrolled(search, config, model, verify, compiling, unrolled)
+        quantized = _quantized(config, topology, search)
         return Plan(loaded, topology, search, own, scale, points(search), quantized, uncompiled=uncompiled)
 
 
@@ -190,11 +205,12 @@ def _why_none(search: Search, config: Config, topology: Topology) -> str:
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
     if search.host_full and search.leanest <= search.available:
         room, what = host_room(topology.chip) / GIB, "memory.offload and memory.offload_state"
-        return f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device; keep less there, or use more chips."
+        full = f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device"
+        return f"{full}; keep less there, or use more {vocabulary(topology.chip).chips}."
     short = (search.leanest - search.available) / GIB
     return too_small(config, topology, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "
-        "use a smaller train.global_batch or data.seq_len, or more chips."
+        f"use a smaller train.global_batch or data.seq_len, or more {vocabulary(topology.chip).chips}."
     )
 
 
@@ -222,5 +238,4 @@ def machine_name(topology: Topology) -> str:
     """`2 slices of v5p:4x4x4 (128 chips)`, `h100:16x8 (128 GPUs; 400 Gbit/s a GPU between nodes)`."""
     slices = f"{topology.slices} slices of " if topology.slices > 1 else ""
     network = f"; {8 * topology.chip.dcn_bytes_per_s / 1e9:g} Gbit/s a GPU between nodes" if topology.hosts > 1 else ""
-    unit = f"chip{'s' if topology.chips > 1 else ''}" if topology.is_tpu else f"GPU{'s' if topology.chips > 1 else ''}{network}"
-    return f"{slices}{topology.name} ({topology.chips:,} {unit})"
+    return f"{slices}{topology.name} ({vocabulary(topology.chip).counted(topology.chips)}{network if not topology.is_tpu else ''})"

@@ -49,6 +49,7 @@ class Request:
     any_format: bool = False
     calibration: Path | None = None  # a file of `maxlm plan --calibrate`
     prices: str | None = None  # the file of `wanted.prices`
+    quick: bool = False  # compile a few layouts only
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not math.isfinite(self.tokens):
@@ -82,7 +83,7 @@ def run(request: Request, *, as_json: bool) -> int:
     from maxlm.planning.plan import make_plan
     from maxlm.planning.plan_output import show, to_json
 
-    plan = make_plan(loaded, topology, request.tokens)
+    plan = make_plan(loaded, topology, request.tokens, quick=request.quick)
     if request.any_format:
         plan = _in_fastest_format(request, plan)
     written, error = _write(request, plan)
@@ -138,7 +139,7 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
     overrides = (*request.overrides, f"precision.matmul={{format: {format}}}")
     loaded, _ = load_for_machine(request.name, overrides, request.topology, request.slices, any_mesh=True)
     try:
-        other = make_plan(loaded, plan.topology, request.tokens, start=replace(plan.chosen.layout, unroll=False))
+        other = make_plan(loaded, plan.topology, request.tokens, replace(plan.chosen.layout, unroll=False), quick=request.quick)
     except (UserError, KeyboardInterrupt) as error:
         return replace(plan, unformatted=f"{format}: {error}" if isinstance(error, UserError) else f"{format}: stopped")
     if other.chosen is None:
@@ -150,7 +151,7 @@ def _in_fastest_format(request: Request, plan: "Plan") -> "Plan":
 
 def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     """Print time and cost of a run on each topology of at most so many chips in all slices; 0 if one fits. Raises UserError."""
-    given = {"--any-format": request.any_format, "--calibration": request.calibration, "--out": request.out}
+    given = {"--any-format": request.any_format, "--calibration": request.calibration, "--out": request.out, "--quick": request.quick}
     if wrong := next((option for option, value in given.items() if value), None):
         raise UserError(f"{wrong} goes with one topology, not with --chips-at-most: plan the topology that is chosen with it.")
     config, families = _config_and_chips(request)

@@ -13,8 +13,9 @@ from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.planning import run_cost
-from maxlm.planning.explore import Point, rows
+from maxlm.planning.explore import Point, Search, not_taken, rows
 from maxlm.planning.gpu_attention import kernel_runs
 from maxlm.planning.layouts import why_microbatches_stay
 from maxlm.planning.plan import Plan, Scale, crossing_axes, describe, machine_name
@@ -45,9 +46,11 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print()
     picked = plan.picked
     if picked is None:
-        advice = "No layout fits: use a smaller train.global_batch or data.seq_len, or more chips."
+        more = vocabulary(plan.topology.chip).chips
+        advice = f"No layout fits: use a smaller train.global_batch or data.seq_len, or more {more}."
         console.print(advice if search.trials or plan.uncompiled else "No layout was compiled: these are predictions.", style="bold")
         return
+    _show_not_taken(search, console)
     step_s, size = picked.step_s, f"{picked.needed / GIB:.1f} of {search.available / GIB:.1f} GiB"
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
     crossing = f"; between nodes: {' and '.join(crossed)}" if (crossed := crossing_axes(plan.topology, picked.layout)) else ""
@@ -70,12 +73,26 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     if ramp := run_cost.ramp_line(plan.loaded.config):
         console.print(ramp)
     if (cost := plan.cost(wanted)) is not None:
-        for line in run_cost.sentences(cost, wanted):
+        for line in run_cost.sentences(cost, wanted, vocabulary(plan.topology.chip).chip):
             console.print(line)
     if written is not None:
         config, chart = written
         look = "" if plan.uncompiled else f"; look closer: maxlm compile {config}"
         console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}{look}")
+
+
+def _show_not_taken(search: Search, console: Console) -> None:
+    """Print the layouts that were predicted to be faster than the chosen one, each with the reason why it was not taken."""
+    others = not_taken(search)
+    if others:
+        console.print("Predicted to be faster, and not taken:")
+        for one, before in zip(others, [None, *others], strict=False):
+            reason = "the same" if before is not None and one.reason == before.reason else one.reason
+            console.print(f"  {duration(one.predicted_s)} {describe(one.layout)}: {reason}", style="dim")
+    if search.looped:
+        console.print(f"  without a loop over layers: not compiled: {search.looped}", style="dim")
+    if others or search.looped:
+        console.print()
 
 
 def _sources(plan: Plan) -> str:
@@ -167,6 +184,11 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
             "failed": len(search.failed),
         },
         "end": search.end,
+        "not_taken": [
+            {"settings": one.layout.settings(plan.loaded.config), "predicted_step_s": one.predicted_s, "reason": one.reason}
+            for one in not_taken(search)
+        ],
+        "loop_over_layers_stays": search.looped or None,
         "uncompiled": plan.uncompiled or None,
         "unformatted": plan.unformatted or None,
         "calibration": topology.chip.achieved.source or None,

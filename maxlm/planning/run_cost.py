@@ -137,20 +137,20 @@ def to_json(cost: RunCost, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def sentences(cost: RunCost, wanted: Wanted) -> list[str]:
-    """The cost of one run, in lines."""
-    lines = [f"Run: {duration(cost.wall_s)} with failures (goodput {percent(cost.goodput)}), {count(cost.chip_hours)} chip-hours."]
+def sentences(cost: RunCost, wanted: Wanted, chip: str) -> list[str]:
+    """The cost of one run, in lines; `chip`: the word for one."""
+    lines = [f"Run: {duration(cost.wall_s)} with failures (goodput {percent(cost.goodput)}), {count(cost.chip_hours)} {chip}-hours."]
     offer, currency, notes = cost.offer, wanted.prices.currency, {"spot": "spot without preemptions"}
     others = [f"{notes.get(term, term)} {money(value, currency)}" for term, value in cost.money_by_term.items() if term != wanted.term]
     if offer is None or cost.price is None:
         where = f" in {wanted.region}" if wanted.region else ""
         other = f" ({offer.provider} {offer.region}: {', '.join(others)})" if offer and others else ""
-        lines.append(f"Cost: unknown, since there is no {wanted.term} price of this chip{where}{other}; give one with --prices.")
+        lines.append(f"Cost: unknown, since there is no {wanted.term} price of this {chip}{where}{other}; give one with --prices.")
     else:
-        rate = f"{money(cost.price, currency)} a chip-hour {wanted.term}, {offer.provider} {offer.region}; {wanted.prices.source}"
+        rate = f"{money(cost.price, currency)} a {chip}-hour {wanted.term}, {offer.provider} {offer.region}; {wanted.prices.source}"
         lines.append(f"Cost: {money(cost.money or 0, currency)} ({rate}){'; ' if others else ''}{', '.join(others)}.")
     if cost.kwh is None:
-        lines.append("Energy: unknown, since no power of this chip is published; give `watts` with --prices.")
+        lines.append("Energy: unknown, since no power of this {chip} is published; give `watts` with --prices.")
     else:
         carbon = f", {mass(cost.kg_co2)} CO2e by the mean of the grid" if cost.kg_co2 is not None else ""
         lines.append(f"Energy: {energy(cost.kwh)}{carbon}{' (estimated)' if cost.power_estimated else ''}.")

@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime import cluster_env, coordination, deadline, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
@@ -164,7 +166,7 @@ def _count_devices(spec: ProcessSpec, accelerators: Collection[str], n_gpus: int
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         n_visible = n_gpus if visible is None else len([one for one in visible.split(",") if one.strip()])
         return len(spec.devices) if spec.devices is not None else n_visible
-    virtual = re.findall(r"--xla_force_host_platform_device_count=(\d{1,6})", os.environ.get("XLA_FLAGS", ""))
+    virtual = re.findall(rf"{VIRTUAL_DEVICES}(\d{{1,6}})", os.environ.get("XLA_FLAGS", ""))
     return int(virtual[-1]) if virtual else 1
 
 
@@ -179,17 +181,17 @@ def _tell_slices(spec: ProcessSpec, configured: Collection[int], environ: Mutabl
 
 
 @contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr, for libraries that print there (gloo prints its connections); print nothing of ours meanwhile."""
+def stdout_to_stderr() -> Iterator[TextIO]:
+    """Redirect stdout to stderr, for libraries that print there (gloo prints its connections); yields the real one for what is ours."""
     sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace") as stdout:
+        os.dup2(2, 1)
+        try:
+            yield stdout
+        finally:
+            sys.stdout.flush()
+            stdout.flush()
+            os.dup2(stdout.fileno(), 1)
 
 
 def _initialize(spec: ProcessSpec, name: str, secret: bytes, say: Callable[[str], None]) -> None:

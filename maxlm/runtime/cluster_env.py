@@ -1,13 +1,17 @@
 """Detection of a process's cluster: from the command line, the launcher's environment, or a Cloud TPU VM's metadata server.
 
-Uses no device, and no network but that server. Variables are those of GKE's TPU webhook, Slurm's srun, Open MPI, MPICH and
-Intel MPI (PMI), and JobSet with Kubernetes' indexed jobs, as their manuals name them.
+Uses no device, and no network but that server. Variables are those of GKE's TPU webhook, Open MPI, MPICH and Intel MPI (PMI), Slurm's
+srun, Kubeflow's JAXJob, and JobSet with Kubernetes' indexed jobs, as their manuals name them. Of launchers inside each other the innermost
+started the process: mpirun's daemons, started by srun, pass the variables of that srun on. An environment of several processes from any
+other launcher is refused, since each would otherwise train the whole model by itself.
 """
 
 import ipaddress
 import itertools
+import json
 import re
 import urllib.request
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +25,31 @@ HOSTS = "MAXLM_HOSTS"  # names of the hosts of all processes, in order
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _LABEL = "[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"  # of a host's name; sites have underscores
 _HOST = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
+# Variables of MPI's launchers: (processes, number of this one, among how many on its node, number there, name)
+_MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID", "an MPI launcher (PMI)"),
+)
+# (processes, number of this one) in variables of launchers that are not detected, or of detected ones that set no more than these
+_UNDETECTED = (
+    ("WORLD_SIZE", "RANK", "torchrun, PyTorchJob or accelerate"),
+    ("PET_NNODES", "PET_NODE_RANK", "Kubeflow's torch runtime"),
+    ("NNODES", "NODE_RANK", "a launcher of one process a node"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
+    ("PMI_SIZE", "PMI_RANK", "an MPI launcher"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MVAPICH"),
+    ("PALS_SIZE", "PALS_RANKID", "PALS"),
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "jsrun"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "Flux"),
+    ("NUM_PROCESSES", "PROCESS_ID", "JAXJob"),
+    ("JAX_NUM_PROCESSES", "JOB_COMPLETION_INDEX", "an indexed job of Kubernetes"),
+    ("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS Batch"),
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SkyPilot"),
+    ("SM_HOSTS", "SM_CURRENT_HOST", "SageMaker"),
+    ("CLUSTER_SPEC", "", "Vertex AI"),
+    ("TF_CONFIG", "", "TFJob or Vertex AI"),
+)
+_COMMON_NAMES = {"NNODES", "NUM_PROCESSES"}  # which people's scripts set for other ends: they count beside the other variable alone
 Metadata = Callable[[str], str | None]  # attribute of the metadata server -> its value
 
 
@@ -73,8 +102,9 @@ def find(named: Mapping[str, str], environ: Mapping[str, str], ask: Metadata, n_
     source = "the command line" if named else "the environment"
     launched = None
     if len(given) < len(VARIABLES):
-        launched = next(filter(None, (look(environ) for look in (_tpu_pod, _slurm, _mpi, _indexed_job))), None) or _tpu_vm(environ, ask)
+        launched = _launched(environ, ask)
         if launched is None and not given:
+            _refuse_undetected(environ)
             return None
     rest = {} if launched is None else {COORDINATOR: launched.address, COUNT: str(launched.count), PROCESS: str(launched.process)}
     merged = {name: value for name, value in {**rest, **given}.items() if value or name in given}
@@ -172,6 +202,39 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     return int(value)
 
 
+def _launched(environ: Mapping[str, str], ask: Metadata) -> ProcessSpec | None:
+    """Specification by the innermost launcher; None if no launcher is detected."""
+    if environ.get("TORCHELASTIC_RUN_ID") and _count(environ.get("WORLD_SIZE", "")) > 1:  # torchrun, whatever started that
+        return None
+    return next(filter(None, (look(environ) for look in (_tpu_pod, _mpi, _slurm, _jaxjob, _indexed_job))), None) or _tpu_vm(environ, ask)
+
+
+def _refuse_undetected(environ: Mapping[str, str]) -> None:
+    """Raise UserError if `environ` belongs to one of several processes of a launcher that is not detected."""
+    for size, rank, launcher in _UNDETECTED:
+        count, process = _count(environ.get(size, "")), _count(environ.get(rank, ""))
+        if process > 0 or (count > 1 and (size not in _COMMON_NAMES or environ.get(rank))):
+            found = " and ".join(f"{name} = {_short(environ[name])}" for name in (size, rank) if environ.get(name))
+            known = f"process_count={count if count > 1 else '...'} process_id={process if environ.get(rank, '').isdecimal() else '...'}"
+            raise UserError(
+                f"{found} ({launcher}): several processes were started, and no launcher that maxlm detects says where they meet: add "
+                f"coordinator=HOST:PORT {known}, or process_count=1 to run alone."
+            )
+
+
+def _count(text: str) -> int:
+    """A number of processes, or the number of hosts in a list or cluster specification in JSON; 0 for other text."""
+    if re.fullmatch("[0-9]{1,9}", text):
+        return int(text)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0
+    groups = found.get("cluster", found) if isinstance(found, dict) else found
+    lists = groups.values() if isinstance(groups, dict) else [groups]
+    return sum(len(hosts) for hosts in lists if isinstance(hosts, list))
+
+
 def _tpu_pod(environ: Mapping[str, str]) -> ProcessSpec | None:
     """Detect TPU slices on GKE, whose webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
@@ -202,10 +265,12 @@ def _of_slices(hosts: Sequence[str], worker: int, megascale: Mapping[str, str], 
 
 
 def _slurm(environ: Mapping[str, str]) -> ProcessSpec | None:
-    """Detect a task of an srun step. An sbatch script itself has no step, and is alone."""
+    """Detect a task of an srun step, also over components of a heterogeneous job. An sbatch script itself has no step, and is alone."""
+    if any(_number(environ, size) == 1 for size, *_ in _MPI_VARIABLES):  # mpirun -n 1, which has started the step for its daemons
+        return None
     count = _number(environ, "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", 1)
     nodes = environ.get("SLURM_STEP_NODELIST")
-    if count == 1 or not nodes or "SLURM_PROCID" not in environ:
+    if not nodes or "SLURM_PROCID" not in environ or (count == 1 and _number(environ, "SLURM_PROCID") == 0):
         return None
     port = _port(_number(environ, "SLURM_JOB_ID"))
     step = f"srun (Slurm job {environ.get('SLURM_JOB_ID', '?')}, step {environ.get('SLURM_STEP_ID', '?')})"
@@ -218,11 +283,11 @@ def _port(job: int) -> int:
     return 61440 + job % 2048 * 2
 
 
-def first_node(nodes: str) -> str:
-    """Return the first host of Slurm's list: `node007` of `node[007-015,020],other`. Raises UserError."""
+def first_node(nodes: str, variable: str = "SLURM_STEP_NODELIST") -> str:
+    """Return the first host of Slurm's list, the value of `variable`: `node007` of `node[007-015,020],other`. Raises UserError."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if match is None:
-        raise UserError(f"SLURM_STEP_NODELIST = {_short(nodes)}: must be a list of hosts as Slurm writes it, such as node[007-015,020].")
+        raise UserError(f"{variable} = {_short(nodes)}: must be a list of hosts as Slurm writes it, such as node[007-015,020].")
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", match[0])
 
 
@@ -258,16 +323,34 @@ def _hosts_of_tasks(nodes: Sequence[str], tasks: Sequence[int], count: int, dist
 
 
 def _mpi(environ: Mapping[str, str]) -> ProcessSpec | None:
-    """Detect a process of mpirun or mpiexec. Only Open MPI 4 names mpirun's host, which is that of rank 0."""
-    for size, rank, name in (
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
-        ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
-    ):
-        if _number(environ, size, 1) > 1 and environ.get(rank):
-            uri = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))  # IPv6 in brackets
-            address = f"{_host_of(uri[2] or uri[3])}:{_port(int(uri[1]) // 4096)}" if uri else ""
-            return ProcessSpec(_number(environ, size), _number(environ, rank), address, f"{rank} ({name})")
+    """Detect a process of mpirun or mpiexec.
+
+    Process 0 is on the host of mpirun, which Open MPI 4 names; in a Slurm job, on its first node; or on this host, with all others.
+    """
+    for size, rank, local_size, _, name in _MPI_VARIABLES:
+        count, launcher = _number(environ, size), f"{rank} ({name})"
+        task = name != "Open MPI" and (environ.get("SLURM_STEP_NUM_TASKS"), environ.get("SLURM_PROCID")) == (str(count), environ.get(rank))
+        if count <= 1 or not environ.get(rank) or task:  # srun --mpi=pmi2 sets both
+            continue
+        uri = re.match(r"(\d+)\.\d+;tcp6?://(?:\[([^,\]]+)|([^,:]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))  # IPv6 in brackets
+        nodes, host, port = environ.get("SLURM_JOB_NODELIST", ""), "", _port(_number(environ, "SLURM_JOB_ID"))
+        if uri:
+            host, port = _host_of(uri[2] or uri[3]), _port(int(uri[1]) // 4096)
+        elif _number(environ, local_size) == count:
+            host, port = "localhost", _port(zlib.crc32(environ.get("PMIX_NAMESPACE", "").encode()))
+        elif nodes:
+            host, launcher = first_node(nodes, "SLURM_JOB_NODELIST"), f"{launcher} in Slurm job {environ.get('SLURM_JOB_ID', '?')}"
+        return ProcessSpec(count, _number(environ, rank), f"{host}:{port}" if host else "", launcher)
     return None
+
+
+def _jaxjob(environ: Mapping[str, str]) -> ProcessSpec | None:
+    """Detect a pod of Kubeflow's JAXJob (training operator). TrainJob, its successor, sets VARIABLES themselves."""
+    host, port = environ.get("COORDINATOR_ADDRESS", ""), environ.get("COORDINATOR_PORT", "")
+    if not (host and environ.get("NUM_PROCESSES") and environ.get("PROCESS_ID")):
+        return None
+    address = f"{_host_of(host)}:{port}" if port else host
+    return ProcessSpec(_number(environ, "NUM_PROCESSES"), _number(environ, "PROCESS_ID"), address, "PROCESS_ID (JAXJob)")
 
 
 def _indexed_job(environ: Mapping[str, str]) -> ProcessSpec | None:
@@ -300,12 +383,12 @@ def _share_gpus(spec: ProcessSpec, environ: Mapping[str, str], n_gpus: int) -> P
 
 def _local_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return (index of this process among those of its launcher on this node, their number)."""
+    for *_, size, rank, _ in _MPI_VARIABLES:
+        if environ.get(rank) and environ.get(size):
+            return _number(environ, rank), _number(environ, size)
     if "SLURM_LOCALID" in environ and environ.get("SLURM_STEP_TASKS_PER_NODE"):
         tasks = _tasks_by_node(environ)
         return _number(environ, "SLURM_LOCALID"), tasks[min(_number(environ, "SLURM_NODEID"), len(tasks) - 1)] if tasks else 1
-    for rank, size in (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
-        if environ.get(rank) and environ.get(size):
-            return _number(environ, rank), _number(environ, size)
     return 0, 1
 
 

@@ -9,12 +9,11 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from maxlm.config.errors import UserError
-from maxlm.config.loader import find, load
+from maxlm.config.loader import RUN_CONFIG, find, load
 from maxlm.config.paths import is_remote, store_argument
 from maxlm.config.schema import Config
 
 ROWS = 8  # of a batch that are printed
-RUN_CONFIG = "config.yml"
 
 
 def run(place: str, overrides: Sequence[str], step: int | None, *, as_json: bool) -> int:

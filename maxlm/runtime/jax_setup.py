@@ -5,8 +5,10 @@ from pathlib import Path
 
 import jax
 
+from maxlm.config.errors import UserError
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
-from maxlm.runtime.accelerators import any_device_file
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
+from maxlm.runtime.accelerators import any_device_file, find_accelerators
 
 
 def select_platform() -> None:
@@ -18,6 +20,23 @@ def select_platform() -> None:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
     if not any_device_file() and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
+
+
+def use_virtual_devices(count: int) -> None:
+    """Let the CPU be `count` devices, to try meshes without an accelerator. Call it before jax finds its devices. Raises UserError where an
+    accelerator is present, unless JAX_PLATFORMS=cpu leaves it alone.
+    """
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        present = find_accelerators()
+        if present or any_device_file():
+            named = f"{present[0].kind} at {present[0].trace}" if present else "with a device file"
+            raise UserError(
+                f"--devices {count}: splits a CPU where there is no accelerator, and here is one ({named}): leave the option out, or set "
+                "JAX_PLATFORMS=cpu."
+            )
+    jax.config.update("jax_platforms", "cpu")
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(VIRTUAL_DEVICES)]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"{VIRTUAL_DEVICES}{count}"])
 
 
 def enable_compilation_cache() -> str | None:

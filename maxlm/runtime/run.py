@@ -18,7 +18,7 @@ from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError
-from maxlm.config.loader import dump
+from maxlm.config.loader import saved_text
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.data.turns import turn_ends
@@ -52,6 +52,7 @@ from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
+from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.unhealthy_hosts import to_replace
@@ -62,12 +63,13 @@ from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
 from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
-from maxlm.training.session import Outcome, Session, Start
+from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
     "done": ExitCode.DONE,
     "nothing_left": ExitCode.DONE,
     "preempted": ExitCode.STOPPED,
+    "interrupted": ExitCode.STOPPED,
     "unhealthy": ExitCode.UNHEALTHY,
     "corrupted": ExitCode.HOST_LOST,  # started again, best without the host that was named
 }
@@ -77,11 +79,11 @@ LOCK_MARGIN_SECONDS = 10.0  # beyond the grace time, in which a run that receive
 
 
 class SamplePrinter(Protocol):
-    """Prints samples of the parameters of a finished run; returns early once `stopped()`."""
+    """Prints and returns samples of the parameters of a finished run, by prompt; returns early once `stopped()`."""
 
     def __call__(
         self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
-    ) -> None: ...
+    ) -> dict[str, str | None]: ...
 
 
 Predictor = Callable[[Config, Sequence[str]], Callable[[Program], float]]  # of the host of each process, too
@@ -235,7 +237,7 @@ def _profiling(run: OpenRun, session: Session, stop: StopSignal) -> Iterator[Ses
 
 def _regroups(outcome: Outcome, here: Cluster) -> bool:
     """True if training stopped because hosts have come back."""
-    return outcome.status == "preempted" and bool(here.regrouping())
+    return outcome.status in STOPPED and bool(here.regrouping())
 
 
 def _session(
@@ -258,6 +260,7 @@ def _session(
         run.journal,
         run.directory.path if run.directory.primary else None,
         checks,
+        signal=lambda: stop.received,
     )
 
 
@@ -285,7 +288,7 @@ def _record_start(run: OpenRun) -> Start:
     if directory.primary and start.restored is not None:
         changed = changed_settings(directory, config, start, run.data.train.fingerprint)
         start = replace(start, restored={**start.restored, "changed": changed} if changed else start.restored)
-    directory.write_config(dump(config))
+    directory.write_config(saved_text(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
         source = source_tokenizer(config)
@@ -375,20 +378,32 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., None], bill: Bill | None) -> None:
-    """Write the report, print samples and the report's path. Training is over: no failure here changes its outcome."""
-    config, directory = run.config, run.directory
+def _report(directory: RunDirectory) -> str:
+    """Write the report of the run; return a line about it."""
     try:
         message = f"report: {write_report([directory.path], directory.report)}"
         progress_file.record(reported=True)
     except Exception as error:
         message = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
+    return message
+
+
+def _conclude(
+    run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., dict[str, str | None]], bill: Bill | None
+) -> None:
+    """Write the report, print samples, write the report with them, and print its path. Training is over: no failure here changes its
+    outcome.
+    """
+    config, directory = run.config, run.directory
+    message = _report(directory)  # before the samples: a signal ends those at once
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
                 state = run.program.evaluated(outcome.state)
-                print_samples(config, directory.path, state.params, state.model_state, console)
+                texts = print_samples(config, directory.path, state.params, state.model_state, console)
+                append_samples(directory.samples, outcome.step, texts)
+                message = _report(directory) if texts else message
         except Exception as error:
             logging.getLogger(__name__).info("the samples failed", exc_info=True)
             say(f"no samples of the model: {error if isinstance(error, UserError) else first_line(error)}")
@@ -396,7 +411,7 @@ def _conclude(run: OpenRun, console: Console, outcome: Outcome, print_samples: C
             console.rule(style="dim")
     with contextlib.suppress(OSError):
         say(str(read_ledger(directory)))
-        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory))):
+        for line in filter(None, (figure.sentence() for figure in predicted.read_compared(directory) if figure.matters)):
             say(line)
     if bill is not None and (spent := bill.sentence(config.batch_sizes.before(outcome.step) * config.data.seq_len)):
         say(spent)

@@ -14,8 +14,9 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 def cause_of(event: Event) -> str:
-    """The cause of an alert for this event: that of an alarm, or finish, preempted, unhealthy, hang, rollback, restart; "" for no alert, as
-    of a hang that the end of the run will tell, and of processes that end to join anew.
+    """The cause of an alert for this event: that of an alarm, or finish, preempted, interrupted, unhealthy, hang, rollback, restart.
+
+    "" for no alert, as of a hang that the end of the run will tell, and of processes that end to join anew.
     """
     if event.kind == "alarm":
         cause = str(event.data.get("cause") or "alarm")

@@ -16,6 +16,7 @@ from maxlm.hardware.chips import chip_of
 from maxlm.hardware.power import POWERS, site_of
 from maxlm.hardware.prices import LIST_PRICES
 from maxlm.hardware.topologies import is_tpu
+from maxlm.hardware.vocabulary import vocabulary
 from maxlm.telemetry.attempts import Attempt
 from maxlm.telemetry.formatting import energy, money
 from maxlm.telemetry.ledger import ledger_of, read_attempts
@@ -49,6 +50,7 @@ class Rates:
     watts: float | None  # without the overhead of the data centre
     host_watts: float  # part of them that no counter of a chip sees
     pue: float
+    unit: str = "chip"  # word for one
 
     @property
     def per_second(self) -> float | None:
@@ -72,6 +74,7 @@ def rates_of(config: CostConfig | None, device_kind: str, devices: int) -> Rates
         watts=None if watts is None else watts * chips,
         host_watts=power.host_w * chips if power else 0.0,
         pue=own.pue if own.pue is not None else site.pue,
+        unit=vocabulary(chip).chip if chip else "device",
     )
 
 
@@ -167,7 +170,7 @@ class Bill:
         parts = []
         if totals.cost is not None:
             price = money(self.rates.per_chip_hour or 0.0, self.rates.currency)
-            parts.append(f"cost so far {money(totals.cost, self.rates.currency)} at {price} a chip-hour ({self.rates.origin})")
+            parts.append(f"cost so far {money(totals.cost, self.rates.currency)} at {price} a {self.rates.unit}-hour ({self.rates.origin})")
         if totals.kwh is not None:
             each = f", {totals.kwh * JOULES_A_KWH / tokens:.3g} J a token" if tokens > 0 else ""
             parts.append(f"energy so far {energy(totals.kwh)}{each}{' (estimated)' if totals.estimated else ''}")

@@ -18,7 +18,7 @@ PLAIN_EVERY_S = 10.0
 REFRESH_PER_S = 2  # a redraw costs milliseconds
 LONG_WAIT = 0.05  # share of a step from which the cause of the wait is shown
 BAR_MIN, BAR_MAX = 12, 40  # columns
-QUIET = ("preempt", "compile")  # after the one comes `stop`, with its message; the other is in the report
+QUIET = ("preempt", "interrupt", "compile")  # after the one comes `stop`, with its message; the other is in the report
 LOCAL_CAUSES = ("bad_chunk", "save_failed")  # causes of alarms that only one process sees
 
 

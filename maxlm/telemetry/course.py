@@ -21,6 +21,18 @@ def went_back(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
         yield begun
 
 
+class Undone:
+    """Whether a result is of updates that a rollback or a restart has undone: its step is yet to come, or has come again since."""
+
+    def __init__(self, events: Sequence[Event], last_step: int | None) -> None:
+        """`last_step`: updates of the run that count; None where that is unknown."""
+        self._back, self._last_step = [(events[index].time, step) for index, step in went_back(events)], last_step
+
+    def __call__(self, step: int, made: float) -> bool:
+        """`made`: time, seconds since 1970."""
+        return (self._last_step is not None and step > self._last_step) or any(to < step and when > made for when, to in self._back)
+
+
 def surviving(events: Sequence[Event]) -> list[Event]:
     """Events without those of updates that a later restart or rollback has undone."""
     kept: list[Event] = []

@@ -116,7 +116,7 @@ def sentence(event: Event) -> str:
             start = data.get("from_step")
             origin = f" from step {start:,}" if isinstance(start, int) else ""
             return f"Rolled back{origin} to {at}{reason}"
-        case "preempt":
+        case "preempt" | "interrupt":
             return f"Asked to stop at {at}{reason}"
         case "killed":
             return f"Killed or crashed after {at}: no end of this attempt was recorded"
@@ -129,7 +129,7 @@ def sentence(event: Event) -> str:
         case "stop":
             cause = f" ({str(data['reason']).replace('_', ' ')})" if data.get("reason") else ""
             message = f": {data['message']}" if data.get("message") else ""
-            more = "; the same command continues it" if data.get("reason") == "preempted" else ""
+            more = "; the same command continues it" if data.get("reason") in ("preempted", "interrupted") else ""
             return f"Stopped at {at}{cause}{message}{more}"
     return f"{event.kind} at {at}"  # an events.jsonl of a later version
 

@@ -15,7 +15,21 @@ from maxlm.telemetry.strict_json import dumps, is_finite, is_number
 log = logging.getLogger(__name__)
 
 EventKind = Literal[
-    "start", "compile", "restore", "save", "skip", "alarm", "eval", "tasks", "rollback", "preempt", "stop", "observer", "killed", "profile"
+    "start",
+    "compile",
+    "restore",
+    "save",
+    "skip",
+    "alarm",
+    "eval",
+    "tasks",
+    "rollback",
+    "preempt",
+    "interrupt",
+    "stop",
+    "observer",
+    "killed",
+    "profile",
 ]
 CLOSE_S = 10.0  # for all observers together
 
@@ -69,14 +83,15 @@ class Event:
     tasks     `tasks` (task -> metric -> value), `notes` (sentences about what was cut off or failed), `seconds`
     rollback  step gone back to; `from_step reason`, `cause` (spike, bad_loss, not_finite, layer_jump ...), `batches` left out from here on
               (their numbers), `seconds`, `passed_over` as above
-    preempt   `reason` (the signal)
+    preempt   `reason` (the signal, of a machine or a scheduler)
+    interrupt `reason` (the signal: Ctrl-C, or the end of the terminal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
               attempt; `goodput`, as far as its last heartbeat or its records tell
     profile   step before the first that was traced: `page` (its path), `attributed` (share of device time), `seconds` training paused for
               it; or `reason`, where it failed
     observer  an observer failed, was switched off or writes again: `name reason`
-    stop      last step; `reason` (done, nothing_left, preempted, unhealthy, hung), `message`, `goodput` (see goodput.py), `eval_loss`,
-              `bill` (cost and energy of the run so far)
+    stop      last step; `reason` (done, nothing_left, preempted, interrupted, unhealthy, hung), `message`, `goodput` (see goodput.py),
+              `eval_loss`, `bill` (cost and energy of the run so far)
     """
 
     kind: EventKind

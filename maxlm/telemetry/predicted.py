@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from maxlm.hardware.chips import GIB
 from maxlm.hardware.host import in_bytes
 from maxlm.telemetry import process_memory
 from maxlm.telemetry.course import first_step_since
@@ -17,6 +18,7 @@ from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_finite, is_number, read_objects
 
+SMALLEST_BYTES = GIB  # of a memory that the end of a run tells
 MEMORY, STEP = "memory_bytes", "step_s"  # keys of `predicted`
 
 
@@ -27,6 +29,11 @@ class Compared(NamedTuple):
     text: Callable[[float], str]
     measured: float | None
     predicted: float | None
+
+    @property
+    def matters(self) -> bool:
+        """True for a time, and for memory that a device or host could lack: of a small model on a CPU it is the noise of the process."""
+        return self.text is not in_bytes or max(self.measured or 0, self.predicted or 0) >= SMALLEST_BYTES
 
     def sentence(self) -> str:
         """Such as "peak memory 12.3 GB, predicted 12.0 GB (2.5% more than predicted)"; "" unless both are known."""

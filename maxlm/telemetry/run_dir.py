@@ -47,6 +47,7 @@ class RunDirectory:
     tensorboard = _Entry("tensorboard")
     checkpoints = _Entry("checkpoints")
     evaluations = _Entry("evaluations")
+    samples = _Entry("samples.jsonl")  # texts that the model has written
     profiles = _Entry("profile")  # a folder for each traced step
     roll_backs = _Entry("roll_backs.json")  # where training went back, and the batches that were left out
     integrity = _Entry("integrity.json")  # findings of the checks for silent corruption

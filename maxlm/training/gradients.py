@@ -136,7 +136,8 @@ def _gather(names: Axes, weight: jax.Array) -> jax.Array:
 
     @jax.custom_vjp
     def gather(weight: jax.Array) -> jax.Array:
-        return constrain(weight, *whole)
+        # Without the inner one XLA:GPU gathers what the weight was cast from, in float32
+        return constrain(constrain(weight, *names), *whole)
 
     gather.defvjp(lambda weight: (gather(weight), None), lambda _, gradient: (constrain(gradient, *names),))
     return gather(weight)

@@ -24,7 +24,7 @@ from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.telemetry.goodput import Goodput, Part
-from maxlm.telemetry.observer import Event
+from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
 from maxlm.training.ema import average_of
@@ -33,8 +33,8 @@ from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.replay import Replay
 from maxlm.training.rollback import Journal
-from maxlm.training.saving import Saving, not_finite
-from maxlm.training.session import Init, Outcome, RollBack, Session, Start
+from maxlm.training.saving import Saving, not_finite, prepare_saves
+from maxlm.training.session import STOPPED, Init, Outcome, RollBack, Session, Start, stopped_by
 from maxlm.training.step import TrainState
 
 
@@ -75,7 +75,8 @@ def restore_or_init(
 
 
 def _compile(program: Program) -> Future[Any]:
-    """Compile the step in a thread, for which nothing waits after an error."""
+    """Compile the step in a thread, for which nothing waits after an error, and in others what the first save would wait for."""
+    prepare_saves(program.abstract_state, program.mesh)
     pool = ThreadPoolExecutor(1)
     compiled = pool.submit(lambda: program.step)
     pool.shutdown(wait=False)
@@ -211,7 +212,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if meter.health.unhealthy:
                 return Outcome("unhealthy", step, meter.health.unhealthy, eval_loss, state)
             if reason is not None:
-                return Outcome("preempted", step, f"stopped by {reason}", eval_loss, state)
+                return Outcome(stopped_by(reason), step, f"stopped by {reason}", eval_loss, state)
             waiting = time.monotonic()
             try:
                 with goodput.measure("data_wait"):
@@ -220,7 +221,8 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
                 saving.before_error(step, state)
                 raise
             if batch is None:
-                return Outcome("preempted", step, f"stopped by {session.stop(step)} while the data did not come", eval_loss, state)
+                reason = session.stop(step)
+                return Outcome(stopped_by(reason), step, f"stopped by {reason} while the data did not come", eval_loss, state)
             _report_problems(session, session.data, step)
             waited = time.monotonic() - waiting
             if end := _corrupted(session, step, state, batch):
@@ -277,15 +279,16 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     if end.status == "done":
         end = replace(end, eval_loss=_evaluate(session, meter, saving, end.step, state))
         if (session.held_out is not None and end.eval_loss is None) or not _run_tasks(session, meter, saving, end.step, state):
-            end = replace(end, status="preempted", message=f"{end.message}, and a signal came before the evaluation")
+            end = replace(end, status=stopped_by(session.signal()), message=f"{end.message}, and a signal came before the evaluation")
     saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
         left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"
         because = "" if wrong == end.message else f" ({wrong})"
         end = replace(end, message=f"{end.message}; the last state is not saved{because}, and {left}")
-    if end.status == "preempted":
-        session.observers.on_event(Event("preempt", end.step, data={"reason": end.message}))
+    if end.status in STOPPED:
+        kind: EventKind = "preempt" if end.status == "preempted" else "interrupt"
+        session.observers.on_event(Event(kind, end.step, data={"reason": end.message}))
     return end
 
 

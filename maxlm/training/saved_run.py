@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import UnreachableError
-from maxlm.config import Config, UserError, load
+from maxlm.config import Config, UserError
+from maxlm.config.loader import RUN_CONFIG, load_saved
 from maxlm.config.schema import WeightsKind
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
@@ -29,7 +30,7 @@ from maxlm.training.rollback import Journal
 from maxlm.training.schedule_free import at_average, with_z
 from maxlm.training.split_masters import difference_dtype, in_parts, whole
 
-CONFIG, CHECKPOINTS, TOKENIZER = "config.yml", "checkpoints", "tokenizer"
+CONFIG, CHECKPOINTS, TOKENIZER = RUN_CONFIG, "checkpoints", "tokenizer"
 PUBLISHED = "published"  # files of the published model that a run goes back to, as they were imported
 _log = logging.getLogger(__name__)
 AVERAGE = ("updater", EMA)  # path of the moving average in a state
@@ -215,4 +216,4 @@ def open_run(directory: Path) -> SavedRun:
     """Open the folder of a run. The size of its mesh is not checked. Raises UserError if it is none."""
     if not (directory / CONFIG).is_file():
         raise UserError(f"{directory} is not a run directory: it has no {CONFIG}; give the folder that `maxlm train` printed.")
-    return SavedRun(directory, load(str((directory / CONFIG).absolute()), any_mesh=True).config)
+    return SavedRun(directory, load_saved(directory))

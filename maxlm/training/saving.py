@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.checkpoint import CheckpointError, multihost
+from maxlm.checkpoint import CheckpointError, digest, multihost
+from maxlm.checkpoint.ahead import AheadOfTime
 from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -207,18 +208,32 @@ class Saving:
 
 def not_finite(state: TrainState, mesh: Mesh) -> list[str]:
     """Names of the leaves that hold an infinity or a NaN. Waits for the devices and reads all of it: for saves, not for steps."""
-    leaves = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
-    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}  # and what is in files
-    rest = {name: leaf for name, leaf in leaves.items() if name not in host}
+    rest, host = _inexact(state)  # and what is in files
     everywhere = NamedSharding(mesh, PartitionSpec())
     finite = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
     finite |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(load_all(leaf)) for name, leaf in host.items()}
     return [name for name, whole in jax.device_get(finite).items() if not whole]
 
 
+def prepare_saves(abstract_state: TrainState, mesh: Mesh) -> None:
+    """Compile the programs of a save in threads, so that the first one need not wait for them: the check, and the digest."""
+    _compiled(NamedSharding(mesh, PartitionSpec())).prepare(list(_inexact(abstract_state)[0].values()))
+    digest.prepare(named_leaves(abstract_state))
+
+
+def _inexact(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Leaves of numbers that may not be finite: (on devices, in host memory)."""
+    leaves = {name: leaf for name, leaf in named_leaves(state).items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    host = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    return {name: leaf for name, leaf in leaves.items() if name not in host}, host
+
+
 @functools.cache
-def _compiled(everywhere: NamedSharding) -> Any:
-    return jax.jit(lambda leaves: tuple(jnp.all(jnp.isfinite(leaf)) for leaf in leaves), out_shardings=everywhere)
+def _compiled(everywhere: NamedSharding) -> AheadOfTime:
+    def check_finite(leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
+
+    return AheadOfTime(check_finite, everywhere)
 
 
 @functools.cache

@@ -16,7 +16,14 @@ from maxlm.training.rollback import Journal
 from maxlm.training.step import TrainState
 
 BRANCH = "branch"  # source of a state that is another run's; entry of a data position: the step of it
-Status = Literal["done", "nothing_left", "preempted", "unhealthy", "corrupted"]
+Status = Literal["done", "nothing_left", "preempted", "interrupted", "unhealthy", "corrupted"]
+STOPPED: tuple[Status, ...] = ("preempted", "interrupted")  # by a signal, after a save
+_BY_HAND = ("SIGINT", "SIGHUP")  # Ctrl-C, and a terminal that was closed; SIGTERM comes from a machine or a scheduler
+
+
+def stopped_by(reason: str | None) -> Status:
+    """Status of a run that stops for `reason`: the name of a signal, or why all processes are asked to stop."""
+    return "interrupted" if reason in _BY_HAND else "preempted"
 
 
 class Tasks(Protocol):
@@ -75,6 +82,7 @@ class Session:
     profiler: "StepProfiler | None" = None
     concluded: bool = True
     compilations: Compilations | None = None  # of this process
+    signal: Callable[[], str | None] = lambda: None  # name of the signal that this process has received
     check_owner: Callable[[], None] = lambda: None  # raises if another start of this run has taken over its checkpoints
 
 

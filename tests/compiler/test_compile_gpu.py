@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,6 @@ model: {vocab_size: 640, d_model: 128, n_layers: 2, n_heads: 4, n_kv_heads: 1, d
 data: {store: unused, seq_len: 128}
 train: {steps: 10, global_batch: 8, loss_chunks: 1}
 memory: {remat: [attention, gate, up]}
-precision: {matmul: MATMUL}
 """
 H200 = next(chip for chip in CHIPS if chip.name == "H200")
 MATMUL = """HloModule m, is_scheduled=true
@@ -88,20 +88,43 @@ metadata={op_name="jit(train_step)/attention_hopper_forward/mpmd_map"}
 """
 
 
-@pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
-@pytest.mark.parametrize(
-    ("matmul", "target"),
-    [pytest.param("null", "__cublas$lt$matmul", marks=pytest.mark.soak), ("{format: fp8}", "__cublas$lt$matmul$f8")],
-    ids=["bf16", "fp8"],
-)
-def test_the_step_compiles_for_a_host_of_h200s(matmul, target, tmp_path):
-    (tmp_path / "tiny.yml").write_text(TINY.replace("MATMUL", matmul), encoding="utf-8")
-    command = [sys.executable, "-m", "maxlm", "compile", "tiny", "--topology", "h200:1x2", "--json", "--hlo-out", str(tmp_path / "hlo")]
-    environment = {**os.environ, "MAXLM_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(maxlm.__file__).parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+compiles = pytest.mark.skipif(bool(gpu_compiler.missing()), reason=gpu_compiler.missing())
+
+
+def compiled(folder, topology, *overrides):
+    """(report, runs of all operations of a step) of TINY, compiled for the topology in a process of its own."""
+    (folder / "tiny.yml").write_text(TINY, encoding="utf-8")
+    command = [sys.executable, "-m", "maxlm", "compile", "tiny", "--topology", topology, "--json", "--hlo-out", str(folder / "hlo")]
+    environment = {**os.environ, "MAXLM_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(Path(maxlm.__file__).parents[1])}
+    done = subprocess.run([*command, *overrides], cwd=folder, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    report, program = json.loads(done.stdout), (tmp_path / "hlo").read_text(encoding="utf-8")
-    executed = [run for run in parser.read(program).executed() for _ in range(run.times)]
+    module = parser.read((folder / "hlo").read_text(encoding="utf-8"))
+    return json.loads(done.stdout), [run for run in module.executed() for _ in range(run.times)]
+
+
+def gathered(executed):
+    """Numbers that all-gathers give out, by dtype."""
+    found = Counter()
+    for run in executed:
+        if run.op.opcode in ("all-gather", "all-gather-start"):
+            results = run.op.shapes if run.op.opcode == "all-gather" else run.op.shapes[len(run.op.shapes) // 2 :]
+            for shape in results:
+                found[shape.dtype] += shape.elements
+    return found
+
+
+LAYERS, ENDS = 2 * (2 * 128 * 128 + 2 * 128 * 32 + 3 * 128 * 384), 2 * 640 * 128  # numbers in the matrices of TINY
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("matmul", "target", "zero"),
+    [pytest.param("null", "__cublas$lt$matmul", 3, marks=pytest.mark.soak), ("{format: fp8}", "__cublas$lt$matmul$f8", 2)],
+    ids=["bf16", "fp8, ZeRO stage 2"],
+)
+def test_the_step_compiles_for_a_host_of_h200s(matmul, target, zero, tmp_path):
+    report, executed = compiled(tmp_path, "h200:1x2", f"precision.matmul={matmul}", f"mesh.zero={zero}")
+    assert gathered(executed)["f32"] < 0.01 * LAYERS, gathered(executed)
     for kernel in ("attention_hopper_forward", "attention_hopper_dq", "attention_hopper_dkv"):
         runs = [run for run in executed if run.op.target.startswith("mosaic_gpu") and kernel in run.op.where]
         assert len(runs) == 2, f"{kernel} runs {len(runs)} times in two layers"
@@ -115,6 +138,25 @@ def test_the_step_compiles_for_a_host_of_h200s(matmul, target, tmp_path):
     said = {(row["opcode"], *row["axes"], row["link"]) for row in report["communication"]}
     assert {("all-gather", "fsdp", "ici"), ("reduce-scatter", "fsdp", "ici")} <= said
     assert "a guess" in report["warnings"][0]
+
+
+@compiles
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("overrides", "times"),
+    [
+        pytest.param(("mesh.zero=1",), 1, id="stage 1"),
+        pytest.param(("mesh.zero=2",), 1, id="stage 2"),
+        pytest.param(("mesh.zero=2", "train.microbatches=2"), 1, id="stage 2, microbatches"),
+        pytest.param(("mesh.zero=2", "train.microbatches=2", "mesh.fsdp=2", "mesh.stage=2"), 0, id="stage 2, pipeline"),
+        pytest.param((), 2, id="stage 3"),
+    ],
+)
+def test_weights_are_cast_before_they_are_gathered(overrides, times, tmp_path):
+    """`times`: how often each layer is gathered; 0: not counted, as stages of a pipeline gather activations, too."""
+    found = gathered(compiled(tmp_path, "a100-80gb:1x4", *overrides)[1])
+    assert found["f32"] < 0.01 * LAYERS and found["bf16"] >= LAYERS, found
+    assert times == 0 or found["bf16"] == pytest.approx(times * LAYERS + ENDS, rel=0.02), found
 
 
 def test_a_matmul_is_charged_by_its_flops_and_a_small_one_by_its_bytes():

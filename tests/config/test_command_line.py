@@ -1,18 +1,22 @@
 """The command line as a whole: help and version, what ends it in one line, and what it says of a model alone."""
 
+import importlib.util
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from maxlm import __version__, cli
+from maxlm import __version__, cli, command_line
+from maxlm.command_line import settings_named
 from maxlm.config import load
 from maxlm.config.errors import ExitCode
-from maxlm.config.loader import SHIPPED
+from maxlm.config.loader import SHIPPED, flatten
 
+ROOT = SHIPPED.parent
 PROGRAM = [sys.executable, "-m", "maxlm"]
 
 
@@ -77,7 +81,7 @@ def test_what_stops_a_command_has_its_exit_code(monkeypatch, capsys, raised):
         raise raised
 
     monkeypatch.setattr("maxlm.telemetry.report.write_report", stop)
-    monkeypatch.setattr(cli, "_close_output", lambda: None)
+    monkeypatch.setattr(command_line, "_close_output", lambda: None)
     code, _, err = end(monkeypatch, capsys, "report", "somewhere")
     assert code == (ExitCode.WRONG_INPUT if isinstance(raised, PermissionError) else ExitCode.STOPPED)
     assert err.startswith("maxlm: ") and err.count("\n") == 1
@@ -86,7 +90,7 @@ def test_what_stops_a_command_has_its_exit_code(monkeypatch, capsys, raised):
 def test_an_interrupt_is_said_once_by_the_program(monkeypatch, capsys):
     """`maxlm.__main__` knows the signal; what a command prints of it would be a second line."""
     monkeypatch.setattr("maxlm.telemetry.report.write_report", _interrupted)
-    assert end(monkeypatch, capsys, "report", "somewhere") == (cli.CTRL_C, "", "")
+    assert end(monkeypatch, capsys, "report", "somewhere") == (command_line.CTRL_C, "", "")
     code = "import maxlm.telemetry.report as r, os, signal; r.write_report = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
     program = f"import sys; {code}; sys.argv = ['maxlm', 'report', 'x']; from maxlm.__main__ import main; main()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -175,3 +179,57 @@ def test_a_report_overwrites_nothing_but_reports(monkeypatch, capsys, tmp_path, 
     code, _, err = end(monkeypatch, capsys, "report", "somewhere", "--out", str(out))
     assert (code, out.read_text()) == (2, content)
     assert err == f"maxlm: --out {out} exists and is no report of maxlm: it stays as it is; choose another file.\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--steps", "5"], "use train.steps=5, a setting"),
+        (["--steps=5"], "use train.steps=5, a setting"),
+        (["--train.steps", "5"], "use train.steps=5, a setting"),
+        (["--lr", "1e-3"], "use optimizer.peak_lr=1e-3 or"),
+        (["--global-batch", "8"], "use train.global_batch=8"),
+        (["--fsdp=8"], "use mesh.fsdp=8"),
+        (["--name", "x"], "use optimizer.name=x or run.name=x"),
+        (["--seed"], "use train.seed=VALUE"),
+        (["--banana"], "settings of the config are key=value, without dashes, such as train.steps=100"),
+    ],
+)
+@pytest.mark.parametrize("verb", [["train"], ["compile"], ["plan"], ["config"], ["data", "prepare"]])
+def test_an_option_that_is_a_setting_is_answered_with_the_setting(monkeypatch, capsys, verb, option, said):
+    code, _, err = end(monkeypatch, capsys, *verb, "runs/quickstart", *option)
+    assert code == ExitCode.WRONG_INPUT and said in err and err.count("\n") == 1
+
+
+def test_an_unknown_option_of_a_command_without_settings_is_not_taken_for_one(monkeypatch, capsys):
+    assert "No such option: --seed" in end(monkeypatch, capsys, "report", "x", "--seed", "3")[2]
+
+
+def test_every_setting_is_found_by_its_name():
+    keys = [key for key, _ in flatten(load("runs/quickstart").config.model_dump())]
+    for key in ("train.steps", "train.seed", "mesh.tensor", "checkpoint.keep", "data.seq_len", "model.d_model"):
+        assert key in keys and key in settings_named(key) and key in settings_named(key.rpartition(".")[2])
+
+
+def test_paths_of_what_is_installed_beside_the_program(monkeypatch, capsys):
+    for name in ("gcp/maxlm-gcp", "slurm/train.sbatch", "configs/models/llama3-8b.yml"):
+        assert Path(end(monkeypatch, capsys, "path", name)[1].strip()).is_file()
+    for name in ("nothing", "../tests", "/etc"):
+        code, _, err = end(monkeypatch, capsys, "path", name)
+        assert code == ExitCode.WRONG_INPUT and "there are configs, gcp/maxlm-gcp" in err
+
+
+@pytest.mark.parametrize("verb", [["run", "x.yml"], ["report", "x"], ["train-classifier", "a", "b", "c.npz"]])
+def test_packages_of_the_corpus_that_are_missing_are_named_together_before_anything_is_read(monkeypatch, capsys, verb):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in ("ftfy", "chardet") else find(name, *more))
+    code, _, err = end(monkeypatch, capsys, "corpus", *verb)
+    assert (code, err) == (2, "maxlm: maxlm corpus needs the packages chardet, ftfy: pip install 'maxlm[corpus]'.\n")
+
+
+def test_every_package_that_the_corpus_imports_is_asked_for():
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "maxlm/corpus").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", sources, re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    optional = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in extras["corpus"]}
+    assert imported & optional - {"py3langid", "backports"} == set(cli.CORPUS_PACKAGES)

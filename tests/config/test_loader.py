@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from maxlm import cli
+from maxlm import __version__, cli
 from maxlm.config import UserError, load
 from maxlm.config.explain import MOVED, section_of
-from maxlm.config.loader import COMMAND_LINE, SHIPPED, dump, flatten
+from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, flatten, load_saved, saved_text
 from maxlm.config.rules import check_devices, topology_of
 from maxlm.config.schema import Config, LoopConfig, MemoryConfig, SamplesConfig
 
@@ -374,3 +374,78 @@ def test_a_setting_that_has_moved_is_named_with_its_new_place(write, old, new):
     for name in path:
         info = owner.model_fields[name]
         owner = section_of(info, {}) or owner
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_smoke_test_of_any_run_needs_one_setting(name, steps):
+    """Warm-up and decay of a file are shortened for the command line's `train.steps`, and that is said."""
+    before = load(name).config
+    loaded = load(name, [f"train.steps={steps}", *(["train.tokens=null"] if before.train.tokens else [])])
+    optimizer = loaded.config.optimizer
+    warmup = loaded.config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    assert warmup < steps and warmup + loaded.config.decay_steps <= steps
+    assert bool(loaded.notes) == (before.optimizer != optimizer)
+    assert not load(name).notes
+
+
+@pytest.mark.parametrize(
+    ("settings", "warmup", "decay"),
+    [
+        (["train.steps=5"], 4, 0),
+        (["train.steps=5", "optimizer.schedule=wsd"], 4, 1),
+        (["train.steps=500", "optimizer.schedule=wsd", "optimizer.decay_steps=485"], 15, 485),
+        (["train.steps=1"], 0, 0),
+        (["train.steps=21"], 20, 0),
+    ],
+)
+def test_warm_up_and_decay_get_what_room_there_is(write, settings, warmup, decay):
+    write(long=f"{BASE.replace('steps: 10', 'steps: 1000')}\noptimizer: {{warmup_steps: 20}}\n")
+    config = load("long", settings).config
+    assert (config.optimizer.warmup_steps, config.decay_steps) == (warmup, decay)
+
+
+def test_a_warm_up_that_the_same_hand_wrote_is_refused_and_not_shortened(write):
+    write(short=f"{BASE}\noptimizer: {{warmup_steps: 20}}\n", long=BASE)
+    for name, settings in (("short", []), ("long", ["train.steps=5", "optimizer.warmup_steps=20"])):
+        with pytest.raises(UserError, match=r"optimizer\.warmup_steps = 20"):
+            load(name, settings)
+
+
+def test_the_folder_of_a_run_is_its_config_wherever_it_lies(write, tmp_path):
+    write(elsewhere__mine__config=f"{BASE}\nrun: {{dir: runs, name: first}}\n", both=BASE, both__config=BASE, empty__other=BASE)
+    for name, place in (("elsewhere/mine", ("elsewhere", "mine")), (f"{tmp_path}/elsewhere/mine/", (f"{tmp_path}/elsewhere", "mine"))):
+        run = load(name).config.run
+        assert (run.dir, run.name) == place
+    assert load("elsewhere/mine", ["run.name=new"]).config.run.name == "new"
+    assert load("elsewhere/mine/config.yml").config.run.dir == "runs", "a file is a config as any"
+    assert load("both").config.run.name == "both", "a config of that name wins"
+    with pytest.raises(UserError, match=r"empty is a folder without config\.yml"):
+        load("empty")
+
+
+def test_here_is_a_folder_of_a_run_too(write, tmp_path, monkeypatch):
+    write(elsewhere__mine__config=BASE)
+    monkeypatch.chdir(tmp_path / "elsewhere/mine")
+    for name in (".", "../mine"):
+        run = load(name).config.run
+        assert (run.dir, run.name) == (str(tmp_path / "elsewhere"), "mine")
+
+
+@pytest.mark.parametrize("line", ["# Written by maxlm 0.0.9\n", ""])
+def test_a_saved_config_that_this_version_cannot_read_names_the_version_that_wrote_it(tmp_path, line):
+    (tmp_path / RUN_CONFIG).write_text(f"{line}{BASE}future: {{setting: 1}}\n")
+    with pytest.raises(UserError, match=r"future.*written by (a )?maxlm (0\.0\.9|of before).* or export the run with that version"):
+        load_saved(tmp_path)
+    with pytest.raises(UserError, match=r"future.*written by .* or export the run with that version"):
+        load(str(tmp_path))
+    (tmp_path / RUN_CONFIG).write_text(f"# Written by maxlm {__version__}\n{BASE}future: {{setting: 1}}\n")
+    with pytest.raises(UserError, match="future") as caught:
+        load_saved(tmp_path)
+    assert "written by" not in str(caught.value), "a mistake of today"
+
+
+def test_a_saved_config_reads_back(tmp_path):
+    config = load("runs/quickstart").config
+    (tmp_path / RUN_CONFIG).write_text(saved_text(config))
+    assert load_saved(tmp_path) == config

@@ -8,8 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.read import REASONS, ReadSettings, read
-from maxlm.corpus.read.stream import zstd
+from maxlm.corpus.read import read
+from maxlm.documents.records import REASONS, ReadSettings
+from maxlm.documents.stream import zstd
 
 SMALL = ReadSettings(max_record_bytes=10_000, ratio_from_bytes=100_000, max_ratio=100)
 PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd.compress}

@@ -23,8 +23,8 @@ from maxlm import cli
 from maxlm.config import directory_lock
 from maxlm.corpus import command, engine
 from maxlm.corpus.executors import local
-from maxlm.corpus.read.stream import zstd
 from maxlm.corpus.shards import read_shard
+from maxlm.documents.stream import zstd
 
 GOOD = b'{"text": "The first text of the file that is good."}\n{"text": "And a second one, which is good as well."}\n'
 MORE = b"".join(json.dumps({"text": random.Random(n).randbytes(30).hex()}).encode() + b"\n" for n in range(500))
@@ -97,7 +97,7 @@ COUNTED: dict[str, tuple[Files, int, dict[str, int]]] = {
     "HTML in great depth": ({"a.html": b"<html><body>" + b"<b>" * 3000 + b"x"}, 0, {"malformed": 1}),
     "WARC with garbage": ({"a.warc": PAGE + b"some\ngarbage\r\n\r\n" + PAGE}, 2, {"malformed": 1}),
     "schema that changes": (
-        {"a.parquet": table(text=["x"], n=[1]), "b.parquet": table(content=["y"]), "c.parquet": table(text=[1, 2])}
+        {"a.parquet": table(text=["x"], n=[1]), "b.parquet": table(content=["y"]), "c.parquet": table(text=[1])}
         | {"d.parquet": table(text=["z"], n=["one"])},
         2,
         {"missing_field": 1, "not_text": 1},
@@ -274,8 +274,12 @@ SOURCE = {"paths": ["raw"]}
 # Settings that cannot be honoured -> what is prepared, changes of the corpus file, words of the line. The exit code is 2.
 REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
     "source that is missing": (nothing, paths("raw", "nowhere"), r"nowhere does not exist; give"),
-    "folder without files": (lambda folder: (folder / "bare").mkdir(), paths("bare"), r"bare has no file in it; give"),
-    "glob without matches": (nothing, paths("raw/*.warc"), r"raw/\*\.warc has no file in it; give"),
+    "folder without files": (
+        lambda folder: (folder / "bare").mkdir(),
+        paths("bare"),
+        r"bare (is a folder without files of data|matches no file); give",
+    ),
+    "glob without matches": (nothing, paths("raw/*.warc"), r"raw/\*\.warc (is a folder without files of data|matches no file); give"),
     "storage that is unknown": (nothing, paths("nosuch://x/y"), r"nosuch:// is no storage that fsspec knows"),
     "object that is missing": (nothing, paths("memory://none/a"), r"memory://none/a does not exist"),
     "file of two sources": (
@@ -335,3 +339,34 @@ def test_two_runs_in_one_output_exclude_each_other(tmp_path, monkeypatch, capsys
 
 def test_there_are_fifty_cases():
     assert len(COUNTED) + len(PASSING) + len(REFUSED) >= 50
+
+
+def test_a_table_without_the_column_counts_its_rows_and_names_its_columns(tmp_path, monkeypatch, capsys):
+    """As the only file of a source it ends the run, again and again; with the name of the column for this source it is read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.parquet").write_bytes(table(content=[f"Row {number}." for number in range(300)], url=["u"] * 300))
+    sources = {"made": {"paths": ["raw"]}, "web": {"paths": ["web"]}}
+    save(tmp_path, sources=sources)
+    for _ in range(2):
+        code, said = run(monkeypatch, capsys)
+        assert code == 2 and re.search(
+            r"sources\.web.*\(300 rows\) has no field text; set sources\.web\.text_field to .*content, url", said
+        )
+    assert not (tmp_path / "out/report.json").exists()
+    save(tmp_path, sources={"made": {"paths": ["raw", "web"]}})
+    assert run(monkeypatch, capsys)[0] == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["passes"][0]["removed"] == {"read/missing_field": 300}
+    sources["web"]["text_field"] = "content"
+    save(tmp_path, sources=sources)
+    assert run(monkeypatch, capsys)[0] == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["passes"][0]["came"]["web"][0] == 300
+
+
+def test_an_output_without_documents_is_an_error_with_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, filters={"length": {"min_words": 10_000}})
+    for _ in range(2):
+        code, said = run(monkeypatch, capsys)
+        assert code == 2 and re.search(r"out: no document is left, removed for \S*length\S* \(2\)", said)
+    assert (tmp_path / "out/report.html").exists()

@@ -232,8 +232,8 @@ def test_a_remote_file_of_other_content_and_equal_size_is_another_input(tmp_path
     assert digest(tmp_path / "out") == before
     (tmp_path / "out" / "documents" / "000000.jsonl.zst").unlink()
 
-    def read_and_replace(*arguments):
-        yield from read(*arguments)
+    def read_and_replace(*arguments, **settings):
+        yield from read(*arguments, **settings)
         store("last")
 
     plan, read = engine.make_plan(config), engine.read

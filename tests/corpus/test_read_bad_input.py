@@ -14,7 +14,9 @@ from pyarrow import parquet
 from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
 from maxlm.config.errors import UnavailableError, UserError
-from maxlm.corpus.read import ReadSettings, find, read
+from maxlm.corpus.read import read
+from maxlm.documents.files import find_once
+from maxlm.documents.records import ReadSettings
 
 GOOD = warc("response", "http://good", answer(HTML.encode()))
 RANDOM = random.Random(5).randbytes(3000)
@@ -22,6 +24,7 @@ RANDOM = random.Random(5).randbytes(3000)
 FILES = {
     # name: content, documents, removed by reason
     "empty.jsonl": (b"", 0, {"empty": 1}),
+    "empty.txt": (b"", 0, {"empty": 1}),
     "empty.gz": (gzip.compress(b""), 0, {"empty": 1}),
     "blank.txt": (b" \n\n\t", 0, {"empty": 1}),
     "blank_lines.jsonl": (b"\n\n" + lines(2) + b"\r\n  \n", 2, {}),
@@ -84,8 +87,10 @@ FILES = {
     "cut.parquet": (b"PAR1" + RANDOM, 0, {"truncated": 1}),
     "damaged.parquet": (b"PAR1" + RANDOM + b"PAR1", 0, {"damaged": 1}),
     "damaged.arrayrecord": (b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f" + RANDOM, 0, {"damaged": 1}),
-    "cut.json": (b'[\n{"text": "a"},\n{"te', 0, {"not_json": 1}),
+    "cut.json": (b'[\n{"text": "a"},\n{"te', 1, {"truncated": 1}),
     "empty_list.json": (b"[]", 0, {"empty": 1}),
+    "page.jsonl": (HTML.encode(), 0, {"not_json": 1}),
+    "page.json": (HTML.encode(), 0, {"not_json": 1}),
     "cut.gz": (gzip.compress(b"Some text of one document. " * 9)[:-3], 0, {"truncated": 1}),
 }
 
@@ -157,7 +162,7 @@ def test_memory_is_bounded_by_the_largest_record(tmp_path):
 
 
 def test_zstd_window_and_frames(tmp_path):
-    from maxlm.corpus.read.stream import zstd
+    from maxlm.documents.stream import zstd
 
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0skip" + zstd.compress(lines(2)))
@@ -216,7 +221,7 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError):
-        find([source])
+        find_once([source])
 
 
 class Faulty:
@@ -249,7 +254,7 @@ class Faulty:
     ],
 )
 def test_file_that_vanishes_while_it_is_read(monkeypatch, error, reason):
-    monkeypatch.setattr("maxlm.corpus.read.reader.open_input", lambda path: Faulty(lines(100), error))
+    monkeypatch.setattr("maxlm.documents.reader.open_input", lambda path: Faulty(lines(100), error))
     documents, removed = found("a.jsonl")
     assert len(documents) >= 90 and [item.reason for item in removed] == [reason]
 
@@ -260,7 +265,7 @@ def test_file_that_vanishes_while_it_is_read(monkeypatch, error, reason):
 )
 def test_storage_that_may_come_back_stops_the_reader(monkeypatch, path, error):
     """Documents must not be missing by chance: what may pass is an error, not a removed record."""
-    monkeypatch.setattr("maxlm.corpus.read.reader.open_input", lambda path: Faulty(lines(100), error))
+    monkeypatch.setattr("maxlm.documents.reader.open_input", lambda path: Faulty(lines(100), error))
     with pytest.raises(UnavailableError):
         list(read(path, SMALL))
 
@@ -295,7 +300,7 @@ def test_storage_that_fails_within_a_parquet_file_is_not_damage(tmp_path, monkey
                 raise error
             return super().read(count)
 
-    monkeypatch.setattr("maxlm.corpus.read.reader.open_input", lambda path: Failing(data))
+    monkeypatch.setattr("maxlm.documents.reader.open_input", lambda path: Failing(data))
     results = read("gs://b/a.parquet", ReadSettings())
     if passes:
         with pytest.raises(UnavailableError, match="try again when the cause is gone"):
@@ -309,7 +314,7 @@ def test_permission_denied(tmp_path, monkeypatch):
     def refuse(path: str) -> None:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("maxlm.corpus.read.reader.open_input", refuse)
+    monkeypatch.setattr("maxlm.documents.reader.open_input", refuse)
     assert outcome(tmp_path / "a") == (0, {"unreadable": 1})
 
 

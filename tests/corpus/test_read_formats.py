@@ -10,8 +10,10 @@ import pytest
 from pyarrow import parquet
 from read_cases import HTML, PACK, SMALL, answer, dump, found, lines, outcome, page, warc
 
-from maxlm.corpus.read import ReadSettings, find, read
-from maxlm.corpus.read.wikitext import plain_text
+from maxlm.corpus.read import read
+from maxlm.documents.files import find_once
+from maxlm.documents.records import ReadSettings
+from maxlm.documents.wikitext import plain_text
 
 
 @pytest.mark.parametrize("pack", PACK)
@@ -36,7 +38,7 @@ def test_block_borders_change_nothing(tmp_path, monkeypatch):
     whole = found(path)
     assert len(whole[0]) == 61
     for block in (1, 7, 1000):
-        monkeypatch.setattr("maxlm.corpus.read.stream.BLOCK", block)
+        monkeypatch.setattr("maxlm.documents.stream.BLOCK", block)
         assert found(path) == whole
 
 
@@ -167,8 +169,8 @@ def test_array_record(tmp_path):
         writer.write(record)
     writer.close()
     documents, removed = found(path)
-    assert [item.text for item in documents] == ["one", "plain text", "Grüße", "{ no json"] and documents[0].metadata == {"n": 1}
-    assert [item.reason for item in removed] == ["missing_field"]
+    assert [item.text for item in documents] == ["one", "plain text", "Grüße"] and documents[0].metadata == {"n": 1}
+    assert [item.reason for item in removed] == ["missing_field", "not_json"]
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -187,14 +189,13 @@ def test_json_files(tmp_path, indent):
     assert outcome(path) == (3, {})
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.txt", "a"])
 def test_files_of_one_document(tmp_path, name):
     path = tmp_path / name
     path.write_text(HTML)
     assert [item.text for item in found(path)[0]] == ["Grüße aus Köln, it is late."]
-    if name != "a.jsonl":
-        path.write_text("Some text.\nMore of it.\n")
-        assert [(item.id, item.text) for item in found(path)[0]] == [(f"{path}#1", "Some text.\nMore of it.\n")]
+    path.write_text("Some text.\nMore of it.\n")
+    assert [(item.id, item.text) for item in found(path)[0]] == [(f"{path}#1", "Some text.\nMore of it.\n")]
 
 
 def test_find_gives_each_file_once_and_sorted(tmp_path, monkeypatch):
@@ -206,11 +207,11 @@ def test_find_gives_each_file_once_and_sorted(tmp_path, monkeypatch):
     (tmp_path / "b/self").symlink_to("self")
     expected = ["a/x.jsonl/y.txt", "b/1.txt", "b/2.txt", "b/self", "c.txt"]
     for sources in itertools.permutations(["a/x.jsonl", "b", "c.txt", "b/*.txt"]):
-        assert [file.path for file in find(sources)] == expected
-    assert [file.size for file in find(["c.txt"])] == [5]
-    everything = [file.path for file in find([str(tmp_path)])]
+        assert [file.path for file in find_once(sources)] == expected
+    assert [file.size for file in find_once(["c.txt"])] == [5]
+    everything = [file.path for file in find_once([str(tmp_path)])]
     assert everything == sorted(set(everything)) and len(everything) == 5  # the link to the folder above brings nothing twice
-    assert [file.path for file in find(["b/**/1.txt"])] == ["b/1.txt"]
+    assert [file.path for file in find_once(["b/**/1.txt"])] == ["b/1.txt"]
 
 
 def test_urls(tmp_path):
@@ -219,9 +220,9 @@ def test_urls(tmp_path):
     memory = fsspec.filesystem("memory")
     memory.pipe("/corpus-read/a/1.jsonl", lines(3))
     memory.pipe("/corpus-read/a/2.jsonl.gz", gzip.compress(lines(2)))
-    files = find(["memory://corpus-read/a"])
+    files = find_once(["memory://corpus-read/a"])
     assert [file.path for file in files] == ["memory:///corpus-read/a/1.jsonl", "memory:///corpus-read/a/2.jsonl.gz"]
-    assert files[0].size == len(lines(3)) and find(["memory://corpus-read/*/1.jsonl"]) == [
+    assert files[0].size == len(lines(3)) and find_once(["memory://corpus-read/*/1.jsonl"]) == [
         type(files[0])(files[0].path, files[0].size, "memory://corpus-read/*/1.jsonl")
     ]
     assert [outcome(file.path) for file in files] == [(3, {}), (2, {})]

@@ -5,9 +5,8 @@ import time
 import pytest
 from read_cases import outcome
 
-from maxlm.corpus.document import Removed
-from maxlm.corpus.read import ReadSettings
-from maxlm.corpus.read.html import DEEPEST, _depth, of_html
+from maxlm.documents.html import DEEPEST, _depth, of_html
+from maxlm.documents.records import Defect, ReadSettings
 
 MANY = DEEPEST + 500
 DRAWINGS = {
@@ -43,7 +42,7 @@ def test_pages_without_main_content(tmp_path):
     path = tmp_path / "a.html"
     path.write_text("<html><head><title>T</title></head><body><nav><a href='/'>Home page</a> <a href='/b'>Next</a></nav></body></html>")
     assert outcome(path, ReadSettings()) == (0, {"no_main_content": 1})
-    menus = of_html("a#1", path.read_bytes(), {})
-    assert isinstance(menus, Removed) and "Home page" in menus.example
+    menus = of_html(1, "", path.read_bytes(), {})
+    assert isinstance(menus, Defect) and "Home page" in menus.example
     path.write_text("<html><head><title>T</title><style>a {}</style></head><body><script>x < 1</script><br></body></html>")
     assert outcome(path, ReadSettings()) == (0, {"empty": 1})

@@ -5,8 +5,7 @@ import unicodedata
 
 import pytest
 
-from maxlm.corpus.read import normalise
-from maxlm.corpus.read.text import decode, wide_encoding
+from maxlm.documents.text import decode, normalise, wide_encoding
 
 ALPHABET = (
     "aZ \n\t\r\0\b\x0b\x0c\x1b[31m\x7f\x80\x85\x93\xa0Ãâ€™Â©éàe\u0301\u212b\ufeff\u2028\ud83d\ude00\ud800ß漢字РС°ё√‚Ä\ufffd\ufffa😀가"
@@ -40,10 +39,10 @@ def test_long_texts_are_normalised_by_pieces(monkeypatch):
     chance = random.Random(11)
     for _ in range(300):
         text = "".join(chance.choices(ALPHABET + "\n\n\n", k=chance.randrange(200)))
-        monkeypatch.setattr("maxlm.corpus.read.text.PIECE", 10**9)
+        monkeypatch.setattr("maxlm.documents.text.PIECE", 10**9)
         whole = normalise(text)
         for piece in (0, 1, 30):
-            monkeypatch.setattr("maxlm.corpus.read.text.PIECE", piece)
+            monkeypatch.setattr("maxlm.documents.text.PIECE", piece)
             assert normalise(text) == whole
     title = "\x1b]0;a\nb\x07"  # an escape sequence that goes over lines
     assert normalise(title * 20) == ""
@@ -122,7 +121,7 @@ def test_a_declared_encoding_that_is_none_does_no_harm(declared):
 
 def test_shortcut_by_bytes_misses_nothing():
     """Wherever an expression for what must be mended matches, the bytes that stand for it are found first."""
-    from maxlm.corpus.read.text import _SIGNS
+    from maxlm.documents.text import _SIGNS
 
     seen = set()
     for code in [*range(0x80, 0x3000), *range(0xFEF0, 0x10000)]:

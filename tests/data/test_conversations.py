@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Bpe, processors
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig, PromptResponseConfig
 from maxlm.data import marks, rendering
-from maxlm.data.chat_template import ChatTemplate, Renderer, TemplateError
+from maxlm.data.chat_template import ChatTemplate, Conversation, Renderer, TemplateError
 from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.inspect import describe
 from maxlm.data.prepare import prepare
@@ -200,7 +200,7 @@ YES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
         ({"messages": [CHAT[0], {**CHAT[1], "thought": [{TURN: 1}]}]}, CHAT_KIND, r"messages\[1\] holds the special token"),
         ({"messages": YES, "tools": [{"name": f"a{END}"}]}, CHAT_KIND, "tools holds the special token"),
         ({"messages": [{"role": "\ud800", "content": "a"}, CHAT[1]]}, CHAT_KIND, r"messages\[0\] holds half a surrogate pair"),
-        ('{"messages": ' + json.dumps(YES) + ', "tools": ' + "[" * 900 + "]" * 900 + "}\n", CHAT_KIND, "too deeply"),
+        ('{"messages": ' + json.dumps(YES) + ', "tools": [{"a": ' + "[" * 900 + "]" * 900 + "}]}\n", CHAT_KIND, "too deeply"),
         ('{"prompt": "a", "response": "b", "id": ' + "1" * 5000 + "}\n", PLAIN, "line 2 is not JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, PAIRS, "chosen and rejected are the same"),
         ({"prompt": CHAT[:1], "chosen": "b", "rejected": "c"}, PAIRS, "the field chosen must be a list"),
@@ -256,7 +256,7 @@ def test_a_hostile_template_is_one_line(source, monkeypatch):
         monkeypatch.setattr(rendering, "SECONDS", 1.0)
     render = RenderingProcess(ChatTemplate(source, {}))
     with pytest.raises(UserError, match=HOSTILE[source]) as error:
-        render(YES)
+        render(Conversation(YES))
     render.close()
     assert str(error.value).startswith("the chat template")
 
@@ -265,11 +265,11 @@ def test_a_template_whose_turns_cannot_be_found_is_refused():
     """As Qwen3's, which leaves out what the assistant thought in earlier turns."""
     source = "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateError, match=r"up to messages\[1\] in another way when more follows.*generation"):
-        Renderer(ChatTemplate(source, {})).render(CHAT)
+        Renderer(ChatTemplate(source, {})).render(Conversation(CHAT))
 
 
 def test_the_day_is_that_of_the_settings():
-    assert Renderer(ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, "2026-01-31")).render(CHAT[:1]).text == "31 Jan 2026"
+    assert Renderer(ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, "2026-01-31")).render(Conversation(CHAT[:1])).text == "31 Jan 2026"
 
 
 def test_the_vocabulary_is_built_once(folder, monkeypatch):
@@ -300,7 +300,7 @@ def test_what_is_no_day_is_refused(folder, tmp_path, day):
 
 def test_an_unforeseen_failure_of_the_process_is_not_called_one_of_memory():
     with pytest.raises(UserError, match=r"the chat template fails: day"):
-        RenderingProcess(ChatTemplate("", {}, "2026-02-31"))(YES)
+        RenderingProcess(ChatTemplate("", {}, "2026-02-31"))(Conversation(YES))
 
 
 def test_nothing_of_an_earlier_attempt_stays(folder, tmp_path):

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from maxlm.config.schema import PreferencesConfig, PromptResponseConfig
+from maxlm.config.errors import UserError
+from maxlm.config.schema import DataConfig, PreferencesConfig, PromptResponseConfig
 from maxlm.data import marks
 from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.encoding import NOTHING
+from maxlm.data.prepare import prepare
 from maxlm.data.readers import Document
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer, train_tokenizer
@@ -73,3 +75,21 @@ def test_a_response_keeps_its_spaces(file, spaces, name):
         names = {number: token for token, number in case.ids.items()}
         text = "".join(names[token] for token in answer)
         assert len(text) - len(text.lstrip("▁")) == spaces, text
+
+
+@pytest.mark.parametrize("name", ["prepend", "byte_level"])
+def test_a_store_whose_responses_have_a_space_more_is_refused(tmp_path, monkeypatch, name):
+    """As versions made it that encoded both parts of a pair alone; with other tokenizers such a store is as good as a new one."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text((CASES / "prepend.json").read_text() if name == "prepend" else train_tokenizer(["a b c"], 300, "</s>").text)
+    tokens = {"path": str(file), "end_of_document": "</s>"}
+    part = {"sources": [str(CASES / "answer.jsonl")], "eval_fraction": 0.0, "workers": 1, "tokenizer": tokens}
+    config = DataConfig(store=str(tmp_path / "store"), seq_len=99, prepare={**part, "conversations": {"kind": "prompt_response"}})
+    with monkeypatch.context() as older:
+        older.setattr(Tokenizer, "joins", True)
+        prepare(config, progress=False)
+    if name == "prepend":
+        with pytest.raises(UserError, match=r"data\.store .*conversations\.pairs = null, and now it is encoded as one text"):
+            prepare(config, progress=False)
+    else:
+        prepare(config, progress=False)

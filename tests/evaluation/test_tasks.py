@@ -23,7 +23,7 @@ SHIPPED = "brackets,counting,prose"
 
 
 class GivenTokenizer:
-    prefix, _joins = 0, True
+    prefix, joins = 0, True
     encode_pair, _continued = Tokenizer.encode_pair, Tokenizer._continued
 
     def encode(self, text, special=False):

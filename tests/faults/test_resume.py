@@ -97,8 +97,11 @@ def test_a_signal_saves_and_exits_3_and_the_same_command_goes_on(straight, works
     wait_for_step(workspace, 7, process)
     process.send_signal(number)
     finish(process, code=3)
-    (stopped,) = events(workspace, "preempt")
+    kind, status = ("interrupt", "interrupted") if number == signal.SIGINT else ("preempt", "preempted")
+    (stopped,) = events(workspace, kind)
     assert number.name in stopped["reason"]
+    assert [event["reason"] for event in events(workspace, "stop")] == [status]
+    assert status in (workspace / "runs/small/report.html").read_text()
     finish(start(workspace, *settings))
     assert events(workspace, "restore")[0]["step"] == stopped["step"], "nothing is trained twice after an orderly stop"
     assert exact(metrics(workspace)) == exact(metrics(straight))

@@ -48,6 +48,17 @@ def cloud(tmp_path, repository, python) -> Cloud:
     return Cloud(home, repository, python)
 
 
+@pytest.fixture
+def only_programs(cloud, tmp_path) -> str:
+    """A PATH with the stand-ins and with what every Linux has: no real gcloud, kubectl, srun or maxlm of this machine."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    names = "bash cat cp cut date dirname env git grep id md5sum mkdir mktemp mv od paste rm sed seq sort tail touch tr"
+    for name in names.split():
+        (folder / name).symlink_to(shutil.which(name))
+    return f"{cloud.home}/bin:{folder}"
+
+
 @pytest.fixture(scope="session")
 def dry_runs(repository, shared, python, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     """(exit code, stdout, stderr) of a dry run of each maxlm-gcp of the documentation, and of what it leaves out.

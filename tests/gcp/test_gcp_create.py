@@ -172,7 +172,7 @@ def test_changes_that_are_not_committed_are_not_left_behind(cloud):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([RUN, "--accelerator", "v5p-130"], "accelerator = v5p-130: no machine of that name is known; did you mean v5p-"),
+        ([RUN, "--accelerator", "v5p-130"], "accelerator = v5p-130: no v5p-130 is rented; near it there are v5p-64"),
         (["runs/nothing"], "runs/nothing"),
         ([RUN, "--bucket", "mine"], "--bucket mine: must be gs://NAME"),
         (["runs/llama3-8b-tpu7x-128", "--gke"], "--gke needs --image"),

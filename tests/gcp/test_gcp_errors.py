@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,31 @@ def test_a_bucket_that_cannot_be_read_is_not_an_empty_one(cloud):
     cloud.state(NAME, "READY")
     cloud.answer("storage cat", err=BUCKET_PERMISSION, code=1)
     assert "you lack the permission storage.objects.create" in cloud.run("watch", RUN, "--once", code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "said"),
+    [
+        ("bin/gcloud", (), "gcloud is not installed, or not on PATH: see docs.cloud.google.com/sdk/docs/install"),
+        ("bin/kubectl", ("--gke", "--image", "i"), "kubectl is not installed, or not on PATH: gcloud components install kubectl"),
+        ("../programs/git", (), "git is not installed, or not on PATH"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["up", "create"])
+def test_a_program_that_is_missing_is_one_line_before_anything_is_made(cloud, only_programs, missing, options, said, verb):
+    (cloud.home / missing).unlink()
+    cloud.environment["PATH"] = only_programs
+    done = cloud.run(verb, RUN, *options, code=2)
+    assert done.stderr.startswith(f"maxlm-gcp: {said}") and done.stderr.count("\n") == 1
+    assert cloud.calls == []
+
+
+def test_a_python_without_maxlm_is_one_line(cloud, only_programs, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    for program, said in ((python, "cannot import maxlm (No module named "), (tmp_path / "none", "does not exist: install Python 3.11")):
+        cloud.environment["MAXLM_PYTHON"] = str(program)
+        done = cloud.run("create", RUN, code=2)
+        assert said in done.stderr and done.stderr.count("\n") == 1
+    assert cloud.calls == []

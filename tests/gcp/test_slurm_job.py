@@ -12,6 +12,14 @@ SCRIPT = Path(__file__).resolve().parents[2] / "slurm/train.sbatch"
 JOB = {"SLURM_JOB_ID": "4097"}
 
 
+@pytest.fixture(autouse=True)
+def environment(cloud):
+    """The folder that sbatch is called in, with an environment that has maxlm."""
+    program = cloud.home / ".venv/bin/maxlm"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+
+
 def test_one_task_a_node_runs_maxlm_with_restarts(cloud):
     cloud.execute(["bash", SCRIPT, "mine.yml", "train.seed=1"], **JOB)
     (srun,) = cloud.calls
@@ -28,6 +36,12 @@ def test_one_task_a_node_runs_maxlm_with_restarts(cloud):
     ]
 
 
+def test_all_components_of_a_heterogeneous_job_take_part(cloud):
+    cloud.execute(["bash", SCRIPT, "mine.yml"], SLURM_HET_SIZE="3", **JOB)
+    (srun,) = cloud.calls
+    assert "--het-group=0-2" in srun[: srun.index(".venv/bin/maxlm")]
+
+
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (3, True), (4, False)])
 def test_only_what_was_saved_and_stopped_goes_back_to_the_queue(cloud, code, again):
     cloud.answer("srun", code=code)
@@ -39,7 +53,7 @@ def terminated(cloud, code, **environment):
     """What the job prints that receives SIGTERM; its tasks end with `code` then."""
     cloud.answer("srun", wait=60, code=code)
     environment = {**cloud.environment, **JOB, **environment}
-    process = subprocess.Popen(["bash", SCRIPT, "mine.yml"], env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(["bash", SCRIPT, "mine.yml"], env=environment, cwd=cloud.home, stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not (cloud.home / "waiting").exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -120,3 +134,26 @@ def test_what_is_set_before_sbatch_wins(cloud):
     (cloud.home / "probe").write_text(re.sub(r"^srun .*$", "echo $NCCL_DEBUG &", script, flags=re.MULTILINE))
     assert cloud.execute(["bash", cloud.home / "probe", "c"], **JOB).stdout == "WARN\n"
     assert cloud.execute(["bash", cloud.home / "probe", "c"], NCCL_DEBUG="INFO", **JOB).stdout == "INFO\n"
+
+
+def test_the_maxlm_of_path_is_used_where_the_folder_has_no_environment(cloud):
+    """As after `pip install maxlm`."""
+    (cloud.home / ".venv/bin/maxlm").rename(cloud.home / "bin/maxlm")
+    cloud.execute(["bash", SCRIPT, "mine.yml"], **JOB)
+    (srun,) = cloud.calls
+    assert str(cloud.home / "bin/maxlm") in srun
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (".venv/bin/maxlm", "no maxlm in .venv/bin of "),
+        ("bin/srun", "srun is not on PATH: give this script to sbatch"),
+        ("bin/scontrol", "scontrol is not on PATH"),
+    ],
+)
+def test_a_program_that_is_missing_is_one_line(cloud, only_programs, missing, said):
+    (cloud.home / missing).unlink()
+    done = cloud.execute(["bash", SCRIPT, "mine.yml"], 2, PATH=only_programs, **JOB)
+    assert done.stderr.startswith("train.sbatch: ") and done.stderr.count("\n") == 1 and said in done.stderr
+    assert cloud.calls == []

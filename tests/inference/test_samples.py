@@ -1,6 +1,7 @@
 """The sample at the end of a run fits the positions that its model has."""
 
 import io
+import re
 
 import jax
 from rich.console import Console
@@ -12,7 +13,9 @@ from maxlm.inference import text
 class ByteTokenizer:
     """A token a byte, and one before each text."""
 
-    def encode_prompt(self, words: str) -> list[int]:
+    special_pattern = re.compile("(?!)")
+
+    def encode_prompt(self, words: str, *, special: bool = False) -> list[int]:
         return [0, *words.encode()]
 
 
@@ -26,8 +29,10 @@ def test_a_continuation_is_cut_to_the_learned_positions(monkeypatch, tmp_path):
     asked = []
     params = {"any": jax.device_put(0, jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec()))}
     monkeypatch.setattr(text.SavedRun, "text_tokenizer", lambda _: ByteTokenizer())
-    monkeypatch.setattr(text, "continue_texts", lambda *arguments: asked.append(arguments[-1].max_new_tokens) or ["!"])
+    monkeypatch.setattr(text, "_continue", lambda *arguments: asked.append(arguments[-2].max_new_tokens) or ["!"])
     said = io.StringIO()
-    text.print_samples(config, tmp_path, params, {}, Console(file=said, width=200), stopped=lambda: False)
+    found = text.print_samples(config, tmp_path, params, {}, Console(file=said, width=200), stopped=lambda: False)
+    assert found == {"a" * 20: "!", "a" * 40: None}
+    assert text.print_samples(config, tmp_path, params, {}, Console(file=said), stopped=lambda: True) == {}
     assert asked == [11], "after the token before the prompt"
     assert "a" * 20 + "!" in said.getvalue() and "fills all 32 tokens" in said.getvalue()

@@ -1,6 +1,7 @@
 """Stop texts, and files of prompts."""
 
 import json
+import re
 
 import pytest
 from tiny import tiny_config
@@ -17,9 +18,9 @@ class PairTokenizer:
     """A token is two letters: a stop may begin and end inside tokens."""
 
     end_of_document_id = 0
-    frame, special = TextFrame(), frozenset()
+    frame, special, special_pattern = TextFrame(), frozenset(), re.compile("(?!)")
 
-    def encode_prompt(self, words):
+    def encode_prompt(self, words, special=False):
         return [ord(a) * 1000 + ord(b) for a, b in zip(words[::2], words[1::2], strict=True)]
 
     def decode(self, ids):
@@ -59,7 +60,7 @@ def test_a_text_ends_before_the_first_stop(monkeypatch, stop, wanted):
 
 def test_a_prompt_is_given_to_the_model_as_its_texts_begin(monkeypatch):
     class Opening(PairTokenizer):
-        def encode_prompt(self, words):
+        def encode_prompt(self, words, special=False):
             return [7, *super().encode_prompt(words)]
 
     given = []

@@ -82,7 +82,7 @@ def test_it_is_the_difference_of_the_exports(runs, tmp_path):
             found = found + alpha / rank * ((b @ a).T if config["fan_in_fan_out"] else b @ a)
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=name)
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert "| started from | x |" in card and "LoRA of rank 3, merged" in card
+    assert "| started from | `x` |" in card and "LoRA of rank 3, merged" in card
     for folder in ("merged", "adapter"):
         modes = {path.name: path.stat().st_mode for path in (tmp_path / folder).iterdir()}
         assert len(set(modes.values())) == 1, f"whoever may read one file may read all: {modes}"

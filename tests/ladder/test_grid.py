@@ -91,7 +91,7 @@ def test_a_ratio_counts_parameters_as_the_fit_does(here):
         ("folder: out", "folder: out\nsettings: {train: {steps: 8}}", "settings = train.steps: is set by the ladder itself"),
         ("folder: out", "folder: out\nsettings: {model.d_model: 8}", "settings = model.d_model: is set by the ladder itself"),
         ("folder: out", "folder: out\nsettings: {model.d_modle: 8}", "d_modle"),
-        ("  a: {", "  a/b: {", "sizes"),
+        ("  a: {", "  a/b: {", r"sizes.a/b = .*: must match \^\[A-Za-z0-9\]"),
         ("BASE", "nothing.yml", "does not exist"),
         ("fit: {samples: 20}", "fit: {samples: 20, form: cubic}", "fit.form"),
         ("folder: out", "folder: gs://bucket/out", "folder"),

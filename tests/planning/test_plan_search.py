@@ -25,6 +25,8 @@ from maxlm.planning.explore import (
     begin,
     explore,
     explore_unrolled,
+    not_taken,
+    pays,
     points,
     predict,
     rows,
@@ -69,8 +71,9 @@ class Compiler:
         return Verdict(needed, self.available, parts, self.seconds, cached=False)
 
 
-def search(compiler, *, own=None, most=MOST_COMPILES):
+def search(compiler, *, own=None, most=MOST_COMPILES, updates=math.inf):
     found = begin(SPACE, MODEL, compiler.available)
+    found.updates = updates
     explore(found, CONFIG, [own] if own else [], compiler, lambda *_: None, most)
     return found
 
@@ -115,7 +118,7 @@ def test_what_cannot_be_faster_is_dropped_once_something_is_known():
 
 
 def unrolled(found, verify):
-    explore_unrolled(found, CONFIG, MODEL, verify, lambda *_: None)
+    explore_unrolled(found, CONFIG, MODEL, verify, lambda *_: None, MOST_UNROLLED)
 
 
 def keeping(gain):
@@ -237,6 +240,75 @@ def test_a_slow_compiler_is_asked_less():
     found = search(slow)
     assert len(slow.asked) == 3
     assert found.end == "the time for compiling is spent"
+
+
+def tried_until_it_does_not_pay(steps_s, updates, hoped=0.9, trial_s=25.0):
+    """Number of trials, with steps of `steps_s`, until another does not pay of which `hoped` times the best is hoped for."""
+    for tried in range(2, len(steps_s) + 1):
+        best = min(steps_s[:tried])
+        if not pays((1 - hoped) * best, tried - 1 - steps_s.index(best), updates, trial_s):
+            return tried
+    return len(steps_s)
+
+
+def test_a_search_ends_when_another_trial_saves_less_of_the_run_than_it_takes():
+    flat = [1.0] * 24
+    falling = [0.97**number for number in range(24)]
+    minutes, hours, days = 120, 3600, 260_000  # updates of a second
+    assert tried_until_it_does_not_pay(flat, minutes) == 2, "6 s are hoped for, at even odds, and 30 are needed"
+    assert 3 < tried_until_it_does_not_pay(flat, hours) < 12 < tried_until_it_does_not_pay(falling, hours)
+    assert tried_until_it_does_not_pay(flat, days) == 24
+    counts = [tried_until_it_does_not_pay(flat, updates) for updates in (minutes, 1000, hours, 10_000, days)]
+    assert counts == sorted(counts) and counts[0] < counts[-1], "a longer run is worth a longer search"
+    assert tried_until_it_does_not_pay(flat, hours, trial_s=5.0) > tried_until_it_does_not_pay(flat, hours, trial_s=100.0)
+    assert tried_until_it_does_not_pay(flat, hours, hoped=0.999) == 2, "little is hoped for"
+
+
+def test_a_short_run_is_searched_for_less_than_a_long_one():
+    def trials(updates):
+        found = search(Compiler(seconds=10.0), updates=updates)
+        return found.tried, found.end, found.best.verdict.step_s
+
+    toy, short, long = (trials(updates) for updates in (1, 500, 1e7))
+    endless = trials(math.inf)
+    assert toy[0] == 2 < short[0] < long[0] and toy[2] >= short[2] >= long[2]
+    assert "is expected to save" in toy[1] and "of the run, and takes about 15 s to compile" in toy[1] and "expected to save" in short[1]
+    assert long == endless, "a run of months is searched for as long as anything better is expected"
+
+
+def test_layers_without_a_loop_are_compiled_only_where_that_may_pay():
+    found = search(Compiler(seconds=10.0), updates=1)
+    tried = found.tried
+    unrolled(found, None)
+    assert found.tried == tried and "is expected to save" in found.looped
+    found.updates, found.looped = 1e7, ""
+    unrolled(found, keeping(0.02)[1])
+    assert found.tried > tried and not found.looped
+
+
+def test_each_layout_that_was_predicted_to_be_faster_has_its_reason():
+    """Compiled and slower, too large, refused by the compiler, not compiled: a line each, and none for slower ones."""
+    compiler = Compiler(1, available=24 * GIB, seconds=10.0)
+    compiler.memory = 2.0
+
+    found = begin(SPACE, MODEL, compiler.available)
+    found.updates = 2000
+    explore(found, CONFIG, [], failing(compiler, 1), lambda *_: None, MOST_COMPILES)
+    named = not_taken(found)
+    best_s = found.best.verdict.step_s
+    assert all(one.predicted_s < best_s and one.layout != found.best.layout for one in named)
+    reasons = {one.layout: one.reason for one in named}
+    for trial in found.trials:
+        if trial is not found.best and found.predicted_s[trial.layout] < best_s:
+            fits = trial.verdict.fits
+            assert ("compiled: " if fits else "does not fit: needs ") in reasons[trial.layout]
+    assert any("does not fit" in reason for reason in reasons.values())
+    (failed,) = found.failed
+    assert (failed in reasons) == (found.predicted_s[failed] < best_s)
+    found.predicted_s[failed] = best_s / 2
+    assert {one.layout: one.reason for one in not_taken(found)}[failed].startswith("the compiler failed: The compiler's process ended")
+    untried = [one for one in named if one.layout in found.open]
+    assert untried and all(one.reason.startswith("not compiled: ") for one in untried)
 
 
 def test_when_the_model_thinks_too_little_of_memory_something_that_fits_is_found():

@@ -64,7 +64,7 @@ def test_what_is_unknown_is_none_and_said(config):
     unpriced = run_cost(parse("tpu7x:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))
     assert (unpriced.money, unpriced.offer, unpriced.kg_co2) == (None, None, None)
     assert unpriced.kwh is not None
-    assert any("unknown" in line and "--prices" in line for line in sentences(unpriced, Wanted(LIST_PRICES)))
+    assert any("unknown" in line and "--prices" in line for line in sentences(unpriced, Wanted(LIST_PRICES), "chip"))
     assert unpriced.kwh == pytest.approx(POWERS["tpu7x"].total_w * 1.09 * unpriced.chip_hours / 1000), "Google's, whoever has a price"
     unpowered = run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))
     assert (unpowered.kwh, unpowered.kg_co2) == (None, None)
@@ -78,7 +78,7 @@ def test_a_contract_without_a_price_changes_neither_energy_nor_carbon(config):
     demand, reserved = (run_cost(parse("v4:2x2x1"), config, DAY, 4.0, one) for one in (Wanted(LIST_PRICES), wanted))
     assert reserved.money is None and reserved.kwh == demand.kwh and reserved.kg_co2 == demand.kg_co2 is not None
     assert reserved.money_by_term == demand.money_by_term
-    (cost,) = (line for line in sentences(reserved, wanted) if line.startswith("Cost"))
+    (cost,) = (line for line in sentences(reserved, wanted, "chip") if line.startswith("Cost"))
     assert "there is no reserved-1y price of this chip (google us-central2: on-demand $" in cost
     assert to_json(reserved, wanted)["price_source"] is None
     own = PriceList("USD", (Offer("v5p", "own", "cellar", reserved_1y=1.0, watts=500.0, pue=1.2),), "")

@@ -1,5 +1,6 @@
 """`maxlm bench-comm`: the programs do what their names say, once a turn; figures are nccl-tests'; the page holds all of them."""
 
+import io
 import json
 import subprocess
 from collections import Counter
@@ -9,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from rich.console import Console
 from small_run import command, environment, free_port
 
 from maxlm.config.errors import UserError
@@ -17,7 +17,7 @@ from maxlm.cost.mesh_links import bus_limit
 from maxlm.hardware.chips import chip_of
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import device_groups
-from maxlm.runtime.comm import bench_command, sizes
+from maxlm.runtime.comm import bench_command, measure as measuring, sizes
 from maxlm.runtime.comm.bench_command import Request, plot
 from maxlm.runtime.comm.measure import OPERATIONS, Row, actual, fitting_sizes, free_host_memory, looped, make_input, measure
 
@@ -107,11 +107,59 @@ def test_every_operation_axis_and_size_has_a_row(mesh):
 
 def test_a_row_has_the_limit_of_its_axis():
     request = Request(*Request.mesh_of(["mesh.data=2", "mesh.fsdp=4"]), ("all-reduce", "permute"), (KB,))
-    rows, left_out = bench_command._measure(request, ["host"], lambda mesh, axis, *_: 1e9 if axis == "data" else None, Console(quiet=True))
-    assert {(row.axis, row.operation): row.limit for row in rows} == {
+    done = bench_command._measure(request, ["host"], lambda mesh, axis, *_: 1e9 if axis == "data" else None, None)
+    assert {(row.axis, row.operation): row.limit for row in done.rows} == {
         (axis, name): limit for axis, limit in (("data", 1e9), ("fsdp", None)) for name in ("all-reduce", "permute")
     }
-    assert left_out == []
+    assert done.too_large == done.late == []
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Rows that take no time to measure, each size as `took` says on a clock of its own; the clock."""
+    clock = [0.0]
+
+    def timed(mesh, axis, operation, size):
+        clock[0] += size / KB
+        return lambda count: 1e-3 * count
+
+    monkeypatch.setattr(measuring, "timed_loop", timed)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+def test_rows_end_within_the_seconds_that_they_are_given(mesh, quick):
+    """Rows come size by size; a size that would take longer than is left is not begun, and each axis has its share."""
+    sizes = [KB * 4**power for power in range(6)]
+    some = list(OPERATIONS.values())[:2]
+    assert len(list(measure(mesh, some, sizes))) == 2 * 6 * 2
+    start, rows = quick[0], list(measure(mesh, some, sizes, seconds=100.0))
+    assert quick[0] - start <= 100
+    assert [(row.axis, row.operation, row.bytes) for row in rows] == [
+        (axis, one.name, size) for axis, most in (("data", 3), ("fsdp", 3)) for size in sizes[:most] for one in some
+    ]
+    assert len(list(measure(mesh, some, sizes, seconds=1e-3))) == 2 * 2, "the first size of each axis comes in any case"
+
+
+def test_devices_of_a_cpu_get_few_sizes_unless_more_are_asked_for(quick):
+    asked = (*Request.mesh_of(["mesh.data=8", "mesh.fsdp=1"]), ("permute",), tuple(sizes.size_range("1KB", "1GB")))
+    few = bench_command._measure(Request(*asked, bounded=True), ["host"], lambda *_: None, None)
+    measured = {row.bytes for row in few.rows}
+    assert measured and measured <= {KB, 16 * KB, 256 * KB, 4096 * KB} and not few.too_large
+    assert measured | set(few.late) == set(asked[-1])
+
+
+def test_each_figure_is_written_when_it_is_there():
+    file, limits = io.StringIO(), {"all-reduce": 1e9, "permute": None}
+    table, seen = bench_command._Table(file), []
+    for axis, size, name in [("data", KB, "all-reduce"), ("data", KB, "permute"), ("data", 4 * KB, "all-reduce"), ("fsdp", KB, "permute")]:
+        table.add(Row(axis, 2, name, size, 1e-3, 0.0, 1.0, limits[name]), limits)
+        seen.append(file.getvalue())
+    table.line()
+    lines = file.getvalue().splitlines()
+    assert [len(text) for text in seen] == sorted({len(text) for text in seen})
+    assert [line.split()[:2] for line in lines if " ms" in line] == [["1", "KB"], ["4", "KB"], ["1", "KB"]]
+    assert [line for line in lines if line.startswith(("data, 2", "fsdp, 2"))] and "of 1" in lines[2] and "GB/s" in lines[2]
 
 
 def machine(kind, places, shape, names):

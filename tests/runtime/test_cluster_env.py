@@ -1,5 +1,9 @@
 """Detection of a process's cluster from each launcher's environment."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from maxlm.config.errors import UserError
@@ -73,7 +77,7 @@ def test_every_launcher_is_understood(environ, named, says, where, launcher):
         ({}, {}),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, {}),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16"}, {}),  # the sbatch script itself
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, {}),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, {}),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}),
         ({"JOB_COMPLETION_INDEX": "0"}, {}),
         ({}, {"worker-network-endpoints": "h0", "agent-worker-number": "0"}),
@@ -81,6 +85,132 @@ def test_every_launcher_is_understood(environ, named, says, where, launcher):
 )
 def test_a_process_alone_is_alone(environ, says):
     assert look(environ, says=says) is None
+
+
+CASES = json.loads((Path(__file__).parents[1] / "cases/cluster/environments.json").read_text(encoding="utf-8"))
+OPEN_MPI_IN_SLURM, JAXJOB, UNKNOWN = CASES.values()
+# As Open MPI 4.1, Hydra 4.0 and Slurm 22.05 set them: of two tasks a node on n1 to n3, and of a job with n1 and n[2-3] as components
+OPEN_MPI_5 = {**{name: value for name, value in OPEN_MPI.items() if "orte" not in name}, "PMIX_NAMESPACE": "prterun-node0-4711@1"}
+STEP_OF_DAEMONS = {
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_NTASKS": "6",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+HETEROGENEOUS = {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_ID_HET_GROUP_1": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+    "SLURM_NTASKS_HET_GROUP_1": "2",
+    "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+}
+
+
+def test_every_row_of_the_cases_is_right():
+    said = {name: str(look(OPEN_MPI_IN_SLURM[name], n_gpus=8)) for name in ("rank 0", "rank 3")}
+    right = re.fullmatch(r"(process 0 of 6) and (process 3 of 6), (Open MPI), coordinator (.*)", OPEN_MPI_IN_SLURM["right"])
+    assert right is not None
+    for rank, gpus, process in (("rank 0", "0 1 2 3", right[1]), ("rank 3", "4 5 6 7", right[2])):
+        assert said[rank].startswith(f"{process} at {right[4]}:61440, GPU {gpus}, from ") and right[3] in said[rank]
+    found = look(JAXJOB["variables"])
+    assert f"process {found.process} of {found.count} at {found.address}" == JAXJOB["right"]
+    assert UNKNOWN["right"] == "refused with one line that names the variables; never a run by itself"
+    with pytest.raises(UserError, match=r"^WORLD_SIZE = 4 and RANK = 1 .* process_count=4 process_id=1") as error:
+        look(UNKNOWN["variables"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "where", "launcher", "gpu"),
+    [
+        ({**STEP_OF_DAEMONS, **HYDRA}, (6, 3, "n1:61446"), "PMI_RANK (an MPI launcher (PMI)) in Slurm job 3", (4, 5, 6, 7)),
+        ({**STEP_OF_DAEMONS, **OPEN_MPI_5}, (8, 5, "n1:61446"), "Open MPI) in Slurm job 3", (2, 3)),
+        ({**OPEN_MPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, (8, 5, "localhost:63792"), "Open MPI", (1,)),
+        ({**SLURM, "PMI_RANK": "11", "PMI_SIZE": "16"}, (16, 11, "gpu007:61442"), "srun (Slurm job 4097, step 0)", (3,)),  # --mpi=pmi2
+        (HETEROGENEOUS, (4, 3, "n1:61442"), "srun (Slurm job 1, step 0)", None),
+        ({**HETEROGENEOUS, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}, (4, 1, "n1:61442"), "srun", (4, 5, 6, 7)),
+        ({**JAXJOB["variables"], **OPEN_MPI}, (8, 5, "10.96.0.1:63808"), "Open MPI", (2, 3)),  # the innermost
+        ({**UNKNOWN["variables"], **SLURM}, (16, 11, "gpu007:61442"), "srun", (3,)),  # exported by a script for other programs
+    ],
+)
+def test_of_launchers_in_launchers_the_innermost_counts(environ, where, launcher, gpu):
+    place = look(environ, n_gpus=8)
+    assert (place.count, place.process, place.address, place.devices) == (*where, gpu)
+    assert launcher in str(place)
+
+
+CHOSEN = '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222", "c:2222"]}, "task": {"type": "workerpool1", "index": 0}}'
+UNDETECTED = {
+    "torchrun": {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+    "torchrun in srun": {**SLURM, "TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "128", "RANK": "90"},
+    "no number": {"WORLD_SIZE": "4"},
+    "Kubeflow's torch runtime": {"PET_NNODES": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"},
+    "an elastic one": {"PET_NNODES": "1:3", "PET_NODE_RANK": "1"},
+    "no size of Open MPI": {"OMPI_COMM_WORLD_RANK": "1"},
+    "no rank of PMI": {"PMI_SIZE": "2"},
+    "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
+    "Flux": {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"},
+    "JAXJob without its address": {"NUM_PROCESSES": "2", "PROCESS_ID": "0"},
+    "an indexed job without its size": {"JOB_COMPLETION_INDEX": "1"},
+    "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
+    "SkyPilot": {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"},
+    "SageMaker": {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-1"},
+    "Vertex AI": {"CLUSTER_SPEC": CHOSEN},
+    "TFJob": {"TF_CONFIG": CHOSEN.replace("workerpool0", "chief").replace("workerpool1", "worker")},
+}
+
+
+@pytest.mark.parametrize("launcher", UNDETECTED)
+def test_of_several_processes_none_runs_alone(launcher):
+    """Not unless it says that it means to; and with what the line asks for, it runs with the others."""
+    environ = UNDETECTED[launcher]
+    with pytest.raises(UserError) as error:
+        look(environ)
+    said = str(error.value)
+    assert any(said.startswith(f"{name} = {environ[name][:50]}") for name in environ)
+    assert said.isprintable() and len(said) < 400
+    assert look(environ, {"process_count": "1"}) is None
+    added = {name: re.search(rf"{name}=(\S+?),? ", said)[1] for name in ("process_count", "process_id")}
+    asked = {"coordinator": "a:1", **{name: value if value.isdecimal() else str(9 * ("count" in name)) for name, value in added.items()}}
+    assert look(environ, asked).count == int(asked["process_count"]) > 1
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": "big", "RANK": ""},
+        {"NUM_PROCESSES": "1", "PROCESS_ID": "0", "COORDINATOR_ADDRESS": "job-worker-0", "COORDINATOR_PORT": "6666"},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"NUM_PROCESSES": "8", "NNODES": "2"},  # of a script, for something else
+        {"SM_HOSTS": "[" * 10_000},
+        {"TF_CONFIG": '{"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}'},
+        {"TF_CONFIG": "null", "CLUSTER_SPEC": "{}"},
+        {**STEP_OF_DAEMONS, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},  # mpirun -n 1 on several nodes
+    ],
+)
+def test_one_process_of_any_launcher_is_alone(environ):
+    assert look(environ) is None
+
+
+def test_a_step_of_one_task_has_no_second():
+    """As a component of a heterogeneous job would have it, if Slurm counted tasks by component and numbered them through all."""
+    with pytest.raises(UserError, match="process_id = 1: must be a number below process_count, 1"):
+        look({**HETEROGENEOUS, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "1"})
 
 
 @pytest.mark.parametrize(

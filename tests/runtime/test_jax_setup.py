@@ -1,12 +1,17 @@
 """Configuration of jax before it touches a device."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
 
+from maxlm.config.errors import UserError
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
-from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.runtime import jax_setup
+from maxlm.runtime.accelerators import Accelerator
+from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform, use_virtual_devices
 
 OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 
@@ -37,3 +42,25 @@ def test_programs_of_several_cpu_devices_are_not_kept(monkeypatch, tmp_path):
     finally:
         monkeypatch.undo()
         enable_compilation_cache()
+
+
+def test_a_cpu_is_as_many_devices_as_asked_and_keeps_the_other_flags(monkeypatch):
+    code = "from maxlm.runtime.jax_setup import use_virtual_devices as use; import jax; use(3); print(jax.device_count())"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout == "3\n"
+    monkeypatch.setenv("XLA_FLAGS", environment["XLA_FLAGS"])
+    use_virtual_devices(2)
+    assert os.environ["XLA_FLAGS"] == "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
+
+
+def test_a_cpu_is_not_split_where_there_is_an_accelerator_unless_that_is_left_alone(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for found, file, said in (([Accelerator("cuda", "/dev/nvidia0", True)], True, "cuda at /dev/nvidia0"), ([], True, "a device file")):
+        monkeypatch.setattr(jax_setup, "find_accelerators", lambda found=found: found)
+        monkeypatch.setattr(jax_setup, "any_device_file", lambda file=file: file)
+        with pytest.raises(UserError, match=f"--devices 8: .*{said}.* leave the option out, or set JAX_PLATFORMS=cpu"):
+            use_virtual_devices(8)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    use_virtual_devices(8)
+    assert os.environ["XLA_FLAGS"].endswith("device_count=8")

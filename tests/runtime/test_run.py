@@ -1,11 +1,14 @@
 """Parts of a run's assembly: predictions fail alone, and processes with different configs make the same calls."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from rich.console import Console
 from tiny import tiny_config
 
 from maxlm.config import UserError
@@ -168,3 +171,31 @@ def test_the_last_save_is_watched_and_then_what_is_done_everywhere_is_on_record(
     log = SimpleNamespace(write_to=lambda _: None)
     run._run(config, SimpleNamespace(primary=False), goodput, None, None, None, here, log, watchdog, None)
     assert seen == ["save", "agreed in save", "unwatched", {"regroup": False, "concluded": concluded}]
+
+
+@pytest.mark.parametrize("failure", [None, OSError(28, "No space left on device")], ids=["kept", "full disk"])
+def test_what_the_model_writes_at_the_end_is_printed_and_kept_and_the_report_shows_it(failure, monkeypatch, tmp_path):
+    """The report is there before the samples are made, and stays if they cannot be kept."""
+    directory, said, seen = RunDirectory.create(tmp_path, "r"), io.StringIO(), []
+    directory.metrics.write_text('{"step": 7, "loss": 3.0}\n')
+    state = SimpleNamespace(params={}, model_state={})
+    opened = SimpleNamespace(
+        config=SimpleNamespace(samples=SimpleNamespace(prompts=["def "])),
+        directory=directory,
+        program=SimpleNamespace(evaluated=lambda _: state),
+    )
+
+    def sample(*_):
+        seen.append(directory.report.exists())
+        if failure:
+            raise failure
+        return {"def ": "main():<script>", "long": None}
+
+    monkeypatch.setattr(run.deadline, "allow", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(run.progress_file, "record", lambda **_: None)
+    run._conclude(opened, Console(file=said), SimpleNamespace(status="done", state=object(), step=7), sample, None)
+    assert seen == [True]
+    assert ("<b>def </b>main():&lt;script&gt;" in directory.report.read_text()) == (failure is None)
+    assert directory.samples.exists() == (failure is None)
+    assert ("no samples of the model: OSError: [Errno 28]" in said.getvalue()) == (failure is not None)
+    assert str(directory.report) in said.getvalue().replace("\n", "")

@@ -214,6 +214,7 @@ def test_a_damaged_record_of_alerts_silences_nothing(tmp_path, garbage):
         (Event("stop", 1, data={"reason": "done"}), "finish"),
         (Event("stop", 1, data={"reason": "unhealthy"}), "unhealthy"),
         (Event("stop", 1, data={"reason": "preempted"}), "preempted"),
+        (Event("stop", 1, data={"reason": "interrupted"}), "interrupted"),
         (Event("stop", 1, data={"reason": "hung"}), "hang"),  # as the supervisor calls exit code 5, which it need not repeat
         (Event("start", 1, data={"restarts": 2}), "restart"),
         (Event("start", 1, data={"restarts": 0}), ""),

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from maxlm.telemetry.console import ConsoleObserver, Pace, describe
+from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.observer import Event
 
 
@@ -122,6 +123,8 @@ def test_the_end_is_said_once_and_last(record):
     first, last, stopped = screen.getvalue().splitlines()
     assert (first.split("/")[0], last.split("/")[0]) == ("step 1", "step 3")
     assert stopped == "Stopped at step 3 (preempted): stopped by SIGTERM; the same command continues it"
+    interrupted = sentence(Event("stop", 3, data={"reason": "interrupted", "message": "stopped by SIGINT"}))
+    assert interrupted == "Stopped at step 3 (interrupted): stopped by SIGINT; the same command continues it"
 
 
 def test_a_terminal_that_cannot_redraw_gets_lines(record, monkeypatch):

@@ -5,10 +5,12 @@ import json
 import jax
 import pytest
 
+from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.device_memory import memory_use
+from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.predicted import predicted_of, read_compared
+from maxlm.telemetry.predicted import Compared, predicted_of, read_compared
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -49,6 +51,7 @@ def test_measured_and_predicted_are_those_of_the_newest_attempt(tmp_path):
     records = [{"step": step, "time": 1.0, "loss": 1.0, "memory_peak_bytes": peak} for step, peak in enumerate((9e9, 9e9, 2e9, 2.1e9), 1)]
     run = run_with(tmp_path, starts, records)
     figure = read_compared(run)[0]
+    assert figure.matters
     assert figure.sentence() == "peak memory of a device 2.1 GB, predicted 2.0 GB (5.0% more than predicted)"
     page = write_report([run.path], tmp_path / "report.html").read_text()
     assert "Device memory" in page
@@ -102,3 +105,11 @@ def test_the_cause_of_a_long_wait_is_named(record):
     assert "data wait 90.0%" in describe(record(1, step_time_s=0.1, data_wait_s=0.09, extra=causes), 10, 5.0), (
         "most of it has no known cause"
     )
+
+
+def test_the_end_of_a_run_tells_memory_where_it_could_be_short(tmp_path):
+    """Not the megabytes of a test on a CPU; a time always."""
+    small = Compared("memory of a step", in_bytes, 13.9e6, 4.6e6)
+    assert small.sentence() and not small.matters
+    assert small._replace(measured=3e9).matters and small._replace(predicted=3e9).matters
+    assert Compared("median step", duration, 0.1, 0.2).matters

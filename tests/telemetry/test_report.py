@@ -317,6 +317,7 @@ def test_figures_that_begin_late_or_have_gaps_keep_their_steps(tmp_path):
     [
         ("done", "finished", "good"),
         ("preempted", "preempted", "warn"),
+        ("interrupted", "interrupted", "warn"),
         ("unhealthy", "unhealthy", "bad"),
         (None, "no end recorded", "idle"),
     ],

@@ -66,7 +66,11 @@ def test_ticks_of_a_range_too_narrow_for_floats_end(evaluate):
 def test_logarithmic_ticks_are_distinct_few_and_within(evaluate):
     random = np.random.default_rng(1)
     lows = 10.0 ** random.uniform(-290, 290, 300)
-    cases = [(low, low * width, wanted) for low, width in zip(lows.tolist(), 10.0 ** random.uniform(0.01, 9, 300), strict=True) for wanted in (2, 6, 9)]
+    cases = [
+        (low, low * width, wanted)
+        for low, width in zip(lows.tolist(), 10.0 ** random.uniform(0.01, 9, 300), strict=True)
+        for wanted in (2, 6, 9)
+    ]
     found = evaluate("cases => cases.map(([low, high, wanted]) => labelled(logTicks(low, high, wanted), true))", cases)
     for (low, high, wanted), labelled in zip(cases, found, strict=True):
         labels, values = [label for _, label in labelled], [value for value, _ in labelled]
@@ -103,7 +107,12 @@ SERIES = {
 def test_the_axis_of_any_series_has_distinct_labels_around_its_usual_values(evaluate, log, zero):
     known = {name: [(step, value) for step, value in enumerate(values, 1) if value is not None] for name, values in SERIES.items()}
     lines = [
-        {"name": name, "dots": dots, "steps": np.diff([step for step, _ in points], prepend=0).tolist(), "mid": [value for _, value in points]}
+        {
+            "name": name,
+            "dots": dots,
+            "steps": np.diff([step for step, _ in points], prepend=0).tolist(),
+            "mid": [value for _, value in points],
+        }
         for name, points in known.items()
         for dots in (False, True)
     ]
@@ -140,3 +149,9 @@ def test_labels_of_an_axis_have_one_notation(evaluate):
         ["0", "0.2", "0.4", "0.6", "0.8", "1", "1.2"],
         ["5e14", "1e15", "1.5e15", "2e15", "2.5e15"],
     ]
+
+
+def test_numbers_are_short(evaluate):
+    values = [0, 0.0003, 2.5, 500, 2000, 50_000, 1_500_000, -0.001, 2.5e14, 1e300, -1.23456e-300]
+    found = evaluate("values => values.map(value => short(value))", values)
+    assert found == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250T", "1e300", "-1.23e-300"]

@@ -65,7 +65,7 @@ def test_what_was_undone_is_not_the_state_of_the_run(make, back):
         "eval_loss/wiki": [100, 150],
         "tasks/arc/acc": [100],
     }
-    assert loaded.results["arc", "acc"].step == 100
+    assert [outcome.step for outcome in loaded.results["arc", "acc"]] == [100]
     page = text_of(run)
     assert "for 180 steps" in page and "evaluations: 1 file is of undone steps and left out." in page
     assert re.search(r"Held-out loss\s+3\.500\s+3\.500\s+step 150", page)
@@ -83,7 +83,7 @@ def test_a_result_that_was_undone_stays_so_once_its_step_has_come_again(make, st
         os.utime(file, None if stated else (made, made))
     loaded = load_run(run.path)
     assert loaded.last_step == 400
-    assert {task: outcome.step for (task, _), outcome in loaded.results.items()} == {"arc": 100, "copa": 300}
+    assert {task: [one.step for one in outcomes] for (task, _), outcomes in loaded.results.items()} == {"arc": [100], "copa": [300]}
     assert "evaluations: 1 file is of undone steps and left out." in loaded.notes
 
 

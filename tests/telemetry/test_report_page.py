@@ -1,11 +1,13 @@
 """The report in a browser: what charts show, and what pointer, controls and tables do."""
 
+import contextlib
 import json
 import math
 import re
 import shutil
 import subprocess
 import tempfile
+import zlib
 from html import unescape
 
 import pytest
@@ -46,18 +48,23 @@ const order = (table, column) => [...table.tBodies[0].rows].map(row => row.cells
 """
 
 
+def browse(page, folder, *flags):
+    """Opens a page in a browser of its own, and returns the process that has ended."""
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+    command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tempfile.mkdtemp(dir=folder)}", *flags, page]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.fixture
 def look(tmp_path):
     """Opens a report of runs, and returns what a script finds in it."""
-    if BROWSER is None:
-        pytest.skip("no Chromium here")
 
     def look_at(runs, script, address="", version=""):
         page = tmp_path / "report.html"
         probe = f"<script>{TOOLS}tell((() => {{ {script} }})());</script></body>"  # no timers: a busy browser may end before they are due
         page.write_text(render(list(map(load_run, runs)), version).replace("</body>", probe))
-        command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tempfile.mkdtemp(dir=tmp_path)}", "--dump-dom", f"file://{page}{address}"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        ended = browse(f"file://{page}{address}", tmp_path, "--dump-dom")
         answer = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.S)
         assert answer, f"{ended.returncode} {ended.stdout[-300:]} {ended.stderr[-300:]}"
         return json.loads(unescape(answer[1]))
@@ -285,23 +292,6 @@ def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
     assert after["range"] == pytest.approx([200_500, 300_250], abs=1)
 
 
-def test_ticks_are_round_few_and_within(look, make):
-    found = look(
-        [make("r")],
-        """
-        const ranges = [[0, 1], [3.1, 8.3], [0, 3e-4], [1, 3e5], [-5, 5], [1e-9, 2e-9], [7, 7.001]];
-        const logs = [[2.9, 8.5], [3, 3.2], [1e-6, 10], [0.5, 600]];
-        const texts = [0, 0.0003, 2.5, 500, 2000, 50000, 1500000, -0.001, 2.5e14].map(short);
-        ticks(15e12, 15e12 + 0.01, 5);  // narrower than floats are apart: it has to end
-        return {ranges: ranges.map(([a, b]) => [a, b, ticks(a, b, 5)]), logs: logs.map(([a, b]) => [a, b, logTicks(a, b, 6)]), texts};
-        """,
-    )
-    for low, high, values in found["ranges"] + found["logs"]:
-        assert 2 <= len(values) <= 12
-        assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in values)
-    assert found["texts"] == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250T"]
-
-
 def test_no_two_ticks_of_an_axis_have_the_same_label(look, make):
     """However far one has zoomed into a long run, and however little a loss changes."""
     found = look(
@@ -391,3 +381,80 @@ def test_a_million_steps_answer_at_once(look, make):
     assert found["spike"] == found["zoomed"] == 100  # one step of a million
     assert found["size"] < 5_000_000
     assert max(found["times"]) < 2000, found["times"]  # milliseconds
+
+
+@pytest.fixture
+def tall(make, tmp_path):
+    """A page of many charts far below the window, and how many."""
+    run = make("r")
+    records = [
+        json.dumps({"step": step, **{f"m_{i}": step % 7 + i for i in range(1, 4)}, "memory_peak_bytes": 1e9, "mfu": 0.4})
+        for step in (401, 402)
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(records) + "\n")
+    page = tmp_path / "tall.html"
+    page.write_text(render([load_run(run)]))
+    return f"file://{page}", page.read_text().count('<figure class="chart')
+
+
+def test_all_charts_are_there_for_a_picture_of_the_whole_page(tall, tmp_path):
+    """However small the window is, and without scrolling."""
+    page, charts = tall
+    ended = browse(page, tmp_path, "--window-size=800,200", "--dump-dom")
+    figures = re.findall(r'<figure class="chart.*?</figure>', ended.stdout, re.S)
+    assert len(figures) == charts >= 4
+    assert all(re.search(r'<svg class="plot".*<path class="line" d="M[^"]*L', figure, re.S) for figure in figures)
+
+
+def test_all_charts_are_printed(tall, tmp_path):
+    """Their lines are strokes in the colour of the run, on pages of a width that the window never had."""
+    page, charts = tall
+    printed = tmp_path / "printed.pdf"
+    browse(page, tmp_path, "--window-size=800,200", f"--print-to-pdf={printed}")
+    drawn = b""
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", printed.read_bytes(), re.S):
+        with contextlib.suppress(zlib.error):  # some are not compressed
+            drawn += zlib.decompress(stream)
+    lines = re.findall(rb"\.0431 \.4 \.6588 RG\b(?:(?! RG\b).)*? l\n(?:(?! RG\b).)*?\bS\b", drawn, re.S)
+    assert len(lines) >= charts
+
+
+def test_on_a_phone_the_first_chart_is_on_the_second_screen_at_the_latest(look, make):
+    """With all cards that a run can have, of one run or three."""
+    runs = [make(name) for name in "abc"]
+    for run in runs:
+        bill = {"bill": {"currency": "EUR", "cost": 1.0, "energy_kwh": 10.0}, "reason": "done"}
+        start = {"parameters": 1e9, "trained_parameters": 1e6, "predicted": {"memory_bytes": 1e9, "step_s": 1.0}, "total_steps": 400}
+        with (run / "events.jsonl").open("a") as file:
+            file.write(Event("start", 400, 8000.0, start).to_json() + "\n" + Event("stop", 400, 8001.0, bill).to_json() + "\n")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 401, "loss": 3.0, "mfu": 0.4, "tokens_per_s": 1e4, "step_time_s": 1, "data_wait_s": 0.1}) + "\n")
+    script = """
+        for (const svg of document.querySelectorAll('svg.plot')) svg.remove();  // as wide as this window
+        const frame = make('iframe', {width: 360, height: 760}, document.body);
+        frame.contentDocument.write('<!doctype html>' + document.head.outerHTML + document.querySelector('main').outerHTML);
+        frame.contentDocument.close();
+        for (const prose of frame.contentDocument.querySelectorAll('header details')) prose.open = false;  // as page.js does on a phone
+        const top = what => frame.contentDocument.querySelector(what).getBoundingClientRect();
+        const {scrollWidth} = frame.contentDocument.documentElement;
+        return {chart: top('figure.chart').top, card: top('.cards div, table').width, page: scrollWidth};
+    """
+    for shown in (runs[:1], runs):
+        found = look(shown, script)
+        assert found["chart"] < 2 * 760, found
+        assert found["page"] <= 360, "nothing is wider than the screen"
+    assert look(runs[:1], script)["card"] < 120, "three cards a row"
+
+
+def test_the_line_of_a_live_page_covers_nothing_at_its_end(look, make):
+    found = look(
+        [make("r")],
+        """
+        scrollTo(0, document.documentElement.scrollHeight);
+        const [main, line] = ['main', '#live'].map(what => document.querySelector(what).getBoundingClientRect());
+        return {overlap: main.bottom - line.top, across: line.width === document.body.clientWidth};
+        """,
+        version="1",
+    )
+    assert found["overlap"] <= 0.5 and found["across"]

@@ -17,9 +17,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numbered_data import NumberedData
 from orbax.checkpoint import v1 as ocp
-from tiny import tiny_config
+from tiny import first_state, tiny_batch, tiny_config, tiny_program
 
-from maxlm.checkpoint import Checkpoints, manifest, recovery
+from maxlm.checkpoint import Checkpoints, digest, manifest, recovery
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import ExitCode, UserError
@@ -27,11 +27,14 @@ from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.data.wait_causes import Batches
 from maxlm.objectives import Sums, build_objective
 from maxlm.runtime.open_run import begin_anew
+from maxlm.runtime.run import EXIT_CODES
+from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import meter, saving
 from maxlm.training.evaluate import evaluate
 from maxlm.training.loop import restore_or_init, train
+from maxlm.training.saving import not_finite, prepare_saves
 from maxlm.training.session import Outcome, Session
 from maxlm.training.step import Metrics, TrainState, keep_if_finite
 
@@ -283,7 +286,7 @@ class SignalledHeldOut:
         return []
 
 
-def signalled(folder, every, total, at=3, concluded=True):
+def signalled(folder, every, total, at=3, concluded=True, name="SIGTERM"):
     """(the outcome, the events, the held-out batches) of a run that a signal meets in its first evaluation, at held-out batch `at`."""
     script, events, held_out = Script(total=total), Events(), SignalledHeldOut()
     script.config = script.config.model_copy(update={"train": script.config.train.model_copy(update={"eval_every": every})})
@@ -291,7 +294,7 @@ def signalled(folder, every, total, at=3, concluded=True):
     checkpoints = Checkpoints(folder / "c", script.config.checkpoint, {})
     session = Session(
         script, Data(), held_out, checkpoints, events, Goodput(),
-        lambda step: "SIGTERM" if at in held_out.asked else None, lambda: at in held_out.asked, concluded=concluded,
+        lambda step: name if at in held_out.asked else None, lambda: at in held_out.asked, concluded=concluded, signal=lambda: name,
     )  # fmt: skip
     try:
         return train(session, restore_or_init(script, checkpoints)), events, held_out
@@ -306,6 +309,18 @@ def test_a_signal_does_not_wait_for_an_evaluation(tmp_path):
     assert held_out.asked == [0, 1, 2, 3]
     assert saved_in(tmp_path) == [5, 7]
     assert [alarm.data["cause"] for alarm in events.of("alarm")] == ["not_evaluated"] and not events.of("eval")
+
+
+@pytest.mark.parametrize("total", [20, 7], ids=["while it trains", "in the last evaluation"])
+@pytest.mark.parametrize(
+    ("name", "status", "kind"),
+    [("SIGTERM", "preempted", "preempt"), ("SIGINT", "interrupted", "interrupt"), ("SIGHUP", "interrupted", "interrupt")],
+)
+def test_ctrl_c_is_no_preemption(tmp_path, total, name, status, kind):
+    outcome, events, _ = signalled(tmp_path, every=7, total=total, name=name)
+    assert outcome.status == status
+    assert [len(events.of(one)) for one in ("preempt", "interrupt")] == [int(kind == "preempt"), int(kind == "interrupt")]
+    assert EXIT_CODES[outcome.status] == ExitCode.STOPPED
 
 
 def test_the_evaluation_of_the_last_step_is_made_by_the_next_start_if_a_signal_cuts_it(tmp_path):
@@ -651,3 +666,26 @@ def test_the_time_of_failing_is_that_of_any_process(tmp_path, monkeypatch):
 
     with pytest.raises(UserError, match=r"3 saves in a row have failed; the last one: .* another process"):
         train_with(tmp_path, Script(), Events(), trains)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 8}])
+def test_the_first_save_compiles_nothing(tmp_path, mesh):
+    """Its programs were compiled while the step was: training would wait for them, and for one of each part of a replicated leaf."""
+    program = tiny_program(8, mesh=mesh)
+    saving._compiled.cache_clear()
+    digest._compiled.cache_clear()
+    prepare_saves(program.abstract_state, program.mesh)
+    state = first_state(program)
+    batch = jax.device_put(tiny_batch(), program.batch_sharding)
+    with jax.set_mesh(program.mesh):
+        state, _ = program.step(state, batch)
+    for prepared in (saving._compiled, digest._compiled):
+        (pending,) = prepared(NamedSharding(program.mesh, PartitionSpec()))._compiled.values()
+        pending.result()
+    checkpoints = Checkpoints(tmp_path, program.config.checkpoint, {})
+    with Compilations() as compiled, jax.set_mesh(program.mesh):
+        assert not_finite(state, program.mesh) == []
+        checkpoints.save(1, state, {})
+        checkpoints.close()
+    assert [one.name for one in compiled._programs] == []
+    assert checkpoints.steps() == [1]

@@ -15,7 +15,8 @@ from maxlm.corpus.filters.protocol import removed, replace_text
 from maxlm.corpus.filters.scan import STEP, Hashes
 from maxlm.corpus.filters.settings import ClassifierSettings
 from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
-from maxlm.corpus.read import find, read
+from maxlm.corpus.read import read
+from maxlm.documents.files import find
 from maxlm.telemetry.atomic import replacing
 
 FORMAT = 1  # of the file and of the hashes: a model is of use with the hashes that it was trained on
@@ -151,7 +152,7 @@ def train_from_files(wanted: str, unwanted: str, **settings: int | float) -> Tra
 
 
 def _documents(source: str) -> list[str]:
-    files = find([source])
+    files = find(source)
     return [one.text for file in files for one in read(file.path) if isinstance(one, Document)]
 
 

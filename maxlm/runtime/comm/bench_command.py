@@ -1,11 +1,12 @@
 """`maxlm bench-comm`: measure collectives between the devices of this process or cluster."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from jax.sharding import Mesh
@@ -13,24 +14,22 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from maxlm.config import Config, load, rules
 from maxlm.config.errors import UserError
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.runtime import cluster
 from maxlm.runtime.comm.arguments import split_config
-from maxlm.runtime.comm.measure import OPERATIONS, Row, fitting_sizes, measure
-from maxlm.runtime.comm.sizes import format_seconds, format_size, three_digits
+from maxlm.runtime.comm.measure import OPERATIONS, Row, actual, fitting_sizes, measure
+from maxlm.runtime.comm.sizes import LARGEST_ON_CPU, format_seconds, format_size, three_digits
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.link_use import check_out
 
 DEFAULT_CONFIG = "runs/quickstart"  # its mesh is one axis over all devices
 GB = 1e9
-WIDTH = 128  # columns of a table with all operations
+CPU_SECONDS, CPU_STEP = 45.0, 2  # for CPU devices, where the command line states no largest size: seconds, and every so manieth size
 Limit = Callable[[Mesh, str, str, float, Sequence[str]], float | None]
 
 
@@ -43,6 +42,7 @@ class Request:
     operations: tuple[str, ...]
     sizes: tuple[int, ...]
     out: Path | None = None
+    bounded: bool = False  # CPU devices get every `CPU_STEP`th size up to `LARGEST_ON_CPU`, for `CPU_SECONDS`
 
     @staticmethod
     def mesh_of(arguments: Sequence[str]) -> tuple[Config, bool]:
@@ -57,7 +57,8 @@ class Request:
 
 
 def bench_comm(request: Request, named: Mapping[str, str], limit: Limit, *, as_json: bool) -> int:
-    """Measure, and print a table for each axis, or one JSON object, on process 0. Returns 0. Raises UserError before measuring.
+    """Measure, and print a table for each axis while it is measured, or one JSON object, on process 0. Returns 0. Raises UserError before
+    measuring.
 
     `named`: settings of the cluster on the command line; `limit`: see `maxlm.cost.mesh_links.bus_limit`.
     """
@@ -65,28 +66,83 @@ def bench_comm(request: Request, named: Mapping[str, str], limit: Limit, *, as_j
     log = Console(stderr=True)
     select_platform()
     with (
-        cluster.stdout_to_stderr(),
+        cluster.stdout_to_stderr() as stdout,
         cluster.joined(named, lambda text: log.print(text, markup=False, highlight=False, soft_wrap=True)) as here,
     ):
         enable_compilation_cache()
-        rows, left_out = _measure(request, here.hosts, limit, log)
+        shown = _Table(sys.stderr if as_json else stdout) if jax.process_index() == 0 else None
+        measured = _measure(request, here.hosts, limit, shown)
     if jax.process_index() == 0:
-        _print(rows, left_out, here.hosts, request.out, as_json=as_json)
+        _print(measured, here.hosts, request.out, as_json=as_json)
     return 0
 
 
-def _measure(request: Request, names: Sequence[str], limit: Limit, log: Console) -> tuple[list[Row], list[int]]:
-    """Return rows, and the sizes that do not fit; `names`: host of each process; `log`: shows progress."""
+@dataclass(frozen=True)
+class _Measured:
+    """Rows, and sizes in bytes without: those that do not fit, and on CPU those that were not asked for or had no time left."""
+
+    rows: list[Row]
+    too_large: list[int]
+    late: list[int]
+
+
+def _measure(request: Request, names: Sequence[str], limit: Limit, shown: "_Table | None") -> _Measured:
+    """Measure in all processes; `names`: host of each process; `shown`: the rows as they come."""
     mesh = _mesh(request)
-    sizes = fitting_sizes(mesh, request.sizes, names)
+    bounded = request.bounded and jax.default_backend() == "cpu"
+    most = max(LARGEST_ON_CPU, request.sizes[0]) if bounded else request.sizes[-1]
+    asked = [size for size in request.sizes[:: CPU_STEP if bounded else 1] if size <= most]
+    sizes = fitting_sizes(mesh, asked, names)
     if not sizes:
-        raise UserError(f"--smallest = {format_size(request.sizes[0])}: not even that fits the devices' memory; give a smaller one.")
-    rows = []
-    with log.status("") as status:
-        for row in measure(mesh, [OPERATIONS[name] for name in request.operations], sizes):
-            status.update(f"{row.axis}: {row.operation} of {format_size(row.bytes)} done")
-            rows.append(replace(row, limit=limit(mesh, row.axis, row.operation, row.bus_factor, names)))
-    return rows, [size for size in request.sizes if size not in sizes]
+        raise UserError(f"--smallest = {format_size(asked[0])}: not even that fits the devices' memory; give a smaller one.")
+    if shown is not None:
+        shown.line(_where(names))
+    operations = [OPERATIONS[name] for name in request.operations]
+    rows: list[Row] = []
+    for row in measure(mesh, operations, sizes, CPU_SECONDS if bounded else math.inf):
+        limits = {one.name: limit(mesh, row.axis, one.name, one.bus_factor(row.devices), names) for one in operations}
+        rows.append(replace(row, limit=limits[row.operation]))
+        if shown is not None:
+            shown.add(rows[-1], limits)
+    if shown is not None:
+        shown.line()
+    done = {(row.devices, row.bytes) for row in rows}
+    within = [size for size in sizes if all((n, actual(n, size)) in done for n in mesh.shape.values() if n > 1)]
+    too_large = [size for size in asked if size not in sizes]
+    return _Measured(rows, too_large, [size for size in request.sizes if size not in within and size not in too_large])
+
+
+class _Table:
+    """A table of each axis, written cell by cell: a line per size with each operation's time and bus bandwidth; heads show the limits of
+    the links if known.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._axis, self._bytes = file, "", 0
+
+    def line(self, text: str = "") -> None:
+        """End the line that is being written, if there is one, and write `text` as another."""
+        self._write(("\n" if self._bytes else "") + (f"{text}\n" if text else ""))
+        self._bytes = 0
+
+    def add(self, row: Row, limits: Mapping[str, float | None]) -> None:
+        """Write a row, the next operation of its size; `limits`: of all operations over its axis, bytes/s."""
+        if row.axis != self._axis:
+            self.line()
+            self._axis = row.axis
+            self._write(f"\n{row.axis}, {row.devices} devices: time, and bus bandwidth in GB/s\n{'size':>8}")
+            for name, limit in limits.items():
+                self._write(f"{name:>16}{f'of {three_digits(limit / GB)}' if limit else 'GB/s':>9}")
+            self._write("\n")
+        if row.bytes != self._bytes:
+            self.line()
+            self._bytes = row.bytes
+            self._write(f"{format_size(row.bytes):>8}")
+        self._write(f"{format_seconds(row.seconds):>16}{three_digits(row.bus_bytes_per_s / GB):>9}")
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
 
 
 def _mesh(request: Request) -> Mesh:
@@ -94,63 +150,48 @@ def _mesh(request: Request) -> Mesh:
     if len(devices) == 1:
         raise UserError(
             "there is one device, and nothing to measure: start one process a host, with coordinator=, process_count= and process_id= "
-            "where no launcher says them; for several devices of a CPU set XLA_FLAGS=--xla_force_host_platform_device_count=8."
+            "where no launcher says them; for several devices of a CPU add --devices 8."
         )
     if request.whole:
         return build_mesh(request.config)
     return lay_mesh(request.config.mesh, rules.resolve_mesh(request.config.mesh, len(devices)), devices)
 
 
-def _print(rows: Sequence[Row], left_out: Sequence[int], hosts: Sequence[str], out: Path | None, *, as_json: bool) -> None:
-    kind = jax.devices()[0].device_kind
-    where = f"{jax.device_count()} x {kind} in {len(hosts)} process{'es' if len(hosts) > 1 else ''}, jax {jax.__version__}"
+def _where(hosts: Sequence[str]) -> str:
+    processes = f"{len(hosts)} process{'es' if len(hosts) > 1 else ''}"
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind} in {processes}, jax {jax.__version__}"
+
+
+def _print(measured: _Measured, hosts: Sequence[str], out: Path | None, *, as_json: bool) -> None:
+    """Write the JSON object, or what is to be said below the tables; and the plot."""
+    kind, rows = jax.devices()[0].device_kind, measured.rows
     if as_json:
         facts: dict[str, Any] = {"device_kind": kind, "devices": jax.device_count(), "hosts": list(hosts), "jax": jax.__version__}
-        sys.stdout.write(json.dumps({**facts, "rows": [row.to_json() for row in rows], "left_out_bytes": list(left_out)}) + "\n")
+        left_out = [*measured.too_large, *measured.late]
+        sys.stdout.write(json.dumps({**facts, "rows": [row.to_json() for row in rows], "left_out_bytes": left_out}) + "\n")
     else:
-        console = Console(width=max(WIDTH, Console().width))  # a narrow terminal wraps lines; rich would cut words
-        say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-        say(where)
-        for axis in dict.fromkeys(row.axis for row in rows):
-            console.print(table(rows, axis))
-        if left_out:
-            say(f"Left out, since they may not fit the devices' memory: {', '.join(map(format_size, left_out))}.")
+        if measured.too_large:
+            print(f"Left out, since they may not fit the devices' memory: {', '.join(map(format_size, measured.too_large))}.")
+        if measured.late:
+            last = format_size(measured.late[-1]).replace(" ", "")
+            few = f"a few sizes up to {format_size(LARGEST_ON_CPU)}, for {CPU_SECONDS:.0f} s"
+            print(f"Devices of a CPU are measured with {few}; --largest {last} measures all sizes.")
         if not any(row.limit for row in rows):
-            say(f"The speed of the links between {kind} devices is not known, so no limit is shown.")
+            print(f"The speed of the links between {kind} devices is not known, so no limit is shown.")
     if out is not None:
         try:
-            plot(rows, where, out)
+            plot(rows, _where(hosts), out)
         except OSError as error:
             raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another path.") from None
         if not as_json:
-            say(f"plot: {out}")
-
-
-def table(rows: Sequence[Row], axis: str) -> Table:
-    """Table of one axis: a row per size with each operation's time and bus bandwidth; column heads show the links' limits if known."""
-    names = list(dict.fromkeys(row.operation for row in rows))
-    by_cell = {(row.operation, row.bytes): row for row in rows if row.axis == axis}
-    devices = next(row.devices for row in rows if row.axis == axis)
-    heading = f"{axis}, {devices} devices: time, and bus bandwidth in GB/s"
-    result = Table(title=heading, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
-    result.add_column("size", justify="right", no_wrap=True)
-    for name in names:
-        limit = next(row.limit for row in by_cell.values() if row.operation == name)
-        result.add_column(name, justify="right", no_wrap=True)
-        result.add_column(f"of {three_digits(limit / GB)}" if limit else "GB/s", justify="right", no_wrap=True)
-    for size in sorted({row.bytes for row in by_cell.values()}):
-        cells = []
-        for row in (by_cell.get((name, size)) for name in names):
-            cells += [format_seconds(row.seconds), three_digits(row.bus_bytes_per_s / GB)] if row else ["", ""]
-        result.add_row(format_size(size), *cells)
-    return result
+            print(f"plot: {out}")
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write a PNG to `path`: bus bandwidth against size, a panel per axis, a line per operation, dashed limits. Raises OSError."""
     axes_names = list(dict.fromkeys(row.axis for row in rows))
     figure = Figure(figsize=(1.5 + 7 * len(axes_names), 5.5), dpi=120, layout="constrained")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(title, fontsize="medium", parse_math=False)
     panels = figure.subplots(1, len(axes_names), sharey=True, squeeze=False)[0]
     for panel, axis in zip(panels, axes_names, strict=True):
         _panel(panel, [row for row in rows if row.axis == axis])

@@ -125,13 +125,25 @@ class Row:
         return {**{key: value for key, value in asdict(self).items() if key != "bus_factor"}, **rates}
 
 
-def measure(mesh: Mesh, operations: Sequence[Operation], sizes: Sequence[int]) -> Iterator[Row]:
-    """Yield a row for every axis of more than one device, operation and size in bytes; the same in all processes."""
-    for axis, n in mesh.shape.items():
-        for operation in operations if n > 1 else ():
-            for size in sizes:
-                seconds, spread = time_loop(timed_loop(mesh, axis, operation, size))
-                yield Row(axis, n, operation.name, actual(n, size), seconds, spread, operation.bus_factor(n))
+def measure(mesh: Mesh, operations: Sequence[Operation], sizes: Sequence[int], seconds: float = math.inf) -> Iterator[Row]:
+    """Yield a row for every axis of more than one device, ascending size in bytes and operation; the same in all processes.
+
+    `seconds`: for all of them. Each axis has an equal share of what is left, and no row of a size that would take it beyond that, as long
+    as the size before; the first size is measured in any case.
+    """
+    axes = [(axis, n) for axis, n in mesh.shape.items() if n > 1]
+    ends = time.monotonic() + seconds
+    for place, (axis, n) in enumerate(axes):
+        share = (ends - time.monotonic()) / (len(axes) - place)
+        began, took = time.monotonic(), 0.0
+        for size in sizes:
+            started = time.monotonic()
+            if took and seconds < math.inf and _slowest(started - began + took - share) > 0:
+                break
+            for operation in operations:
+                each_s, spread = time_loop(timed_loop(mesh, axis, operation, size))
+                yield Row(axis, n, operation.name, actual(n, size), each_s, spread, operation.bus_factor(n))
+            took = time.monotonic() - started
 
 
 def timed_loop(mesh: Mesh, axis: str, operation: Operation, size: int) -> TimedLoop:

@@ -20,6 +20,9 @@ def parse(text: str, option: str) -> int:
     return int(match[1]) * 1024 ** ("", "K", "M", "G", "T").index(match[2])
 
 
+LARGEST, LARGEST_ON_CPU = "1GB", 4 * 2**20  # where the command line states none
+
+
 def size_range(smallest: str, largest: str) -> list[int]:
     """Return sizes from `smallest` to `largest`, each four times the one before. Raises UserError."""
     first, last = parse(smallest, "--smallest"), parse(largest, "--largest")

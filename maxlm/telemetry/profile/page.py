@@ -6,6 +6,7 @@ from html import escape
 
 import numpy as np
 
+from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.formatting import duration, percent
 from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Op, Profile
 from maxlm.telemetry.profile.intervals import Spans
@@ -249,7 +250,7 @@ def _memory(profile: Profile) -> str:
         '<svg viewBox="0 0 1000 200" preserveAspectRatio="none" style="width:100%;height:200px" role="img" aria-label="memory over time">'
         f'<polyline points="{line}" style="fill:none;stroke:var(--p0);stroke-width:1.5" vector-effect="non-scaling-stroke"/></svg>'
     )
-    note = f"Bytes of the fullest allocator (each device has one), at most {peak / 2**30:.2f} GiB, over {duration((last - first) / PS)}."
+    note = f"Bytes of the fullest allocator (each device has one), at most {in_bytes(peak)}, over {duration((last - first) / PS)}."
     return f'<section><h2>Memory</h2>{drawing}<p class="note">{note}</p></section>'
 
 

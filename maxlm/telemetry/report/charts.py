@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from maxlm.telemetry.formatting import figure
 from maxlm.telemetry.report.load import Run, Series
+from maxlm.telemetry.report.style import COLORS
 
 # N points of a series; P points that a page holds of it
 PAGE_POINTS = 120_000  # of all lines together, of about 25 bytes each: a page stays under 5 MB
@@ -65,9 +66,18 @@ def chart(
     about = json.dumps(f"{title}. {'; '.join(ends)}.")
     data = f'{{"title":{json.dumps(title)},"about":{about},{flags},"lines":[{",".join(_line(line, points) for line in lines)}]}}'
     return (
-        f'<figure class="chart{" wide" if wide else ""}"><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>'
-        f"{json_block(data)}</figure>"
+        f'<figure class="chart{" wide" if wide else ""}"><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span>{_keys(lines)}'
+        f"</figcaption>{json_block(data)}</figure>"
     )
+
+
+def _keys(lines: Sequence[Line]) -> str:
+    """HTML of the names of a few lines of one run; a page of several runs has a legend of runs."""
+    if not 1 < len(lines) <= COLORS or len({line.run for line in lines}) > 1:
+        return ""
+    colors = [(line.run if line.color is None else line.color) % COLORS for line in lines]
+    keys = (f'<span class="key{" dotted" * line.dots} c{c}"></span>{escape(line.label)} ' for line, c in zip(lines, colors, strict=True))
+    return f'<span class="legend lines">{"".join(keys)}</span>'
 
 
 def json_block(data: str, name: str = "") -> str:

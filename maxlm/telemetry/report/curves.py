@@ -123,10 +123,9 @@ def _losses(runs: Sequence[Run], points: int) -> str:
     if len(runs) == 1:
         training, held_out = [replace(training[0], label="training")], [replace(held_out[0], label="held-out", color=1)]
     drawn = chart("Loss", unit, [*training, *held_out], points, wide=True)
-    if not drawn or not any(len(run.eval_loss.steps_N) for run in runs):
+    if len(runs) == 1 or not drawn or not any(len(run.eval_loss.steps_N) for run in runs):
         return drawn
-    first, second = ("", "") if len(runs) > 1 else (" c0", " c1")
-    keys = f'<span class="key{first}"></span>training <span class="key dotted{second}"></span>held-out'
+    keys = '<span class="key"></span>training <span class="key dotted"></span>held-out'
     return f'<div class="wide">{drawn}<p class="legend lines">{keys}</p></div>'
 
 
@@ -182,7 +181,12 @@ def _evaluated(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
         if name in held_out and name != "eval_loss" and len(runs) > 1:
             yield held_out[name], _loss_unit([run for run in runs if name in run.evaluated]), lines
         elif name not in held_out and any(len(line.series.steps_N) > 1 for line in lines):
-            yield name.partition("/")[2].replace("/", ": ").replace("_", " "), "of a task", lines
+            yield task_title(name), "of a task", lines
+
+
+def task_title(name: str) -> str:
+    """tasks/arc_easy/accuracy -> arc easy: accuracy."""
+    return name.partition("/")[2].replace("/", ": ").replace("_", " ")
 
 
 def held_out_sets(runs: Sequence[Run]) -> dict[str, str]:

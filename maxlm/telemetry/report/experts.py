@@ -31,8 +31,6 @@ CHARTS = (
 
 CHARTED = {"expert_load_max", "expert_load_mean", "dropped", *(key for _, _, key in CHARTS)}  # figures that this section draws
 
-LEGEND = '<p class="legend"><span class="key c0"></span>worst layer <span class="key c1"></span>mean over layers</p>'
-
 
 class Ending(NamedTuple):
     """Sum of the last tenth of the records."""
@@ -137,7 +135,7 @@ def _curves(runs: Sequence[Run], points: int) -> str:
     if not many:
         worst.append(Line("mean over layers", runs[0].get("expert_load_mean"), 0, 1))
     busiest = chart("Load of the busiest expert", f"times its even share{', worst layer' if many else ''}", worst, points)
-    parts = [f"<div>{busiest}{'' if many else LEGEND}</div>" if busiest else ""]
+    parts = [busiest]
     if any(run.get("dropped").values_N.any() for run in runs):
         parts.append(chart("Dropped choices", "share of all", metric_lines(runs, "dropped", "dropped"), points, zero=True))
     parts += [chart(title, unit, metric_lines(runs, title.lower(), key), points, zero=True) for title, unit, key in CHARTS]

@@ -14,7 +14,7 @@ function replacePage(text) {
   const main = document.querySelector('main'), open = [...main.querySelectorAll('details')].map(one => one.open);
   const orders = [...main.querySelectorAll('table')].map(table => [...table.tHead.rows[0].cells].map(head => head.getAttribute('aria-sort')));
   main.replaceWith(next);
-  next.querySelectorAll('details').forEach((one, i) => { one.open = open[i] ?? false; });
+  next.querySelectorAll('details').forEach((one, i) => { one.open = open[i] ?? one.open; });
   start();
   next.querySelectorAll('table').forEach((table, i) => {
     const column = orders[i]?.findIndex(Boolean) ?? -1, head = table.tHead.rows[0].cells[column];

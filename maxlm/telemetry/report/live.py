@@ -112,7 +112,7 @@ def _state(run_dirs: Sequence[Path]) -> Iterator[tuple[int, int] | None]:
     for path in run_dirs:
         run = RunDirectory(path, primary=False)
         results = sorted(run.evaluations.glob("*.json")) if run.evaluations.is_dir() else []
-        for file in (run.config, run.metrics, run.events, run.routing, run.supervisor, *results):
+        for file in (run.config, run.metrics, run.events, run.routing, run.supervisor, run.samples, *results):
             try:
                 found = file.stat()
             except OSError:

@@ -17,11 +17,12 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
-from maxlm.telemetry.course import current_step, surviving
+from maxlm.telemetry.course import Undone, current_step, surviving
 from maxlm.telemetry.ledger import Ledger, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
 from maxlm.telemetry.observer import Event, evaluated, is_step
 from maxlm.telemetry.report.results import Outcomes, read_results
+from maxlm.telemetry.report.samples import Sample, read_samples
 from maxlm.telemetry.report.style import COLORS, DASHES
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_number, read_objects
@@ -72,11 +73,12 @@ class Run:
     notes: list[str]  # sentences about what is missing or damaged
     modified: float  # time of the last write, seconds since 1970
     loads: Loads | None = None  # None: no experts
-    results: Outcomes = field(default_factory=dict)  # of tasks
+    results: Outcomes = field(default_factory=dict)  # of tasks, as files hold them
     beat: Beat | None = None
     processes: Sequence[Process] = ()  # that a supervisor started
     not_finite: Mapping[str, int] = field(default_factory=dict)  # of records: metric -> step from which on it has no finite value
     origin: str = ""  # of a model that was not trained here: a sentence
+    samples: Sequence[Sample] = ()  # texts that the model has written, by step
     label: str = ""  # name that no other run of the page has
     number: int = 0  # on the page
 
@@ -123,7 +125,7 @@ class Run:
         for name, step, value in self._evaluations:
             if is_number(value):
                 points.setdefault(name, []).append((step, value))
-        arrays = {name: np.array(of_name, np.float64) for name, of_name in points.items()}
+        arrays = {name: np.array(points[name], np.float64) for name in sorted(points, key=lambda name: name.startswith("tasks/"))}
         series = {name: _rising(points_N2[:, 0], points_N2[:, 1]) for name, points_N2 in arrays.items()}
         return {name: one for name, one in series.items() if len(one.steps_N)}
 
@@ -138,7 +140,11 @@ class Run:
     @cached_property
     def _evaluations(self) -> list[tuple[str, int, Any]]:
         """(name, step, value) of evaluations whose updates still count."""
-        found: list[tuple[str, int, Any]] = []
+        found: list[tuple[str, int, Any]] = [
+            (f"tasks/{task}/{metric}", outcome.step, outcome.value)
+            for (task, metric), of_task in self.results.items()
+            for outcome in of_task
+        ]
         for event in surviving(self.events):
             # What other ends have is the loss of an earlier step, and null is that of a run without evaluations.
             done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
@@ -192,12 +198,13 @@ def load_run(path: Path) -> Run:
         series, not_finite = _read_metrics(run.metrics, notes)
         events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
-        results = read_results(run.evaluations, notes, _last_step(series, events) if events else None, events)
+        undone = Undone(events, _last_step(series, events) if events else None)
+        results, samples = read_results(run.evaluations, notes, undone), read_samples(run.samples, notes, undone)
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
         raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     life = read_beat(run.heartbeat), read_processes(run.supervisor)
-    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life, not_finite)
+    return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life, not_finite, samples=samples)
 
 
 def check_distinct(paths: Sequence[Path]) -> None:
@@ -230,7 +237,7 @@ def _load_model(run: RunDirectory, path: Path) -> Run:
     notes: list[str] = []
     text, _ = _read_config(run.model, notes)
     _, config = _read_config(run.config, notes)
-    results = read_results(run.evaluations, notes)
+    results = read_results(run.evaluations, notes, Undone((), None))
     origin = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     config = {key: section for key, section in config.items() if key == "model"}
     return Run(

@@ -151,11 +151,12 @@ function start() {  // also for each newer page of a live report: the view stays
   refresh();
 }
 
+if (matchMedia('(max-width: 760px)').matches) for (const prose of document.querySelectorAll('header details')) prose.open = false;
 let width = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; refresh(); } });
 addEventListener('beforeprint', () => {
   clearTimeout(timer);
-  for (const chart of charts) chart.draw(chart.wide ? PRINTED_WIDE : PRINTED);
+  for (const chart of charts) chart.draw(chart.figure.closest('.wide:not(.grid3)') ? PRINTED_WIDE : PRINTED);
 });
 addEventListener('afterprint', refresh);
 

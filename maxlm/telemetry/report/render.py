@@ -10,11 +10,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
-from maxlm.telemetry.report import curves, experts, layers, results
+from maxlm.telemetry.report import curves, experts, layers, results, samples
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run
 from maxlm.telemetry.report.style import CSS, HEAT_CSS
@@ -25,6 +27,7 @@ from maxlm.telemetry.strict_json import encodable, is_number
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
 MAX_STRETCH = 12  # consecutive frequent events shown one by one
+MAX_EVALUATIONS, MAX_COLUMNS = 24, 12  # rows and figures of the table of evaluations
 
 # No network access: the page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -44,9 +47,10 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     about_experts, about_layers = experts.section(runs, points), layers.section(runs)
     css = CSS + _packaged("page.css") + (HEAT_CSS if about_experts or about_layers else "")
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
-    held_out = _held_out(runs[0]) if len(runs) == 1 else ""
-    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), about_layers, about_experts, goodput]
-    sections += [_differences(runs), events, _configs(runs), curves.page_data(runs)]
+    texts = _by_run("Samples", runs, lambda run: samples.block(run.samples))
+    held_out, evaluations = (_held_out(runs[0]), _evaluations(runs[0])) if len(runs) == 1 else ("", "")
+    sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), evaluations, texts, about_layers, about_experts]
+    sections += [goodput, _differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
     policy = POLICY + "; connect-src 'self'" * bool(version)
     return encodable(
@@ -82,8 +86,8 @@ def _headline(runs: Sequence[Run]) -> str:
         blocks.append(f"{head}<p class=lead>{escape(summary)}</p>")
         notes += [f'<p class="note">{f"{_head(run)}: " if many else ""}{escape(note)}</p>' for note in notes_of(run)]
     described = "".join(blocks)
-    if len(runs) > FEW_RUNS:
-        described = f"<details><summary>What each run did</summary>{described}</details>"
+    if many:  # on phones page.js folds it
+        described = f"<details{' open' * (len(runs) <= FEW_RUNS)}><summary>What each run did</summary>{described}</details>"
     chip = "" if many else _chip(status_of(runs[0]))
     cards = _comparison(runs, figures) if many else _cards(figures[0])
     return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{described}{"".join(notes)}{cards}</header>'
@@ -190,6 +194,29 @@ def _held_out(run: Run) -> str:
     return f"<section><h2>Held-out losses</h2>{table(['set', 'last', 'least'], rows, numbers=True)}</section>" if len(rows) > 1 else ""
 
 
+def _evaluations(run: Run) -> str:
+    """Figures of evaluations over steps, if there were several. The least loss of each held-out set is bold."""
+    steps = sorted({int(step) for series in run.evaluated.values() for step in series.steps_N})
+    if len(steps) < 2:
+        return ""
+    titles, names = curves.held_out_sets([run]), list(run.evaluated)[:MAX_COLUMNS]
+    columns = [dict(zip(*map(np.ndarray.tolist, run.evaluated[name]), strict=True)) for name in names]
+    least = [min(column, key=column.__getitem__) if name in titles else -1 for name, column in zip(names, columns, strict=True)]
+    shown = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, MAX_EVALUATIONS)} | {int(step) for step in least if step >= 0}
+    rows = [
+        [Cell(f"{step:,}", step), *(_evaluated(column.get(step), step == best) for column, best in zip(columns, least, strict=True))]
+        for step in sorted(shown)
+    ]
+    notes = [f"{len(rows)} of {len(steps):,} evaluations are shown."] * (len(rows) < len(steps))
+    notes += [f"{len(run.evaluated) - len(names)} more figures have only a chart."] * (len(names) < len(run.evaluated))
+    drawn = table(["step", *(escape(titles.get(name) or curves.task_title(name)) for name in names)], rows, numbers=True)
+    return f'<section><h2>Evaluations</h2>{drawn}<p class="note">{" ".join(notes)}</p></section>'
+
+
+def _evaluated(value: float | None, best: bool) -> str:
+    return "–" if value is None else Cell(f"<b>{_loss(value)}</b>" if best else _loss(value), value)
+
+
 def _results(runs: Sequence[Run]) -> str:
     """Results of tasks at each run's newest evaluation of them."""
     rows = results.rows([run.results for run in runs])
@@ -283,4 +310,4 @@ def _configs(runs: Sequence[Run]) -> str:
         for run in runs
         if run.config_text.strip()
     ]
-    return f"<section><h2>Settings</h2>{''.join(blocks)}</section>" if blocks else ""
+    return f"<section class=folded><h2>Settings</h2>{''.join(blocks)}</section>" if blocks else ""

@@ -5,9 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.telemetry.course import went_back
+from maxlm.telemetry.course import Undone
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.observer import Event, is_step
+from maxlm.telemetry.observer import is_step
 from maxlm.telemetry.report.tables import Cell
 from maxlm.telemetry.strict_json import is_finite, read_objects
 
@@ -26,16 +26,13 @@ class Outcome(NamedTuple):
         return Cell(f"{figure(self.value)}{error} <small>step {self.step:,}{items}</small>", self.value)
 
 
-Outcomes = dict[tuple[str, str], Outcome]  # by task and metric
+Outcomes = dict[tuple[str, str], list[Outcome]]  # by task and metric, by step
 
 
-def read_results(folder: Path, notes: list[str], last_step: int | None = None, events: Sequence[Event] = ()) -> Outcomes:
-    """Results of the newest step of each task in the folder `evaluations` of a run that is at `last_step`. Left out, with a note, are files
-    that are none, and those of steps that a rollback or a restart has undone: steps that are yet to come, or have come again since.
-    """
-    back = [(events[index].time, step) for index, step in went_back(events)]
-    found: Outcomes = {}
-    undone = 0
+def read_results(folder: Path, notes: list[str], undone: Undone) -> Outcomes:
+    """Results in the folder `evaluations` of a run. Left out, with a note, are files that are none, and those of steps that are undone."""
+    found: dict[tuple[str, str], dict[int, Outcome]] = {}
+    left_out = 0
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         item = next(iter(read_objects(path)), {})
         task, metrics, step = item.get("task"), item.get("metrics"), item.get("step")
@@ -43,16 +40,16 @@ def read_results(folder: Path, notes: list[str], last_step: int | None = None, e
             notes.append(f"evaluations/{path.name} could not be read and is left out.")
             continue
         made = item["time"] if is_finite(item.get("time")) else path.stat().st_mtime  # results of older versions say no time
-        if (last_step is not None and step > last_step) or any(to < step and when > made for when, to in back):
-            undone += 1
+        if undone(step, made):
+            left_out += 1
             continue
         for metric, values in metrics.items():
             outcome = _outcome(values, step, item.get("n"))
-            if outcome is not None and outcome.step >= found.get((task, metric), outcome).step:
-                found[task, metric] = outcome
-    if undone:
-        notes.append(f"evaluations: {undone} {'file is' if undone == 1 else 'files are'} of undone steps and left out.")
-    return found
+            if outcome is not None:
+                found.setdefault((task, metric), {})[step] = outcome
+    if left_out:
+        notes.append(f"evaluations: {left_out} {'file is' if left_out == 1 else 'files are'} of undone steps and left out.")
+    return {key: [of_step[step] for step in sorted(of_step)] for key, of_step in found.items()}
 
 
 def _outcome(values: Any, step: int, n: Any) -> Outcome | None:
@@ -63,13 +60,13 @@ def _outcome(values: Any, step: int, n: Any) -> Outcome | None:
 
 
 def rows(results: Sequence[Outcomes]) -> list[tuple[str, list[str]]]:
-    """HTML of each task and metric, with a cell for each of the runs."""
+    """HTML of each task and metric, with a cell for each of the runs: its newest result."""
     keys = dict.fromkeys(key for of_run in results for key in of_run)
     return [
-        (f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>", [_cell(of_run.get((task, metric))) for of_run in results])
+        (f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>", [_cell(of_run.get((task, metric), ())) for of_run in results])
         for task, metric in keys
     ]
 
 
-def _cell(outcome: Outcome | None) -> str:
-    return "–" if outcome is None else outcome.cell()
+def _cell(outcomes: Sequence[Outcome]) -> str:
+    return outcomes[-1].cell() if outcomes else "–"

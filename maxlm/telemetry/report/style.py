@@ -51,25 +51,30 @@ tbody th{font-weight:400;white-space:nowrap}thead th{position:sticky;top:0;backg
 .numbers td,.numbers thead th+th{text-align:right;padding:.35rem 0 .35rem 1.4rem;white-space:nowrap}
 .dot{display:inline-block;width:.6em;height:.6em;border-radius:50%;margin-right:.6em;background:var(--soft)}
 .dot.start,.dot.stop{background:var(--p0)}.dot.save{background:var(--p2)}.dot.eval{background:var(--p6)}
-.dot.skip,.dot.preempt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
+.dot.skip,.dot.preempt,.dot.interrupt{background:var(--p1)}.dot.rollback,.dot.killed,.dot.observer{background:var(--bad)}.dot.restore{background:var(--p3)}
 code,pre{font:.85rem/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 summary{cursor:pointer;padding:.3rem 0}pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;margin:.3rem 0 1rem}
 @media(max-width:760px){main{padding:20px 16px 40px}h1{font-size:1.5rem;margin-bottom:.4rem}h2{margin-top:1.8rem}svg text{font-size:17px}
 .lead{font-size:.92rem;line-height:1.45}
-.cards{grid-template-columns:repeat(auto-fill,minmax(98px,1fr));gap:6px;margin-top:.8rem}.cards div{padding:6px 8px;overflow-wrap:anywhere}
+.cards{grid-template-columns:repeat(auto-fill,minmax(98px,1fr));gap:6px;margin-top:.8rem}
+.cards div{padding:6px 8px;overflow-wrap:anywhere;hyphens:auto}
 .cards dt{font-size:.76rem;line-height:1.25}.cards dd{font-size:.95rem}.cards small{display:none}
-th,td{padding-right:.8rem}.numbers td,.numbers thead th+th{padding-left:.8rem}}
+tbody th{white-space:normal;overflow-wrap:break-word;min-width:6.5rem}th,td{padding:.22rem .8rem .22rem 0}
+.numbers td,.numbers thead th+th{padding:.22rem 0 .22rem .8rem}}
 @media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}body{font-size:11pt}main{padding:0}
-.scroll{max-height:none;overflow:visible;background:none}thead th{position:static}table{font-size:.8rem}th,td,tbody th{white-space:normal!important}
+.scroll{max-height:none;overflow:visible;background:none}thead th{position:static}table{font-size:.8rem}
+th,td,tbody th{white-space:normal!important}
 .grid2{grid-template-columns:1fr 1fr;gap:14px 18px}.grid3{grid-template-columns:1fr 1fr 1fr}
 .cards{grid-template-columns:repeat(auto-fill,minmax(120px,1fr))}
-figure,tr,.cards div,.bar,.keys{break-inside:avoid}h2,h3,figcaption{break-after:avoid}details{display:none}}
+figure,tr,.cards div,.bar,.keys{break-inside:avoid}h2,h3,figcaption,.legend{break-after:avoid}
+pre{white-space:pre-wrap;max-height:none}details:not([open]),.folded{display:none}}
 """
 
 # Only on pages with heat maps. Both ends of the scale contrast with the background, in light and dark.
 HEAT_CSS = """
 :root{--h0:#0b2a4a;--h1:#2166ac;--h2:#67a9cf;--h3:#c3dfee;--h4:#f1f2f4;--h5:#fde0c8;--h6:#f4a264;--h7:#d6602d;--h8:#8c1d04}
-@media screen and (prefers-color-scheme:dark){:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}
+@media screen and (prefers-color-scheme:dark){
+:root{--h0:#d5ecff;--h1:#6db3e8;--h2:#3a76a8;--h3:#2b435a;--h4:#20262e;--h5:#54402f;--h6:#a05f2c;--h7:#ea8a3c;--h8:#ffd9b0}}
 .h0{--c:var(--h0)}.h1{--c:var(--h1)}.h2{--c:var(--h2)}.h3{--c:var(--h3)}.h4{--c:var(--h4)}
 .h5{--c:var(--h5)}.h6{--c:var(--h6)}.h7{--c:var(--h7)}.h8{--c:var(--h8)}
 svg.heat{display:block;width:100%;height:200px}

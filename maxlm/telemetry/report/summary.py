@@ -113,8 +113,8 @@ def status_of(run: Run) -> Status:
     where = f" at step {stops[-1].step:,}"
     if reason in OVER or not reason:
         return Status("finished", "good", message)
-    if reason.startswith("preempt"):
-        return Status("preempted", "warn", f"It was asked to stop{where}; the same command continues it. {message}".strip())
+    if reason in ("preempted", "interrupted"):
+        return Status(reason, "warn", f"It was asked to stop{where}; the same command continues it. {message}".strip())
     return Status(reason, "bad", f"It was stopped{where}. {message}".strip())
 
 

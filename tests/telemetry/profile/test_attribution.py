@@ -65,7 +65,7 @@ def test_allocations_are_a_line_over_time(tmp_path):
     path.write_bytes(device.written() + host.written())
     profile = reduced(path)
     assert profile.memory == [(i * US, size) for i, size in enumerate(sizes)]
-    assert "at most 3.00 GiB" in render(profile, Facts("memory"))
+    assert "at most 3.2 GB" in render(profile, Facts("memory"))
 
 
 def test_a_gpu(gpu_file):

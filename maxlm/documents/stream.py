@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from maxlm.corpus.read.problems import MIB, DamagedError, ReadSettings
-from maxlm.corpus.read.text import bom_encoding, wide_encoding
+from maxlm.documents.records import MIB, DamagedError, ReadSettings
+from maxlm.documents.text import bom_encoding, wide_encoding
 
 if sys.version_info >= (3, 14):
     from compression import zstd

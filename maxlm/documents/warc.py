@@ -7,13 +7,13 @@ neither can be given the limits of `stream`; neither reports what it skips betwe
 import re
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
-from maxlm.corpus.document import Document, Removed, Value
-from maxlm.corpus.read.fields import of_bytes
-from maxlm.corpus.read.html import is_html, of_html
-from maxlm.corpus.read.problems import EXAMPLE, MIB, DamagedError, ReadSettings, removed
-from maxlm.corpus.read.stream import ByteStream
+from maxlm.documents.html import is_html, of_html
+from maxlm.documents.records import EXAMPLE, MIB, DamagedError, Found, ReadSettings, Record, defect
+from maxlm.documents.stream import ByteStream
 
+UNIT = "record"
 LONGEST_LINE = 65536  # bytes of a header line
 MOST_HEADERS = MIB  # bytes of all headers of a record
 TYPES = ("response", "resource", "conversion", "revisit")  # records of documents; warcinfo, request and metadata are about them
@@ -24,32 +24,31 @@ LANGUAGE = "warc-identified-content-language"
 Headers = dict[str, str]
 
 
-def read_warc(path: str, stream: ByteStream, settings: ReadSettings) -> Iterator[Document | Removed]:
-    """The document of each record of TYPES; records are counted from 1. What lies between two records is one Removed."""
+def read_warc(stream: ByteStream, limits: ReadSettings) -> Iterator[Found]:
+    """The record of each document, of TYPES; records are counted from 1. What lies between two records is one Defect."""
     number = 0
     while (line := _next_line(stream)) is not None:
         if not line.startswith(b"WARC/"):
             number += 1
-            yield removed(f"{path}#{number}", "malformed", line.decode("latin-1"), skipped_bytes=len(line) + _to_next_record(stream))
+            yield defect(number, UNIT, "malformed", line.decode("latin-1"), skipped_bytes=len(line) + _to_next_record(stream))
             continue
         headers = _headers(stream)
         if headers.get("warc-type", "").lower() not in TYPES and _length(headers) is not None:
             _take(stream, headers, 0)
             continue
         number += 1
-        id = f"{path}#{number}"
         length = _length(headers)
         if length is None:
-            yield removed(id, "malformed", str(headers)[:EXAMPLE], skipped_bytes=_to_next_record(stream))
+            yield defect(number, UNIT, "malformed", str(headers)[:EXAMPLE], skipped_bytes=_to_next_record(stream))
             continue
-        body = _take(stream, headers, settings.max_record_bytes)
+        body = _take(stream, headers, limits.max_record_bytes)
         if body is None:
-            yield removed(id, "too_large", headers.get("warc-target-uri", ""), limit=settings.max_record_bytes)
+            yield defect(number, UNIT, "too_large", headers.get("warc-target-uri", ""), limit=limits.max_record_bytes)
         elif stream.peek(4)[:4] not in (b"\r\n\r\n", b"\n\nWA", b"\n\n", b""):
             stream.push_back(_after_next_record(body))  # a length that is wrong: what the body swallowed is read again
-            yield removed(id, "malformed", headers.get("warc-target-uri", ""), content_length=length)
+            yield defect(number, UNIT, "malformed", headers.get("warc-target-uri", ""), content_length=length)
         else:
-            yield _document(id, headers, body, settings)
+            yield _document(number, headers, body, limits)
 
 
 def _next_line(stream: ByteStream) -> bytes | None:
@@ -113,8 +112,8 @@ def _take(stream: ByteStream, headers: Headers, limit: int) -> bytes | None:
     return body
 
 
-def _document(id: str, headers: Headers, body: bytes, settings: ReadSettings) -> Document | Removed:
-    metadata: dict[str, Value] = {}
+def _document(number: int, headers: Headers, body: bytes, limits: ReadSettings) -> Found:
+    metadata: dict[str, Any] = {}
     url = headers.get("warc-target-uri", "").strip("<>")
     for name, value in (("url", url), ("date", headers.get("warc-date", "")), ("truncated", headers.get("warc-truncated", ""))):
         if value:
@@ -122,33 +121,33 @@ def _document(id: str, headers: Headers, body: bytes, settings: ReadSettings) ->
     if language := headers.get(LANGUAGE):
         metadata["language"] = language.split(",")[0].strip()
     if headers["warc-type"].lower() == "revisit":
-        return removed(id, "no_content", url)
+        return defect(number, UNIT, "no_content", url)
     kind = headers.get("content-type", "")
     if headers["warc-type"].lower() == "response" and (kind.startswith("application/http") or body.startswith(b"HTTP/")):
         head, body = (*END_OF_HEADERS.split(body, 1), b"")[:2]
         status, *lines = head.split(b"\n")
         if status.split()[1:2] != [b"200"]:
-            return removed(id, "http_status", url, status=status.decode("latin-1").strip()[:EXAMPLE])
+            return defect(number, UNIT, "http_status", url, status=status.decode("latin-1").strip()[:EXAMPLE])
         answer: Headers = {}
         name = ""
         for line in lines:
             name = _add_header(answer, line, name)
-        content = _decoded_content(body, answer, settings.max_record_bytes)
+        content = _decoded_content(body, answer, limits.max_record_bytes)
         if isinstance(content, str):
-            return removed(id, content, url, encoding=answer.get("content-encoding", ""))
+            return defect(number, UNIT, content, url, encoding=answer.get("content-encoding", ""))
         body, kind = content, answer.get("content-type", "")
-    return _by_type(id, kind, body, metadata, url)
+    return _by_type(number, kind, body, metadata, url)
 
 
-def _by_type(id: str, kind: str, body: bytes, metadata: dict[str, Value], url: str) -> Document | Removed:
+def _by_type(number: int, kind: str, body: bytes, metadata: dict[str, Any], url: str) -> Found:
     media, _, rest = kind.lower().partition(";")
     media = media.strip()
     declared = rest.partition("charset=")[2].split(";")[0].strip(" \"'") or None
     if media in HTML or (not media and is_html(body)):
-        return of_html(id, body, metadata, declared)
+        return of_html(number, UNIT, body, metadata, declared)
     if media in TEXT:
-        return of_bytes(id, body, metadata, declared)
-    return removed(id, "content_type", url, type=media[:EXAMPLE])
+        return Record(number, UNIT, body, metadata, declared)
+    return defect(number, UNIT, "content_type", url, type=media[:EXAMPLE])
 
 
 def _decoded_content(body: bytes, answer: Headers, limit: int) -> bytes | str:

@@ -1,9 +1,12 @@
 """Text of bytes in any encoding, and its normal form."""
 
+import importlib
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from maxlm.config.errors import UserError
 
 UTF8_SHARE = 4  # valid characters per wrong byte from which damaged UTF-8 is likelier than another encoding
 PIECE = 16384  # characters that are normalised at once, up to the next line feed
@@ -59,6 +62,15 @@ _SIGNS: tuple[tuple[re.Pattern[str], tuple[re.Pattern[bytes], ...]], ...] = (
     (_CYRILLIC_MOJIBAKE, (re.compile(rb"\xd0[\xa0\xa1].{2,3}\xd0[\xa0\xa1]", re.DOTALL),)),
     (_MAC_MOJIBAKE, (re.compile(rb"\xe2(?:\x88\x9a|\x80\x9a)"),)),
 )
+
+
+def optional(package: str, what: str) -> Any:
+    """A package of the extra `corpus`. Raises UserError if it is not installed; `what`: needs it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        name = package.partition(".")[0]
+        raise UserError(f"{what} needs the package {name}, which is not installed: pip install 'maxlm[corpus]'.") from error
 
 
 class Decoded(NamedTuple):
@@ -152,6 +164,17 @@ def _settled(text: str) -> str:
     return text
 
 
+def problem_of(text: str) -> str | None:
+    """Reason why a text, normalised or as stored, makes no document: "empty", "binary" or "encoding"; None if it makes one."""
+    if not text or text.isspace():
+        return "empty"
+    if not text.isprintable() and control_share(text) > BINARY_SHARE:
+        return "binary"
+    if not text.isascii() and text.count(_REPLACEMENT) > REPLACED_SHARE * len(text):
+        return "encoding"
+    return None
+
+
 def control_share(text: str) -> float:
     """Share of characters that are controls which no text file has: all of C0 but white space, escape and backspace."""
     data = text.encode("utf-8", "replace")
@@ -205,9 +228,7 @@ def _without_controls(text: str) -> str:
 
 
 def _repaired(line: str) -> str:
-    from ftfy import fix_encoding
-
-    fixed = fix_encoding(line)
+    fixed = optional("ftfy", "text whose encoding was mistaken").fix_encoding(line)
     return _BREAKS.sub("\n", fixed)
 
 
@@ -219,8 +240,7 @@ def _lossy(data: bytes, encoding: str) -> Decoded:
 
 def _detected(data: bytes) -> str | None:
     """Encoding by chardet, from the lines that are not ASCII."""
-    import chardet
-
+    chardet = optional("chardet", "text that is not UTF-8")
     lines, size = [], 0
     for line in re.findall(rb"[^\n]*[\x80-\xff][^\n]*\n?", data[: 64 * SAMPLE]):
         lines.append(line[:SAMPLE])

@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 from xml.parsers import expat
 from xml.sax.saxutils import unescape
 
-from maxlm.corpus.document import Document, Removed, Value
-from maxlm.corpus.read.fields import of_text
-from maxlm.corpus.read.problems import EXAMPLE, MIB, DamagedError, ReadSettings, removed
-from maxlm.corpus.read.stream import ByteStream
-from maxlm.corpus.read.text import decode
-from maxlm.corpus.read.wikitext import plain_text
+from maxlm.documents.records import EXAMPLE, MIB, DamagedError, Found, ReadSettings, Record, defect
+from maxlm.documents.stream import ByteStream
+from maxlm.documents.text import decode
+from maxlm.documents.wikitext import plain_text
 
+UNIT = "page"
 HEAD = MIB  # bytes before the first page
 _CONTROLS = bytes(set(range(32)) - {9, 10, 13})
 _SITE = {name: re.compile(f"<{name}>([^<]{{1,500}})</{name}>") for name in ("dbname", "base")}
@@ -24,8 +24,8 @@ def is_dump(head: bytes) -> bool:
     return re.match(rb"\s*(?:<\?xml[^>]{0,200}>\s*)?<mediawiki[\s>]", head) is not None
 
 
-def read_wikipedia(path: str, stream: ByteStream, settings: ReadSettings) -> Iterator[Document | Removed]:
-    """The document of every article, counted from 1 with all pages: title, a blank line, text. Redirects and other namespaces are Removed.
+def read_wikipedia(stream: ByteStream, limits: ReadSettings) -> Iterator[Found]:
+    """The record of every article, counted from 1 with all pages: title, a blank line, text. Redirects and other namespaces are Defects.
 
     Text inside a dump holds no `<`, so that pages can be told apart before they are parsed.
     """
@@ -34,16 +34,15 @@ def read_wikipedia(path: str, stream: ByteStream, settings: ReadSettings) -> Ite
     number = 0
     while found:
         number += 1
-        id = f"{path}#{number}"
-        page, whole = stream.until(b"</page>", settings.max_record_bytes)
-        if not whole and len(page) < settings.max_record_bytes:
+        page, whole = stream.until(b"</page>", limits.max_record_bytes)
+        if not whole and len(page) < limits.max_record_bytes:
             raise DamagedError("truncated", "in a page")
         if whole:
-            yield _page(id, b"<page>" + page, site, namespaces)
+            yield _page(number, b"<page>" + page, site, namespaces)
         else:
-            yield removed(id, "too_large", page[:EXAMPLE].decode("utf-8", "replace"), limit=settings.max_record_bytes)
+            yield defect(number, UNIT, "too_large", page[:EXAMPLE].decode("utf-8", "replace"), limit=limits.max_record_bytes)
             while not whole:
-                page, whole = stream.until(b"</page>", settings.max_record_bytes)
+                page, whole = stream.until(b"</page>", limits.max_record_bytes)
                 if not page:
                     raise DamagedError("truncated", "in a page")
         between, found = stream.until(b"<page>", HEAD)
@@ -53,9 +52,9 @@ def read_wikipedia(path: str, stream: ByteStream, settings: ReadSettings) -> Ite
         raise DamagedError("truncated" if b"</mediawiki>" not in head else "empty", "no page")
 
 
-def _site(head: str) -> tuple[dict[str, Value], list[str]]:
+def _site(head: str) -> tuple[dict[str, Any], list[str]]:
     """Metadata that a dump has of its wiki, and the wiki's names for files and categories."""
-    known: dict[str, Value] = {}
+    known: dict[str, Any] = {}
     for name, key in (("dbname", "source"), ("base", "url")):
         if match := _SITE[name].search(head):
             known[key] = unescape(match[1])
@@ -64,16 +63,16 @@ def _site(head: str) -> tuple[dict[str, Value], list[str]]:
     return known, [unescape(name) for name in _NAMESPACE.findall(head)]
 
 
-def _page(id: str, page: bytes, site: dict[str, Value], namespaces: list[str]) -> Document | Removed:
+def _page(number: int, page: bytes, site: dict[str, Any], namespaces: list[str]) -> Found:
     try:
         fields = _parsed(page)
     except expat.ExpatError as error:
-        return removed(id, "malformed", page[:EXAMPLE].decode("utf-8", "replace"), error=str(error))
+        return defect(number, UNIT, "malformed", page[:EXAMPLE].decode("utf-8", "replace"), error=str(error))
     title, text = fields.get("title", ""), fields.get("text", "")
     if fields.get("ns", "0").strip() != "0":
-        return removed(id, "not_article", title)
+        return defect(number, UNIT, "not_article", title)
     if "redirect" in fields:
-        return removed(id, "redirect", title)
+        return defect(number, UNIT, "redirect", title)
     metadata = dict(site)
     metadata["title"] = title
     if isinstance(base := site.get("url"), str) and title:
@@ -82,7 +81,7 @@ def _page(id: str, page: bytes, site: dict[str, Value], namespaces: list[str]) -
         if value := fields.get(name, "").strip():
             metadata[key] = value
     body = plain_text(text, namespaces)
-    return of_text(id, f"{title}\n\n{body}" if body else "", metadata)
+    return Record(number, UNIT, f"{title}\n\n{body}" if body else "", metadata)
 
 
 def _parsed(page: bytes) -> dict[str, str]:

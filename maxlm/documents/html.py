@@ -1,11 +1,10 @@
 """HTML to text with resiliparse: 30 MB/s a core for main content, where trafilatura takes 2 to 3 MB/s for nearly the same text."""
 
 import re
+from typing import Any
 
-from maxlm.corpus.document import Document, Removed, Value
-from maxlm.corpus.read.fields import of_text
-from maxlm.corpus.read.problems import EXAMPLE, removed
-from maxlm.corpus.read.text import decode, normalise
+from maxlm.documents.records import EXAMPLE, Found, Record, defect
+from maxlm.documents.text import decode, normalise, optional
 
 TITLE = 1000  # characters
 PRESCAN = 4096  # bytes in which a page states its encoding; the standard asks for 1024
@@ -36,31 +35,30 @@ def is_html(head: bytes) -> bool:
     return start.startswith((b"<!doctype html", b"<html", b"<head", b"<body")) or (start.startswith(b"<?xml") and b"<html" in start)
 
 
-def of_html(id: str, data: bytes, metadata: dict[str, Value], declared: str | None = None) -> Document | Removed:
-    """The document of the main content of a page in any encoding. Adds title, language and encoding to `metadata`."""
+def of_html(number: int, unit: str, data: bytes, metadata: dict[str, Any], declared: str | None = None) -> Found:
+    """The record of the main content of a page in any encoding. Adds title, language and encoding to `metadata`."""
     stated = _CHARSET.search(data[:PRESCAN])
     decoded = decode(data, declared or (stated[1].decode() if stated else None))
     if decoded is None:
-        return removed(id, "encoding", data[:EXAMPLE].decode("latin-1"))
+        return defect(number, unit, "encoding", data[:EXAMPLE].decode("latin-1"))
     if decoded.encoding != "utf-8":
         metadata["encoding"] = decoded.encoding
     page = decoded.text
     if _depth(page) > DEEPEST:
-        return removed(id, "malformed", page[:EXAMPLE], depth=_depth(page))
+        return defect(number, unit, "malformed", page[:EXAMPLE], depth=_depth(page))
     if language := _LANGUAGE.search(page[:PRESCAN]):
         metadata.setdefault("language", language[1].lower())
     if title := _TITLE.search(page[: 16 * PRESCAN]):
         metadata["title"] = normalise(" ".join(_unescaped(title[1]).split()))[:TITLE]
-    from resiliparse.extract.html2text import extract_plain_text
-
+    extract = optional("resiliparse.extract.html2text", "the text of a page of HTML").extract_plain_text
     try:
-        text = extract_plain_text(page, main_content=True, preserve_formatting=True, list_bullets=True, alt_texts=False)
+        text = extract(page, main_content=True, preserve_formatting=True, list_bullets=True, alt_texts=False)
     except Exception as error:  # whatever the parser stumbles over costs one page
-        return removed(id, "malformed", page[:EXAMPLE], error=str(error)[:EXAMPLE])
+        return defect(number, unit, "malformed", page[:EXAMPLE], error=str(error)[:EXAMPLE])
     if not text or text.isspace():
         shown = _shown(page)
-        return removed(id, "no_main_content" if shown else "empty", shown)
-    return of_text(id, str(text), metadata)
+        return defect(number, unit, "no_main_content" if shown else "empty", shown)
+    return Record(number, unit, str(text), metadata)
 
 
 def _shown(page: str) -> str:

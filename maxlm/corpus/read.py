@@ -1,0 +1,87 @@
+"""Documents of raw files for a corpus: texts normalised, and a Removed for each record that gives none, so that it is counted."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+from maxlm.corpus.document import Document, Removed, Value
+from maxlm.documents.reader import records
+from maxlm.documents.records import DEFAULTS, EXAMPLE, NESTED, Defect, ReadSettings, Record, Wanted, defect
+from maxlm.documents.text import decode, normalise, problem_of
+
+STAGE = "read"
+LARGEST = 2**63
+LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
+
+
+def read(
+    path: str, settings: ReadSettings = DEFAULTS, tell: Callable[[int], None] | None = None, *, text_field: str | None = None
+) -> Iterator[Document | Removed]:
+    """Documents of a file or URL, in order, and a Removed for each record that is none and for the rest of a file that cannot be read.
+
+    `text_field`: instead of that of `settings`; `tell`: as for `records`. Raises as `records` does.
+    """
+    wanted = Wanted(text_field or settings.text_field, settings)
+    for found in records(path, wanted, tell):
+        id = f"{path}#{found.number}" if found.number else path
+        one = found if isinstance(found, Defect) else _document(id, found, str(wanted.text_field))
+        yield one if isinstance(one, Document) else Removed(id, STAGE, one.reason, one.example, dict(one.detail))
+
+
+def _document(id: str, record: Record, text_field: str) -> Document | Defect:
+    """The document of a record, its text normalised. Adds to the metadata what was wrong with the text and is mended."""
+    metadata = metadata_of(record.fields, text_field)
+    text, encoding = record.text, record.encoding
+    if isinstance(text, bytes):
+        decoded = decode(text, encoding)
+        if decoded is None:
+            return _defect(record, "encoding", text[:EXAMPLE].decode("latin-1"))
+        text, encoding = decoded.text, decoded.encoding if decoded.encoding != "utf-8" else None
+    assert text is not None, "a text is asked for"
+    if encoding is not None:
+        metadata["encoding"] = encoding
+    clean = normalise(text)
+    if clean is not text and (problem := problem_of(text)) == "binary":  # normalise returns the very object where nothing is wrong
+        return _defect(record, problem, text[:EXAMPLE])
+    if not clean or clean.isspace():
+        return _defect(record, "empty")
+    if not clean.isascii() and (wrong := clean.count("\ufffd")):
+        if problem_of(clean) is not None:
+            return _defect(record, "encoding", clean[:EXAMPLE])
+        metadata["replaced_characters"] = wrong
+    return Document(id, clean, metadata)
+
+
+def _defect(record: Record, reason: str, example: str = "") -> Defect:
+    return defect(record.number, record.unit, reason, example)
+
+
+def metadata_of(fields: Mapping[str, Any], text_field: str) -> dict[str, Value]:
+    """All scalar fields but the text; those of an object `metadata` or `meta` as well, where no field has their name."""
+    found: dict[str, Value] = {}
+    for name in NESTED:
+        inner = fields.get(name)
+        if type(inner) is dict:
+            _add(found, inner.items())
+    _add(found, ((name, value) for name, value in fields.items() if name != text_field))
+    return found
+
+
+def _add(found: dict[str, Value], items: Iterable[tuple[str, Any]]) -> None:
+    for name, value in items:
+        kind = type(value)
+        if kind is str:
+            if len(value) <= LONGEST_VALUE:
+                found[_short(name)] = _short(value)
+        elif kind is bool or (kind is int and -LARGEST <= value < LARGEST) or (kind is float and math.isfinite(value)):
+            found[_short(name)] = value
+        elif kind is int or isinstance(value, Decimal):
+            found[_short(name)] = str(value) if kind is not int or value.bit_length() < 1024 else hex(value)[:LONGEST_VALUE]
+        elif isinstance(value, datetime | date | time):
+            found[_short(name)] = value.isoformat()
+
+
+def _short(text: str) -> str:
+    return text if text.isascii() and text.isprintable() else normalise(text)

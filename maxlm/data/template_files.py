@@ -1,0 +1,87 @@
+"""Find the chat template of a tokenizer among the files in its folder, as the Hugging Face library does."""
+
+from collections.abc import Mapping
+from datetime import date as Date
+from typing import Any
+
+from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.schema import ChatConfig, PreferencesConfig, PromptResponseConfig
+from maxlm.data.chat_template import ChatTemplate
+from maxlm.data.manifest import TEMPLATE, TOOL_TEMPLATE
+from maxlm.data.messages import FIELD, RESERVED
+from maxlm.data.readers import fields_of
+from maxlm.data.sources import text_of
+from maxlm.data.tokenizer import read_if_present
+
+
+def template_of_config(config: PromptResponseConfig | ChatConfig | PreferencesConfig, files: dict[str, bytes]) -> ChatTemplate | None:
+    """The chat template that `config` names, or the one among the tokenizer's `files`; None if there is neither.
+
+    Raises UserError: none is found for kind: chat, or the files are no JSON or no text.
+    """
+    if isinstance(config, PromptResponseConfig):
+        return None
+    if config.date is not None and not _is_day(config.date):
+        raise ConfigError(f"{FIELD}.date", config.date, "is no day", "write it as 2026-01-31")
+    arguments = config.chat_template_kwargs
+    if reserved := [name for name in arguments if name in RESERVED]:
+        raise ConfigError(f"{FIELD}.chat_template_kwargs", reserved[0], "is given to the template with every row", "choose another name")
+    template = find_template(with_template(files, template_file(config)), date=config.date, arguments=arguments)
+    if template is None and isinstance(config, ChatConfig):
+        raise UserError(
+            f"the tokenizer has no chat template: neither {TEMPLATE} nor tokenizer_config.json in its folder holds one; "
+            f"set {FIELD}.template to a file, or use {FIELD}.kind=prompt_response."
+        )
+    return template
+
+
+def template_file(config: ChatConfig | PreferencesConfig) -> bytes | None:
+    """The content of the template file that `config` names, if it names one. Raises ConfigError: there is none."""
+    if config.template is None:
+        return None
+    content = read_if_present(config.template)
+    if content is None:
+        raise ConfigError(f"{FIELD}.template", config.template, "does not exist", "name a jinja file")
+    return content
+
+
+def with_template(files: dict[str, bytes], template: bytes | None) -> dict[str, bytes]:
+    """The files of a tokenizer with another chat template, which takes the place of all templates in them."""
+    if template is None:
+        return files
+    return {**{name: content for name, content in files.items() if name != TOOL_TEMPLATE}, TEMPLATE: template}
+
+
+def find_template(files: Mapping[str, bytes], *, date: str | None, arguments: dict[str, Any]) -> ChatTemplate | None:
+    """The chat template among the `files` of a tokenizer. A file of its own comes before those of tokenizer_config.json; of several
+    templates there, the default, and `tool_use` for conversations with tools.
+    """
+    settings = {name: fields_of(files[name], name) for name in ("special_tokens_map.json", "tokenizer_config.json") if name in files}
+    stated = settings.get("tokenizer_config.json", {}).get("chat_template")
+    if isinstance(stated, list):
+        stated = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+    named = stated if isinstance(stated, dict) else {"default": stated}
+    places = {"default": TEMPLATE, "tool_use": TOOL_TEMPLATE}
+    if any(file in files for file in places.values()):
+        named = {name: text_of(files[file], file) for name, file in places.items() if file in files}
+    source, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(source, str):
+        return None
+    tokens: dict[str, Any] = {}
+    for values in settings.values():
+        tokens |= {name: _token(value) for name, value in values.items() if name.endswith("_token") and _token(value) is not None}
+    return ChatTemplate(source, tokens, date, tool_use if isinstance(tool_use, str) else None, arguments or None)
+
+
+def _is_day(text: str) -> bool:
+    """True for a day of the calendar in the one form that all templates are given."""
+    try:
+        return Date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _token(value: Any) -> str | None:
+    """A special token as text; newer files hold an object."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None

@@ -1,0 +1,115 @@
+"""Format of a file: by the suffix of its name, and by its first bytes where the suffix leaves it open."""
+
+import re
+from pathlib import PurePosixPath
+from typing import Literal
+from urllib.parse import urlsplit
+
+import orjson
+
+from maxlm.documents.html import is_html
+from maxlm.documents.wikipedia import is_dump
+
+Format = Literal["jsonl", "json", "parquet", "array_record", "html", "warc", "wikipedia", "text", "unknown"]
+HEAD = 4096  # bytes that a format is told by
+COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
+PROSE = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".org", ".tex", ".bib", ".srt", ".vtt")
+# Source code and its settings, without the dots.
+_CODE = """
+py pyi pyx c h cc cpp cxx hpp hh cu cuh m mm cs java kt kts scala groovy js mjs cjs jsx ts tsx vue svelte go rs zig swift rb php pl pm lua r
+jl hs ml mli fs fsx clj cljs ex exs erl elm dart nim d f f90 for pas adb ads asm s v sv vhd vhdl lean coq agda lisp el scm rkt sh bash zsh
+fish ps1 bat cmd sql proto graphql thrift tf hcl cmake mk gradle bzl css scss sass less yaml yml toml ini cfg conf properties diff patch
+"""
+CODE = tuple(f".{name}" for name in _CODE.split())
+SUFFIXES: dict[Format, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson", ".jsonlines"),
+    "json": (".json",),  # lines, a list, or one object: the content tells
+    "parquet": (".parquet", ".pq"),
+    "array_record": (".arrayrecord", ".array_record"),
+    "html": (".html", ".htm", ".xhtml"),
+    "warc": (".warc", ".wet"),
+    "wikipedia": (".xml",),  # of MediaWiki; any other XML is unknown
+    "text": (*PROSE, *CODE),
+}
+BY_SUFFIX: dict[str, Format] = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
+RECORDS: tuple[Format, ...] = ("jsonl", "json", "parquet", "array_record", "warc", "wikipedia")  # many documents a file
+PARQUET = b"PAR1"
+# Block header and chunk header at the start of every file (Riegeli's specification, "Records file format").
+ARRAY_RECORD = b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"  # first line of a pointer (Git LFS, "The Pointer")
+# First bytes of formats that hold text, if at all, in a way that nothing here reads: the file is named with its format, not called text.
+FOREIGN = {
+    b"PK\x03\x04": "zip",
+    b"%PDF-": "pdf",
+    b"\x89PNG": "png",
+    b"\xff\xd8\xff": "jpeg",
+    b"GIF8": "gif",
+    b"\x7fELF": "elf",
+    b"SQLite format 3\0": "sqlite",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"ARROW1\0": "arrow",
+    b"ORC\n": "orc",
+    b"Obj\x01": "avro",
+}
+_JSON = re.compile(rb'\s*(?:\[\s*)?\{\s*"')  # an object, or a list of objects
+
+
+def suffixes_of(path: str) -> list[str]:
+    """Suffixes of a file's name in lower case, such as [".jsonl", ".gz"]. The query of an http URL is no part of the name."""
+    name = urlsplit(path).path if path.startswith(("http://", "https://")) else path
+    return [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+
+
+def suffix_of(path: str) -> str:
+    """The suffix that states a file's format: the last one before those of compressions; "" if there is none."""
+    suffixes = suffixes_of(path)
+    while suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def format_by_name(path: str) -> Format:
+    """The format that the name of a file states; text where it has no suffix, as far as its content states no other format."""
+    return BY_SUFFIX.get(suffix_of(path), "unknown") if suffix_of(path) else "text"
+
+
+def format_of(path: str, head: bytes) -> Format:
+    """The format of a file named `path` that begins with `head` when it is decompressed.
+
+    First bytes that belong to one format alone decide (Parquet, ArrayRecord, WARC, a dump of MediaWiki), then the suffix. A name without a
+    suffix, with one that is not known, or with .txt, .xml or .json leaves it to the content: pages and JSON.
+    """
+    for magic, kind in ((PARQUET, "parquet"), (ARRAY_RECORD, "array_record"), (b"WARC/", "warc")):
+        if head.startswith(magic):
+            return kind  # type: ignore[return-value]
+    if is_dump(head):
+        return "wikipedia"
+    suffix, stated = suffix_of(path), format_by_name(path)
+    if stated == "json":
+        return "jsonl" if _begins_with_an_object(head) else "json"
+    if suffix in ("", ".txt", ".xml") or stated == "unknown":
+        if is_html(head):
+            return "html"
+        if _JSON.match(head):
+            return "jsonl" if _begins_with_an_object(head) else "json"
+    return "unknown" if stated == "wikipedia" else stated
+
+
+def foreign_format(head: bytes) -> str | None:
+    """Name of a format that nothing here reads, by its first bytes."""
+    return next((name for magic, name in FOREIGN.items() if head.startswith(magic)), "tar" if head[257:262] == b"ustar" else None)
+
+
+def _begins_with_an_object(head: bytes) -> bool:
+    """True if the first line is a JSON object, or begins as one that is longer than `head`."""
+    line, _, rest = head.lstrip().partition(b"\n")
+    if line[:1] != b"{":
+        return False
+    if not rest and len(head) == HEAD:
+        return line[1:].lstrip()[:1] == b'"'
+    try:
+        return type(orjson.loads(line)) is dict
+    except ValueError:
+        return False

@@ -1,0 +1,167 @@
+"""Records of one file of any format, compression and encoding."""
+
+import contextlib
+import errno
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from maxlm.config.errors import UnavailableError, UserError, shorten
+from maxlm.config.transient import first_line, is_transient
+from maxlm.documents.files import open_input
+from maxlm.documents.formats import HEAD, LFS_POINTER, Format, foreign_format, format_by_name, format_of, suffix_of
+from maxlm.documents.html import of_html
+from maxlm.documents.json_records import read_json, read_jsonl
+from maxlm.documents.records import DamagedError, Defect, Found, Record, Wanted, defect
+from maxlm.documents.stream import BLOCK, ByteStream, Meter, as_utf8, compression, open_stream
+from maxlm.documents.tables import local_copy, read_array_record, read_parquet
+from maxlm.documents.warc import read_warc
+from maxlm.documents.wikipedia import read_wikipedia
+
+PASSING = (errno.EIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ETIMEDOUT)  # faults of this machine
+TABLES = ("parquet", "array_record")
+
+
+def records(path: str, wanted: Wanted = Wanted(), tell: Callable[[int], None] | None = None) -> Iterator[Found]:
+    """Records of a file or URL, in order, and a Defect for each one without a document and for the rest of a file that cannot be read.
+
+    With `wanted.text_field` None, records are whole: JSON objects and rows of tables, such as conversations. A pure function of the bytes,
+    the path and `wanted`. Holds one record and a few blocks in memory. `tell`: called before each result with the place in the file, in
+    bytes as stored.
+
+    Raises:
+        UserError: `path` does not exist, is a pointer of Git LFS, or needs a package that is not installed.
+        UnavailableError: remote storage, or the medium, failed in a way that may pass: a document must not be missing by chance.
+    """
+    count = 0
+    try:
+        with contextlib.closing(open_input(path)) as raw:
+            for found in _records(path, raw, wanted):
+                count += 1
+                if tell is not None:
+                    place = found.place if isinstance(found, Record) else None
+                    tell(raw.tell() if place is None else place)
+                yield found
+        if count == 0:  # lines that are all blank, a table without rows
+            yield Defect(0, "", "empty")
+    except FileNotFoundError as error:
+        if count == 0 and "://" not in path and not Path(path).is_symlink():
+            raise UserError(f"{path} does not exist.") from error
+        yield defect(0, "", "vanished", first_line(error))
+    except DamagedError as error:
+        yield defect(0, "", error.reason, error.cause, records=count)
+    except UserError:
+        raise
+    except Exception as error:  # of a server's own library, too
+        if not isinstance(error, OSError) and "://" not in path:
+            raise
+        yield _refused(path, error, count)
+
+
+def _refused(path: str, error: Exception, count: int) -> Defect:
+    """A file that the system or a server refused. Raises UnavailableError if that may pass."""
+    if isinstance(error, IsADirectoryError):
+        return defect(0, "", "not_a_file")
+    code = error.errno if isinstance(error, OSError) else None
+    if is_transient(error) if "://" in path else code in PASSING:
+        raise UnavailableError(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.") from error
+    return defect(0, "", "vanished" if code in (errno.ESTALE, errno.ENODEV) else "unreadable", first_line(error), records=count)
+
+
+def _records(path: str, raw: BinaryIO, wanted: Wanted) -> Iterator[Found]:
+    size = raw.seek(0, io.SEEK_END)
+    raw.seek(0)
+    head = raw.read(HEAD)
+    raw.seek(0)
+    _refuse_pointer(path, head)
+    if size == 0:
+        return iter([_empty(path)])
+    if compression(head) is None and (kind := format_of(path, head)) in TABLES:
+        return _table(path, kind, raw, size, wanted)
+    stream = open_stream(raw, Meter(wanted.limits))
+    head = stream.peek(HEAD)
+    if not head:
+        return iter([_empty(path)])
+    _refuse_pointer(path, head)
+    if (kind := format_of(path, head)) in TABLES:
+        return _packed_table(path, kind, stream, wanted)
+    stream = as_utf8(stream)
+    return _forward(path, stream.peek(HEAD), stream, wanted)
+
+
+def _refuse_pointer(path: str, head: bytes) -> None:
+    if head.startswith(LFS_POINTER):
+        rule = "is a pointer of Git LFS and not the file itself"
+        raise UserError(f"{shorten(path)} {rule}; run `git lfs pull` in its folder, or download the file.")
+
+
+def _empty(path: str) -> Defect:
+    """A file of no bytes: an empty text, and a fault in any other format."""
+    return Defect(0, "", "empty") if format_by_name(path) in ("text", "html") else defect(0, "", "empty", bytes=0)
+
+
+def _forward(path: str, head: bytes, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """Records of a format that is read from its beginning to its end."""
+    foreign = foreign_format(head)
+    if foreign is not None:
+        return iter([defect(0, "", "binary", format=foreign)])
+    kind = format_of(path, head)
+    if kind == "jsonl":
+        return read_jsonl(stream, wanted)
+    if kind == "json":
+        return read_json(stream, wanted)
+    if kind == "unknown":
+        return iter([defect(0, "", "unknown_format", head.decode("utf-8", "replace"), suffix=suffix_of(path))])
+    if wanted.text_field is None:
+        return iter([defect(0, "", "no_fields", format=kind)])
+    if kind == "warc":
+        if not head.startswith(b"WARC/"):
+            raise DamagedError("damaged", "no WARC record at its beginning")
+        return read_warc(stream, wanted.limits)
+    if kind == "wikipedia":
+        return read_wikipedia(stream, wanted.limits)
+    return _whole(kind, stream, wanted)
+
+
+def _whole(kind: Format, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """The one record of a file. A file that is cut short gives none: nothing would show that its end is missing."""
+    limit = wanted.limits.max_record_bytes
+    data = stream.take(limit + 1)
+    if len(data) > limit:
+        yield defect(1, "", "too_large", data[:HEAD].decode("utf-8", "replace"), limit=limit)
+    else:
+        yield of_html(1, "", data, {}) if kind == "html" else Record(1, "", data, {})
+
+
+def _table(path: str, kind: Format, raw: BinaryIO, size: int, wanted: Wanted) -> Iterator[Found]:
+    if kind == "parquet":
+        yield from read_parquet(path, raw, size, wanted)
+    elif "://" in path:  # the library reads local files only
+        with local_copy(raw) as local:
+            yield from read_array_record(local, size, wanted)
+    else:
+        yield from read_array_record(Path(path), size, wanted)
+
+
+def _packed_table(path: str, kind: Format, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
+    """A table inside a compressed file, unpacked on disk: tables are read at any place."""
+    with local_copy(cast(BinaryIO, io.BufferedReader(_Raw(stream), BLOCK))) as local, local.open("rb") as raw:
+        size = local.stat().st_size
+        found = read_parquet(path, raw, size, wanted) if kind == "parquet" else read_array_record(local, size, wanted)
+        yield from (one._replace(place=None) if isinstance(one, Record) else one for one in found)
+
+
+class _Raw(io.RawIOBase):
+    """A ByteStream as a file."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.take(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

@@ -1,0 +1,201 @@
+"""Parquet and ArrayRecord: files that are read at any place, by libraries of their own."""
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from maxlm.config.transient import is_transient
+from maxlm.documents.formats import PARQUET
+from maxlm.documents.json_records import of_json_or_text
+from maxlm.documents.records import MIB, NESTED, DamagedError, Found, Record, Wanted, defect, record_of
+from maxlm.documents.stream import Meter
+
+BATCH_BYTES = 4 * MIB
+MOST_ROWS = 64  # read at once: 64 records of the largest size fit in memory
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class _Watched:
+    """A file for pyarrow that remembers the error of its own last failed call: the storage's, not the library's about the bytes."""
+
+    closed = False
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self.error: Exception | None = None
+
+    def read(self, count: int = -1) -> bytes:
+        return self._remembering(self._raw.read, count)
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        return self._remembering(self._raw.seek, at, whence)
+
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def close(self) -> None:
+        """Leave the file open: whoever opened it closes it."""
+
+    def _remembering(self, call: Callable[..., T], *arguments: int) -> T:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def raise_storage_error(self) -> None:
+        """Raise what storage failed with, unchanged. A ValueError that cannot pass is of the bytes, such as a place before the start."""
+        if self.error is not None and (isinstance(self.error, OSError) or is_transient(self.error)):
+            raise self.error
+
+
+@contextlib.contextmanager
+def local_copy(raw: BinaryIO) -> Iterator[Path]:
+    """A temporary file with all that `raw` still holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "copy")
+        with path.open("wb") as copy:
+            shutil.copyfileobj(raw, copy, MIB)
+        yield path
+
+
+def read_parquet(path: str, raw: BinaryIO, size: int, wanted: Wanted) -> Iterator[Found]:
+    """The record of each row, counted from 1. A file without the text column, or with one of another type, is one Defect with its `rows`.
+
+    Columns: the text, and what may be metadata; all where whole records are asked for.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    raw.seek(max(0, size - 4))
+    if raw.read(4) != PARQUET:
+        raise DamagedError("truncated", "no footer of a Parquet file")
+    raw.seek(0)
+    watched, name = _Watched(raw), wanted.text_field
+    try:
+        with parquet.ParquetFile(watched, page_checksum_verification=True, buffer_size=MIB, pre_buffer=False) as table:
+            schema, rows = table.schema_arrow, table.metadata.num_rows
+            if name is not None and name not in schema.names:
+                yield defect(0, "", "missing_field", ", ".join(schema.names), field=name, rows=rows)
+                return
+            if name is not None and not _is_text(kind := schema.field(name).type):
+                yield defect(0, "", "not_text", str(kind), field=name, type=str(kind), rows=rows)
+                return
+            columns = [field.name for field in schema if name in (None, field.name) or _is_metadata(field)]
+            yield from _rows(path, table, columns, size, wanted)
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # ValueError: also names that are not UTF-8
+        watched.raise_storage_error()
+        raise DamagedError("damaged", f"Parquet: {error}") from error
+    except OSError as error:
+        watched.raise_storage_error()
+        if error.errno is not None or is_transient(error):
+            raise
+        raise DamagedError("damaged", f"Parquet: {error}") from error  # of pyarrow: pages that break their format
+
+
+def read_array_record(local: Path, size: int, wanted: Wanted) -> Iterator[Found]:
+    """The record of each entry, counted from 1: JSON objects, which begin with `{`, or plain text. `size`: bytes as stored."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    limit = wanted.limits.max_record_bytes
+    try:
+        reader = ArrayRecordReader(str(local), "readahead_buffer_size:0,max_parallelism:0")
+        try:
+            if not reader.ok():
+                raise DamagedError("damaged", "no whole ArrayRecord file")
+            count = reader.num_records()
+            for start in range(0, count, MOST_ROWS):
+                for number, data in enumerate(reader.read(start, min(start + MOST_ROWS, count)), start=start + 1):
+                    if len(data) > limit:
+                        yield defect(number, "record", "too_large", limit=limit)
+                    else:
+                        yield _placed(of_json_or_text(number, "record", data, wanted), size * number // count)
+        finally:
+            reader.close()
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise DamagedError("damaged", f"ArrayRecord: {error}") from error
+
+
+def _placed(found: Found, place: int) -> Found:
+    return found._replace(place=place) if isinstance(found, Record) else found
+
+
+def _rows(path: str, table: Any, columns: list[str], size: int, wanted: Wanted) -> Iterator[Found]:
+    meter = Meter(wanted.limits)
+    meter.raw = size
+    number = produced = 0
+    for group in range(table.metadata.num_row_groups):
+        info = table.metadata.row_group(group)
+        rows = max(1, min(MOST_ROWS, BATCH_BYTES * info.num_rows // max(1, info.total_byte_size)))
+        for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
+            produced += batch.nbytes
+            meter.check(produced)
+            for fields in _as_fields(path, batch, wanted.text_field):
+                number += 1
+                yield _placed(record_of(number, "row", fields, wanted), size * number // table.metadata.num_rows)
+
+
+def _as_fields(path: str, batch: Any, text_field: str | None) -> list[dict[str, Any]]:
+    """Rows of a batch. Text that is not UTF-8, which Parquet does not check, comes as bytes. A column of values that Python lacks, such as
+    dates after the year 9999, is left out and named.
+    """
+    import pyarrow
+
+    faults = (pyarrow.ArrowException, ValueError, OverflowError)
+    try:
+        return list(batch.cast(_in_microseconds(batch.schema), safe=False).to_pylist())
+    except faults:
+        columns: dict[str, list[Any]] = {}
+        for number, field in enumerate(batch.schema):
+            part = batch.select([number])
+            try:
+                columns[field.name] = part.cast(_in_microseconds(part.schema), safe=False).column(0).to_pylist()
+            except UnicodeDecodeError:
+                if not (pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)):
+                    raise
+                data = part.column(0).cast(pyarrow.large_binary()).to_pylist()
+                columns[field.name] = data if field.name == text_field else [_decoded(value) for value in data]
+            except faults as error:
+                if text_field in (None, field.name):
+                    raise
+                rule = "%s: the column %s is left out of the metadata of %d documents: %s"
+                _log.warning(rule, path, field.name, batch.num_rows, error)
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _in_microseconds(schema: Any) -> Any:
+    """`schema` with times as fine as Python's."""
+    import pyarrow
+
+    for number, field in enumerate(schema):
+        if pyarrow.types.is_timestamp(field.type):
+            schema = schema.set(number, field.with_type(pyarrow.timestamp("us", field.type.tz)))
+    return schema
+
+
+def _decoded(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "replace")
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    strings = (types.is_string, types.is_large_string, types.is_string_view)
+    tests = (*strings, types.is_binary, types.is_large_binary, types.is_binary_view, types.is_null)
+    return any(test(kind) for test in tests)
+
+
+def _is_metadata(field: Any) -> bool:
+    """True for columns of one value a row, and of objects named as metadata."""
+    from pyarrow import types
+
+    kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+    tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    times = (types.is_date, types.is_timestamp, types.is_time)
+    return any(test(kind) for test in (*tests, *times)) or (field.name in NESTED and types.is_struct(kind))

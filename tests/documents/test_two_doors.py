@@ -1,0 +1,206 @@
+"""`data prepare` and `corpus run` read the same documents of any source, or both refuse it."""
+
+import gzip
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from two_doors import FILES, PACKED, POINTER, TEXTS, agreed, by_corpus, by_prepare, lines
+
+from maxlm.config.errors import UserError
+from maxlm.data.readers import Fields, documents_in
+from maxlm.data.sources import find_files
+from maxlm.documents.reader import records
+from maxlm.documents.records import Defect, ReadSettings, Record, Wanted
+
+CASES = Path(__file__).parents[1] / "cases/data"
+
+
+def named(name: str, packed: str) -> str:
+    """The name of a compressed file: a suffix such as `.padded.gz` goes before that of the format, which it must not hide."""
+    stem, dot, suffix = name.partition(".")
+    *before, last = packed.replace(" ", ".").split(".")[1:] if packed else [""]
+    return ".".join([stem, *before]) + dot + suffix + (f".{last}" if last else "")
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("name", FILES)
+def test_both_doors_read_the_same_documents(tmp_path, name, packed):
+    make, expected, field = FILES[name]
+    path = tmp_path / (named(name, packed) if "." in name or not packed else name)
+    path.write_bytes(PACKED[packed](make(tmp_path)))
+    assert agreed(path, field) == expected
+    if name.startswith("pointer"):
+        with pytest.raises(UserError, match="git lfs pull"):
+            list(documents_in(find_files([str(path)]), Fields.of_text(field)))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, texts, _) in FILES.items() if texts])
+def test_both_doors_see_damage(tmp_path, name):
+    """Files that are cut short, or with a bit that is not what it was: never other documents in one door than in the other."""
+    make, _, field = FILES[name]
+    made, chance = make(tmp_path), random.Random(name)
+    for packed in ("", ".gz", ".zst", ".bz2", ".xz"):
+        data, path = PACKED[packed](made), tmp_path / (name + packed)
+        for share in (0.4, 0.99):
+            path.write_bytes(data[: int(len(data) * share)])
+            texts = agreed(path, field)
+            assert texts is None or not packed, "no compressed file that is cut short is read as whole"
+        broken = bytearray(data)
+        broken[chance.randrange(len(broken))] ^= 1 << chance.randrange(8)
+        path.write_bytes(broken)
+        agreed(path, field)
+
+
+@pytest.mark.parametrize("name", ["c4.json.gz", "array.json", "a.jsonl.xz", "a.jsonl.bz2", "pad.jsonl.gz", "hfrepo"])
+def test_data_sets_as_they_are_downloaded(name, caplog):
+    texts = agreed(CASES / name)
+    assert texts is not None and len(set(texts)) == 50
+    if name == "hfrepo":
+        assert caplog.messages[0].endswith(
+            "left out as no data: .gitattributes, README.md, dataset_infos.json; to read one of them, name it"
+        )
+        assert agreed(CASES / "hfrepo/README.md") == [(CASES / "hfrepo/README.md").read_text()]
+
+
+def write(folder: Path, *names: str, content: bytes = b"") -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content or f"Content of {name}.".encode())
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["README.md", "LICENSE", "a.txt", "b/README.txt", "b/_SUCCESS", "b/a.txt.md5"], ["a.txt"]),
+        (["guide.md", "a.txt", "code.py"], ["a.txt", "code.py", "guide.md"]),
+        (["guide.md", "a.txt", "loader.py", "logo.png", "b/data.jsonl"], ["a.txt", "b/data.jsonl"]),
+        (["guide.md", "loader.py", "train.json.gz"], ["train.json.gz"]),
+        (["guide.md", "dataset_infos.json", "state.json"], ["guide.md"]),
+    ],
+)
+def test_a_folder_has_its_data_and_says_what_else_there_is(tmp_path, caplog, names, read):
+    write(tmp_path, *names)
+    for source in (tmp_path, f"{tmp_path}/*"):
+        caplog.clear()
+        assert [Path(file.path).relative_to(tmp_path).as_posix() for file in find_files([str(source)])] == read
+        said = " ".join(caplog.messages)
+        assert all(Path(name).name in said for name in set(names) - set(read))
+
+
+def test_a_folder_of_descriptions_only_has_no_data(tmp_path):
+    write(tmp_path, "README.md", "LICENSE")
+    with pytest.raises(UserError, match="folder without files"):
+        find_files([str(tmp_path)])
+    assert agreed(tmp_path / "README.md") == ["Content of README.md."]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.foo", "a.jsonl.br", "model.bin"])
+def test_an_unknown_suffix_in_a_folder_is_refused_by_name(tmp_path, name):
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    write(tmp_path, name)
+    with pytest.raises(UserError, match=rf"{name}.*suffix \.\w+ states no format.*glob"):
+        list(documents_in(find_files([str(tmp_path)]), Fields.of_text("text")))
+    texts, defects, _ = by_corpus(tmp_path)
+    assert (texts, defects) == (TEXTS, ["unknown_format"])
+
+
+def test_links_are_followed_inside_a_folder_only(tmp_path, caplog):
+    write(tmp_path, "outside/secret.txt", "in/a.txt", "in/deep/b.txt")
+    (tmp_path / "in/link.txt").symlink_to(tmp_path / "outside/secret.txt")
+    (tmp_path / "in/folder").symlink_to(tmp_path / "outside")
+    (tmp_path / "in/inside.txt").symlink_to(tmp_path / "in/a.txt")
+    (tmp_path / "named").symlink_to(tmp_path / "outside")
+    assert sorted(agreed(tmp_path / "in")) == ["Content of in/a.txt."] * 2 + ["Content of in/deep/b.txt."]
+    assert any("links out of the folder are not followed: folder, link.txt" in message for message in caplog.messages)
+    for told in (tmp_path / "in/link.txt", tmp_path / "in/folder", tmp_path / "in/li*", tmp_path / "named"):
+        assert agreed(told) == ["Content of outside/secret.txt."]
+
+
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
+    write(tmp_path, "datasets--x/blobs/0a1b", content=lines())
+    (tmp_path / "datasets--x/snapshots/rev/data").mkdir(parents=True)
+    (tmp_path / "datasets--x/snapshots/rev/data/a.jsonl").symlink_to("../../../blobs/0a1b")
+    for folder in ("datasets--x/snapshots/rev", "datasets--x/snapshots/rev/data"):
+        assert agreed(tmp_path / folder) == TEXTS
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for source in (tmp_path / "pipe.jsonl", "/dev/zero"):
+        assert by_prepare(source) is None
+        assert by_corpus(source)[:2] == ([], ["not_a_file"])
+
+
+def test_a_small_file_that_becomes_a_large_one_is_refused(tmp_path):
+    """One document of more than 16 MiB, and 70 kB of gzip that hold 70 MB."""
+    (tmp_path / "one.txt.gz").write_bytes(gzip.compress(b"Some words. " * 1_500_000, 1))
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * 70_000_000, 6))
+    for name in ("one.txt.gz", "bomb.jsonl.gz"):
+        assert by_prepare(tmp_path / name) is None
+    assert by_corpus(tmp_path / "one.txt.gz")[:2] == ([], ["too_large"])
+    assert by_corpus(tmp_path / "bomb.jsonl.gz")[:2] == (["a"], ["bomb"])
+
+
+def test_a_list_is_read_record_by_record(tmp_path, monkeypatch):
+    """A list larger than the limit of one record, in blocks of any size; an element above the limit costs no other one."""
+    wanted = [{"text": f'Text {number} "quoted" \\ and [braces] {{}}, é🙂', "more": [{"a": ["]", "}"]}]} for number in range(50)]
+    wanted[7]["more"] = ["x" * 400]
+    path = tmp_path / "list.json"
+    for indent, block in ((None, 1), (1, 7), (None, 4096)):
+        path.write_text(json.dumps(wanted, indent=indent, ensure_ascii=False))
+        monkeypatch.setattr("maxlm.documents.stream.BLOCK", block)
+        found = list(records(str(path), Wanted("text", ReadSettings(max_record_bytes=300))))
+        assert [one.number for one in found if isinstance(one, Defect)] == [8] and found[7].reason == "too_large"
+        assert [one.fields for one in found if isinstance(one, Record)] == [*wanted[:7], *wanted[8:]]
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"text": "a"} {"text": "b"}]', '[{"text": "a"},,{"text": "b"}]', '[{"text": "a"}', '[{"text": "a"}] x', "[1]", "[}"]
+)
+def test_a_list_that_is_broken_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    assert agreed(tmp_path / "a.json") is None
+
+
+def test_conversations_are_records_of_any_table(tmp_path):
+    """With lists of messages inside, from lines, a list or Parquet, compressed or not."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"id": f"{n}", "messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "é"}]} for n in range(5)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.json.gz", "a.parquet"):
+        found = list(documents_in(find_files([str(tmp_path / name)]), Fields(None, frozenset({"messages"}))))
+        assert [json.loads(document.text) for document in found] == rows
+        assert [document.about.id for document in found] == [row["id"] for row in rows]
+    write(tmp_path, "a.txt")
+    with pytest.raises(UserError, match=r"a\.txt holds text; conversations are records of JSON"):
+        list(documents_in(find_files([str(tmp_path / "a.txt")]), Fields(None, frozenset())))
+
+
+@pytest.mark.parametrize("name", ["resiliparse", "resiliparse.extract.html2text"])
+def test_a_missing_package_of_pages_is_one_line(tmp_path, monkeypatch, name):
+    """Everything else is read without the packages of the extra."""
+    for package in (name, "chardet", "ftfy"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "resiliparse.extract.html2text", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.html").write_text("<html><body>Words.</body></html>")
+    with pytest.raises(UserError, match=r"HTML needs the package resiliparse, which is not installed: pip install 'maxlm\[corpus\]'"):
+        list(documents_in(find_files([str(tmp_path / "a.html")]), Fields.of_text("text")))
+    for other in ("a.jsonl", "list.json", "a.parquet", "a.txt", "latin.txt", "a.arrayrecord"):
+        make, expected, field = FILES[other]
+        (tmp_path / other).write_bytes(make(tmp_path))
+        assert by_prepare(tmp_path / other, field) == expected
+
+
+def test_a_pointer_beside_data_stops_both_doors(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    (tmp_path / "b.jsonl").write_bytes(POINTER)
+    assert by_prepare(tmp_path) is None and by_corpus(tmp_path) == ([], [], False)
