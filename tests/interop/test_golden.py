@@ -95,6 +95,7 @@ SLOW |= {
     "llama-dynamic-short",
     "phi3",
     "seed-oss",
+    "glm4-moe",
 }
 
 

@@ -117,6 +117,7 @@ def rename(values, old, new):
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]}
 CASES = {
     "adapters alone": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "holds only adapters"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
@@ -142,7 +143,16 @@ CASES = {
     ),
     "heads that do not divide": (config(num_attention_heads=5, head_dim=None), "n_heads"),
     "biases without tensors": (config(attention_bias=True), "lacks model.layers.0.self_attn.k_proj.bias"),
-    "unknown rope": (config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": []}), "rope_type = 'longrope'"),
+    "unknown rope": (config(rope_parameters={**ROPE, "rope_type": "spiral"}), "rope_type = 'spiral' is not supported: default, linear"),
+    "longrope without factors": (
+        config(rope_parameters={**ROPE, "rope_type": "longrope", "short_factor": [1.0]}),
+        "long_factor = None must",
+    ),
+    "longrope of other pairs": (config(rope_parameters=LONG), "must have a factor for each of the 3 pairs of rotary dims; give 3"),
+    "longrope with a text": (
+        config(rope_parameters={**LONG, "long_factor": [1.0, "2"]}),
+        "long_factor = [1.0, '2'] must be a list of numbers",
+    ),
     "unknown key of rope": (config(rope_parameters={**ROPE, "twist": 2}), "rope_parameters: twist = 2"),
     "partial rotary": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5 is not supported here"),
     "partial rotary, old": (config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5 is not supported here"),
@@ -231,6 +241,18 @@ def test_a_whole_model_is_read_whatever_lies_beside_it(tmp_path):
 
 
 OF_FAMILIES = {
+    "phi4-mini": {
+        "another scaling": (
+            config(rope_parameters={**ROPE, "rope_type": "linear"}),
+            "rope_type = 'linear' is not supported in this family",
+        ),
+        "a bias of logits": (config(lm_head_bias=True), "lm_head_bias = True is not supported"),
+        "wider than its tensors": (config(num_key_value_heads=4), "qkv_proj.weight has shape [64, 32] in the source"),
+    },
+    "seed-oss": {
+        "biases of the output alone": (config(attention_bias=False, attention_out_bias=True), "attention_out_bias = True is not supported"),
+    },
+    "granite": {"embeddings times 0": (config(embedding_multiplier=0), "embedding_multiplier = 0.0 must be above 0")},
     "stablelm": {
         "share of an odd number": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.4}), "turns 3 of model.head_dim = 8 dims"),
         "share of none": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.1}), "turns 0 of model.head_dim = 8 dims"),
