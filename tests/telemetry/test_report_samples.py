@@ -114,8 +114,8 @@ def test_many_long_samples_make_a_page_of_bounded_size_that_says_so(make):
     assert len(html) < 3_000_000
     assert (
         "12,000 characters more" in html
-        and "3 more prompts are in samples.jsonl" in html
-        and "5 earlier steps are in samples.jsonl" in html
+        and "Only in samples.jsonl: more prompts (3)" in html
+        and "Only in samples.jsonl: earlier steps (5)" in html
     )
 
 

@@ -76,4 +76,4 @@ def _cut(text: str) -> str:
 
 
 def _left_out(count: int, what: str) -> str:
-    return f'<p class="note">{count:,} {what} are in samples.jsonl.</p>' if count > 0 else ""
+    return f'<p class="note">Only in samples.jsonl: {what} ({count:,}).</p>' if count > 0 else ""
