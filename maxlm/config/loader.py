@@ -78,7 +78,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
     config = validate(merged, sources)
     config, notes = schedule_rules.fit_schedule(config, [key for key, source in sources.items() if source == COMMAND_LINE])
     rules.check(config, sources, any_mesh=any_mesh)
-    return LoadedConfig(config, sources, tuple(notes))
+    return LoadedConfig(config, sources | dict.fromkeys(notes, "shortened to the length of the run"), tuple(notes.values()))
 
 
 def load_as(schema: type[Schema], name: str, overrides: Sequence[str] = ()) -> Schema:

@@ -233,3 +233,12 @@ def test_every_package_that_the_corpus_imports_is_asked_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     optional = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in extras["corpus"]}
     assert imported & optional - {"py3langid", "backports"} == set(cli.CORPUS_PACKAGES)
+
+
+@pytest.mark.parametrize(("prompts", "separators"), [(["a"], 0), (["a", "b\nc", "d"], 3)])
+def test_texts_of_several_prompts_are_told_apart(monkeypatch, capsys, prompts, separators):
+    monkeypatch.setattr("maxlm.inference.text.generate_from_run", lambda folder, texts, *_, **__: [" more"] * len(texts))
+    code, out, _ = end(monkeypatch, capsys, "generate", "somewhere", *prompts)
+    lines = [line for line in out.splitlines() if line.startswith("--- ")]
+    assert code == 0 and len(lines) == separators and out.count(" more") == len(prompts)
+    assert not lines or lines[1] == "--- 2 of 3: 'b\\nc'"

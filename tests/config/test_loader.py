@@ -401,7 +401,9 @@ def test_a_smoke_test_of_any_run_needs_one_setting(name, steps):
 )
 def test_warm_up_and_decay_get_what_room_there_is(write, settings, warmup, decay):
     write(long=f"{BASE.replace('steps: 10', 'steps: 1000')}\noptimizer: {{warmup_steps: 20}}\n")
-    config = load("long", settings).config
+    loaded = load("long", settings)
+    config = loaded.config
+    assert (loaded.source("optimizer.warmup_steps") == "long.yml") == (warmup == 20)
     assert (config.optimizer.warmup_steps, config.decay_steps) == (warmup, decay)
 
 
