@@ -21,6 +21,7 @@ from maxlm.training.matrices import SCOPE as MATRICES
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
 LARGE = 1 << 20  # bytes: smaller collectives are counters, norms and biases
 EXPOSED, SPARE = 0.02, 0.4  # shares of the step and of HBM worth a remark
+SURPRISING = 0.005  # share of the step of a collective that is not expected, below which nobody needs to act
 
 Settings = Mapping[str, Any]  # dotted key -> value
 
@@ -147,7 +148,7 @@ def remarks(
         *_off_tile(config, topology, sizes),
         *_small_batch(config, topology, sizes, links),
         *_exposed(cost),
-        *(f"{surprise(traffic)}: {describe(traffic)}" for traffic in cost.traffic if surprise(traffic)),
+        *_surprises(cost),
         *_spare(config, step),
         *_uncharged(cost),
     ]
@@ -231,6 +232,21 @@ def place(where: str) -> str:
     parts = [part for part in where.split("/") if part not in tracer]
     named = ["backward" if part.startswith("transpose(") else "forward" if part.startswith("jvp(") else part for part in parts]
     return " ".join("recomputed" if part == "rematted_computation" else part for part in named)
+
+
+def _surprises(cost: StepCost) -> Iterator[str]:
+    """A line for each collective that no setting asks for and that takes a share of the step worth a remark, with what to do about it."""
+    for traffic in cost.traffic:
+        if surprises(traffic, cost.total_s):
+            yield (
+                f"{surprise(traffic)}: {describe(traffic)}, {traffic.seconds / cost.total_s:.1%} of the step. The compiler chose it, no "
+                "setting asks for it: compare another mesh, as maxlm plan does; if it stays, report this line with the config."
+            )
+
+
+def surprises(traffic: Traffic, step_s: float) -> bool:
+    """True for an unexpected collective that takes more than `SURPRISING` of a step of `step_s`."""
+    return bool(surprise(traffic)) and traffic.seconds > SURPRISING * step_s > 0
 
 
 def surprise(traffic: Traffic) -> str:

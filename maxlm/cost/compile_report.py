@@ -12,7 +12,7 @@ from rich.text import Text
 from maxlm.compiler.aot import CompiledStep, build
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
-from maxlm.cost.advice import Suggestion, place, surprise
+from maxlm.cost.advice import Suggestion, place, surprises
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.model_shapes import parameter_leaves
@@ -278,7 +278,7 @@ def _communication(report: Report, console: Console) -> None:
     rows = sorted(cost.traffic, key=lambda t: axes.index(t.axes[0]) if t.axes and t.axes[0] in axes else len(axes))
     longest = sorted(rows, key=lambda t: -t.seconds)[:MOST_ROWS]
     for traffic in (row for row in rows if row in longest):
-        mark = "! " if surprise(traffic) else ""
+        mark = "! " if surprises(traffic, cost.total_s) else ""
         opcode = traffic.opcode if traffic.how == "sync" else f"{traffic.opcode} ({traffic.how})"
         size = f"{traffic.bytes / 1e6:,.1f}" if traffic.bytes < 1e7 else f"{traffic.bytes / 1e6:,.0f}"
         exposed = duration(traffic.exposed_s) if traffic.exposed_s else "hidden"

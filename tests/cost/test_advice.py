@@ -16,8 +16,10 @@ SIZES = {"data": 1, "stage": 1, "fsdp": 4, "context": 1, "tensor": 1, "expert": 
 GOOD = {"d_model": 512, "n_heads": 4, "n_kv_heads": 4, "head_dim": 128, "d_ff": 1024, "vocab_size": 1024}
 
 
-def traffic(opcode="all-gather", axes=("fsdp",), where="jit(train_step)/jvp()/while/body/x", size=GIB, exposed_s=0.0) -> Traffic:
-    return Traffic(axes, opcode, where, "sync", "ici", count=2, bytes=size, seconds=1e-3, exposed_s=exposed_s)
+def traffic(
+    opcode="all-gather", axes=("fsdp",), where="jit(train_step)/jvp()/while/body/x", size=GIB, exposed_s=0.0, seconds=1e-2
+) -> Traffic:
+    return Traffic(axes, opcode, where, "sync", "ici", count=2, bytes=size, seconds=seconds, exposed_s=exposed_s)
 
 
 def remarks(config, *, chip="v5e:2x2", sizes=SIZES, used=14 * GIB, collectives=(), loops=()) -> list[str]:
@@ -79,6 +81,14 @@ def test_matrices_that_an_update_spreads_surprise_nobody():
     places = set(re.findall(r" all-to-all\(.*op_name=\"([^\"]*)", program.step.as_text()))
     assert places and {advice.surprise(traffic("all-to-all", axes=("fsdp",), where=place)) for place in places} == {""}
     assert "moves data" in advice.surprise(traffic("all-to-all", axes=("fsdp",), where="jit(train_step)/mul"))
+
+
+def test_what_is_unexpected_says_what_to_do_and_is_said_only_where_it_takes_time():
+    collective = traffic("all-to-all")
+    (said,) = remarks(config(), collectives=[collective])
+    assert "1.0% of the step" in said and "compare another mesh, as maxlm plan does; if it stays, report this line" in said
+    brief = traffic("all-to-all", seconds=1e-3)
+    assert advice.surprise(brief) and remarks(config(), collectives=[brief]) == [], "a thousandth of the step is nobody's to act on"
 
 
 def test_settings_that_break_a_rule_are_not_tried():
