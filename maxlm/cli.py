@@ -387,7 +387,7 @@ def generate(
         )
     for number, (text, continuation) in enumerate(zip(texts, found, strict=True), 1):
         if len(texts) > 1:
-            typer.echo(f"--- {number} of {len(texts)}: {shorten(text)!r}")
+            typer.echo(f"--- {number} of {len(texts)}: {shorten(text if isinstance(text, str) else json.dumps(text))!r}")
         typer.echo(continuation if chat else f"{text}{continuation}")
 
 
