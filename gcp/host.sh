@@ -13,10 +13,8 @@ set -euo pipefail
 umask 022
 
 export HOME=${HOME:-/root} PATH=$PATH:/snap/bin # a service has neither, and Ubuntu's gcloud is a snap
-HOME_DIR=${MAXLM_HOME:-/var/lib/maxlm}
-LOG=${MAXLM_LOG:-/var/log/maxlm.log}
-SYNC_SECONDS=${SYNC_SECONDS:-60}
-RETRY_SECONDS=${RETRY_SECONDS:-20}
+HOME_DIR=${MAXLM_HOME:-/var/lib/maxlm} LOG=${MAXLM_LOG:-/var/log/maxlm.log}
+SYNC_SECONDS=${SYNC_SECONDS:-60} RETRY_SECONDS=${RETRY_SECONDS:-20}
 SERVICE=maxlm
 SAVE_SECONDS=300 # between SIGTERM and SIGKILL, for the last save; a preempted machine gives less
 export MAXLM_GRACE_SECONDS=${MAXLM_GRACE_SECONDS:-$((SAVE_SECONDS - 30))} # the run exits before that
@@ -76,14 +74,10 @@ install_code() {
   retry gcloud storage cp "$BUCKET/$RUN/code.tar.gz" code.tar.gz
   tar -xzf code.tar.gz -C code
   [[ -d venv ]] || make_venv
+  local source=(--editable "code[$EXTRA]") wheels=(code/maxlm-*.whl) # git's HEAD; or an installed package, perhaps of the version that is here
+  [[ ! -f ${wheels[0]} ]] || { venv/bin/python -m pip uninstall --quiet --yes maxlm; source=("${wheels[0]}[$EXTRA]"); }
   note "installing maxlm[$EXTRA]"
-  local wheels=(code/maxlm-*.whl) # of an installed package; else git's HEAD
-  if [[ -f ${wheels[0]} ]]; then
-    retry venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps "${wheels[0]}"
-    retry venv/bin/python -m pip install --quiet --disable-pip-version-check "${wheels[0]}[$EXTRA]"
-  else
-    retry venv/bin/python -m pip install --quiet --disable-pip-version-check --editable "code[$EXTRA]"
-  fi
+  retry venv/bin/python -m pip install --quiet --disable-pip-version-check "${source[@]}"
 }
 
 make_venv() {
