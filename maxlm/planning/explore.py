@@ -465,7 +465,8 @@ def not_taken(search: Search) -> list[NotTaken]:
     tried = [NotTaken(one.layout, search.predicted_s.get(one.layout, best_s), _why_not(one)) for one in search.trials]
     for layout, said in search.failed.items():
         tried.append(NotTaken(layout, search.predicted_s.get(layout, best_s), f"the compiler failed: {said}"))
-    fitting, large = [], []
+    fitting: list[NotTaken] = []
+    large: list[NotTaken] = []
     if search.open:
         layouts, predicted = search.predictions()
         for layout, step_s, needed in zip(layouts, predicted.step_s_N.tolist(), predicted.needed_N.tolist(), strict=True):
@@ -476,7 +477,7 @@ def not_taken(search: Search) -> list[NotTaken]:
                 fitting.append(NotTaken(layout, step_s, f"not compiled: less than {GAIN:.1%} faster"))
             else:
                 fitting.append(NotTaken(layout, step_s, f"not compiled: {search.end}"))
-    found = []
+    found: list[NotTaken] = []
     for kind, most in ((tried, len(tried)), (fitting, NAMED), (large, NAMED)):
         faster = (one for one in kind if one.predicted_s < best_s and one.layout != search.best.layout)
         found += sorted(faster, key=lambda one: one.predicted_s)[:most]
