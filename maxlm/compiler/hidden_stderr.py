@@ -17,7 +17,7 @@ _STDERR = 2
 
 @contextmanager
 def hidden_stderr() -> Iterator[None]:
-    """Hide what is written to file descriptor 2, unless the block fails. What Python writes to `sys.stderr` is shown as ever."""
+    """Hide output to file descriptor 2 unless the block fails. Python's own `sys.stderr` stays visible."""
     sys.stderr.flush()
     shown, screen = sys.stderr, os.dup(_STDERR)
     python = os.fdopen(screen, "w", buffering=1, encoding="utf-8", errors="backslashreplace")

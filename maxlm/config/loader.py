@@ -62,7 +62,7 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
 
 
 def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool) -> LoadedConfig:
-    """`load` of a file, which is that of the run in `folder` if one is given."""
+    """`load` of a config file, or of the config saved in the run's `folder`."""
     files = _Files()
     merged, sources = files.resolve(path)
     if folder is not None:

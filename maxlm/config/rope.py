@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and frequencies scaled for contexts longer than the one of pretraining."""
+"""Rotary position embeddings, and frequencies scaled for contexts longer than in pretraining."""
 
 from typing import Annotated, Literal
 
@@ -33,9 +33,9 @@ class YarnScaling(Section):
     beta_slow: PositiveFloat = 1.0
     original_seq_len: Positive
     truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
-    # None: what is turned is multiplied by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
+    # None: rotated q and k are scaled by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
     mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None  # of what is turned, whatever mscale_all_dim says; None: see there
+    attention_factor: PositiveFloat | None = None  # scale of rotated queries and keys, over mscale_all_dim; None: from mscale_all_dim
 
 
 class LongRopeScaling(Section):

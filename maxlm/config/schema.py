@@ -139,7 +139,7 @@ class ClampConfig(Section):
 
 
 class MultipliersConfig(Section):
-    """Constant factors of activations (Granite 3), beside those of `model.parametrization`."""
+    """Constant factors of activations (Granite 3), multiplied with the factors of `model.parametrization`."""
 
     embedding: PositiveFloat = 1.0  # of embeddings
     residual: PositiveFloat = 1.0  # of what each sublayer adds
@@ -250,7 +250,7 @@ class ModelConfig(Section):
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores, but for the one of scaled RoPE."""
+        """Factor of attention scores, without the factor of scaled RoPE."""
         return (self.attention_scale or self.head_dim**-0.5) * self.parametrized.attention
 
     @property
@@ -260,7 +260,7 @@ class ModelConfig(Section):
 
     @property
     def residual_scale(self) -> float:
-        """Factor of what each sublayer adds, but for the one of the parametrization."""
+        """Factor of the output of each sublayer, without the factor of the parametrization."""
         return 1.0 if self.multipliers is None else self.multipliers.residual
 
     @property
@@ -319,7 +319,7 @@ class ChatConfig(Section):
     template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
     chat_template_kwargs: dict[str, JsonValue] = Field(
         default={}, max_length=100
-    )  # for the template, as enable_thinking; those of a row win
+    )  # variables of the template, such as enable_thinking; a row's own values win
     date: Text | None = None  # for templates that ask for today's
     turns: Literal["all", "last"] = "all"  # of the assistant, that count
     special_tokens: Literal["text", "tokens"] = "text"  # in messages; as text they cannot be written, so that such a row is a bad one

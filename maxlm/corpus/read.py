@@ -59,7 +59,7 @@ def _defect(record: Record, reason: str, example: str = "") -> Defect:
 
 
 def metadata_of(fields: Mapping[str, Any], text_field: str) -> dict[str, Value]:
-    """All scalar fields but the text; those of an object `metadata` or `meta` as well, where no field has their name."""
+    """All scalar fields but the text, and the scalar fields of an object `metadata` or `meta` that no other field is named like."""
     found: dict[str, Value] = {}
     for name in NESTED:
         inner = fields.get(name)

@@ -21,7 +21,7 @@ from maxlm.training.matrices import SCOPE as MATRICES
 WANTED, MOST_COMPILES, PATIENCE_S = 3, 12, 600
 LARGE = 1 << 20  # bytes: smaller collectives are counters, norms and biases
 EXPOSED, SPARE = 0.02, 0.4  # shares of the step and of HBM worth a remark
-SURPRISING = 0.005  # share of the step of a collective that is not expected, below which nobody needs to act
+SURPRISING = 0.005  # least share of the step for which an unexpected collective is reported
 
 Settings = Mapping[str, Any]  # dotted key -> value
 

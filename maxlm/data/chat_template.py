@@ -70,7 +70,7 @@ class Rendered(NamedTuple):
     """A conversation as text, and the characters of it that the assistant wrote."""
 
     text: str
-    spans: list[Span]  # in order, none empty; those of the template's marks, or one a turn
+    spans: list[Span]  # in order, none empty: the template's own marks, or one span a turn
 
 
 class _Generation(Extension):

@@ -245,7 +245,7 @@ class _Notes:
             self._first.setdefault(note.kind, note.text)
 
     def lines(self, seen: int, left_out: int) -> list[str]:
-        """What is to be said of `seen` documents, `left_out` of which are in no split."""
+        """Notice about `seen` documents, of which `left_out` are in no split."""
         said = {
             "too_long": f"conversations are left out, longer than data.seq_len = {self._seq_len}, the first at",
             "bad_rows": "conversations are left out as bad rows, the first at",

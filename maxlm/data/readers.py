@@ -15,7 +15,7 @@ from maxlm.documents.records import DEFAULTS, REASONS, Defect, Record, Wanted
 from maxlm.documents.text import problem_of
 
 _log = logging.getLogger(__name__)
-# What is wrong and what to do, by reason, with `detail` of the defect filled in. Reasons that are not here are said as REASONS has them.
+# Message for each reason, with the defect's `detail` filled in. Reasons without an entry use the text of REASONS.
 SAID = {
     "binary": "is not text ({format}); leave it out of data.prepare.sources, or convert it",
     "bomb": "decompresses to more than the limits allow ({example}); decompress it, if it is right",
@@ -138,7 +138,7 @@ def _checked(record: Record, text_field: str, origin: str) -> str:
 
 
 def _error(problem: Defect, origin: str) -> UserError:
-    """The line for a defect: the file with its line, what is wrong, and what to do."""
+    """Error for a defect: file and line, fault and fix."""
     said = SAID.get(problem.reason, "{rule} ({example})")
     rule = said.format(**{**DETAIL, **problem.detail, "rule": REASONS[problem.reason], "example": problem.example}).replace(" ()", "")
     joint = ": " if rule.startswith("the ") else " "

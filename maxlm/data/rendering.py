@@ -81,7 +81,7 @@ class RenderingProcess:
 
 
 def _serve(template: ChatTemplate, connection: Connection) -> None:
-    """Answer every request with (its result, what is wrong or None, whether that lies in the row and not in the template)."""
+    """Answer every request with (its result, the error or None, True if the row is at fault and not the template)."""
     end_with_parent()
     # A parent that exits ends its processes by SIGTERM and waits for them.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))

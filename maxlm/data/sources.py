@@ -1,4 +1,4 @@
-"""Source files of `data prepare`: those of `documents.files`, and Python's own library; their digests, and text in UTF-8."""
+"""Source files of `data prepare`: files found by `documents.files`, and Python's standard library; their digests, and text in UTF-8."""
 
 import contextlib
 import hashlib

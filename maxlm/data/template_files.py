@@ -74,7 +74,7 @@ def find_template(files: Mapping[str, bytes], *, date: str | None, arguments: di
 
 
 def _is_day(text: str) -> bool:
-    """True for a day of the calendar in the one form that all templates are given."""
+    """True for a calendar day written as YYYY-MM-DD."""
     try:
         return Date.fromisoformat(text).isoformat() == text
     except ValueError:

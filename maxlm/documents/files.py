@@ -29,7 +29,7 @@ DESCRIPTIONS = re.compile(
     r"_(success|metadata|common_metadata|(committed|started)_.*)|.*\.(md5|sha1|sha256|sha512|asc|sig)",
     re.IGNORECASE,
 )
-# Suffixes of documentation, loading scripts and pictures, which lie beside files of records in data sets.
+# Suffixes of documentation, loading scripts and pictures in the folder of a data set.
 BESIDE_RECORDS = (".md", ".markdown", ".rst", ".bib", ".py", ".ipynb", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg")
 PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 SHOWN = 5  # names in a line
@@ -79,7 +79,7 @@ def find(source: str) -> list[SourceFile]:
 
 
 def find_once(sources: Sequence[str]) -> list[SourceFile]:
-    """The files of all `sources`, sorted by path as text; one that two of them list comes once. Raises as `find` does."""
+    """The files of all `sources`, sorted by path as text; a file listed by two sources comes once. Raises as `find` does."""
     found = {file.path: file for source in reversed(sources) for file in find(source)}
     return [found[path] for path in sorted(found)]
 

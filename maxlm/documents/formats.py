@@ -11,7 +11,7 @@ from maxlm.documents.html import is_html
 from maxlm.documents.wikipedia import is_dump
 
 Format = Literal["jsonl", "json", "parquet", "array_record", "html", "warc", "wikipedia", "text", "unknown"]
-HEAD = 4096  # bytes that a format is told by
+HEAD = 4096  # bytes read to recognise a format
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 PROSE = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".org", ".tex", ".bib", ".srt", ".vtt")
 # Source code and its settings, without the dots.

@@ -152,7 +152,7 @@ def _string_end(block: bytes, at: int, escaped: bool) -> tuple[int, bool, bool]:
     at = end.end() if end is not None else at
     if at < len(block) and block[at : at + 1] == b'"':
         return at + 1, False, False
-    return len(block), True, at < len(block)  # the byte that is left is a backslash without the one after it
+    return len(block), True, at < len(block)  # the byte left over is a backslash without its partner
 
 
 def _lines(stream: ByteStream, limit: int) -> Iterator[list[bytes | None]]:

@@ -125,7 +125,7 @@ def _forward(path: str, head: bytes, stream: ByteStream, wanted: Wanted) -> Iter
 
 
 def _whole(kind: Format, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
-    """The one record of a file. A file that is cut short gives none: nothing would show that its end is missing."""
+    """The one record of a file. A truncated file gives none, since its record would look whole."""
     limit = wanted.limits.max_record_bytes
     data = stream.take(limit + 1)
     if len(data) > limit:

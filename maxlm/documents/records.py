@@ -110,7 +110,7 @@ class Defect(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """False for what holds no document by the rules of its format. A file of no bytes holds none by those of text alone."""
+        """False for what holds no document by the rules of its format. A file of no bytes holds none only in the formats of text."""
         return self.reason not in LEFT_OUT or "bytes" in self.detail
 
 

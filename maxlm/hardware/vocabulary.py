@@ -1,4 +1,4 @@
-"""Words for the parts of a machine, by its platform: what is a chip with ICI among TPUs is a GPU with NVLink among GPUs."""
+"""Words for the parts of a machine, by platform: chip and ICI for TPUs, GPU and NVLink for GPUs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

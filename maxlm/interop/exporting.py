@@ -94,7 +94,7 @@ def _write(
     packing: Packing | None,
 ) -> Exported:
     run, config = saved.directory, saved.config
-    write_files(saved, their_config, folder)  # first: what is wrong with them is said before anything is read
+    write_files(saved, their_config, folder)  # first, so that a fault in these files is reported before weights are read
     found = weights.targets(config.model, family)
     repeated = weights.copies(config.model, family)
     shapes = dict(weights.with_copies(weights.their_shapes(config.model, found).items(), repeated))

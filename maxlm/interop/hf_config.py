@@ -156,7 +156,7 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
-# Models of several modalities, of which the text tower is imported: model_type -> that of `text_config`, where it does not say.
+# Models of several modalities, whose text tower is imported: model_type -> model_type of `text_config` where `text_config` names none.
 TOWERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "kimi_k25": "kimi_k2"}
 _OF_TOWERS = frozenset(  # keys of other towers, and of how they are joined
     [

@@ -83,7 +83,7 @@ def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json
 
 
 def _positions(rope: RopeConfig, seq_len: int) -> int:
-    """Positions that a model is meant for: those that its RoPE is scaled to, if they are more than it was trained on here."""
+    """Context length in tokens: the length that RoPE is scaled to, or the length trained on here if it is larger."""
     scaling = rope.scaling
     if isinstance(scaling, DynamicScaling):
         return scaling.original_seq_len  # from which the library computes
@@ -158,7 +158,7 @@ def _decoder(config: ModelConfig, **values: Any) -> Json:
 
 
 def _named(table: dict[str, Any], activation: str) -> str:
-    """The library's name of an activation; its first for one that the family does not have."""
+    """The library's name of an activation, or its default name where the family lacks the activation."""
     return next((theirs for theirs, ours in table.items() if ours == activation), next(iter(table)))
 
 

@@ -40,7 +40,7 @@ _OFF = """
     tie_encoder_decoder torchscript use_bfloat16 use_bias use_bidirectional_attention use_mrope use_parallel_residual use_qk_norm
     use_qkv_bias use_sliding_window
 """
-# Keys whose other values change the network, in families that have no reading of their own for them.
+# Keys that must have one of these values in families that do not read them: any other value changes the network.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF.split(), (False,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "partial_rotary_factor"), (1,)),

@@ -109,7 +109,7 @@ class Reordered(Layout):
 
 
 def interleaved(head_dim: int) -> tuple[int, ...]:
-    """Order of a head whose neighbours (2 i, 2 i + 1) are turned as a pair: ours are pairs (i, i + half)."""
+    """Dims of a head with rotary pairs (2 i, 2 i + 1), in the order of our pairs (i, i + half)."""
     return (*range(0, head_dim, 2), *range(1, head_dim, 2))
 
 

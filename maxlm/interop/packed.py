@@ -65,7 +65,7 @@ def block_size(section: Any) -> tuple[int, int] | None:
 
 
 def scaled_by_block(values: np.ndarray, scale: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The matrix in float32, from e4m3 and the scales of its blocks; beside it only one row of blocks of scales is in memory."""
+    """Dequantize a matrix of e4m3 blocks to float32. One row of blocks of scales is in memory at a time."""
     rows, columns = size
     matrix = values.astype(np.float32)
     for i, scale_of_row in enumerate(scale):

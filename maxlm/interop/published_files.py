@@ -78,7 +78,7 @@ def object_or_none(path: Path) -> Json | None:
 
 
 def write_object(path: Path, values: Json, source: Path | None = None) -> None:
-    """Write a JSON object. The bytes are those of `source` if it says the same, and its indentation is kept if it says something else."""
+    """Write a JSON object. Copies `source` if it holds an equal object; else keeps its indentation."""
     if source is None or not source.is_file():
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         return

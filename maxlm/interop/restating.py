@@ -1,5 +1,5 @@
-"""Files beside the weights of an export: config.json, generation_config.json and the tokenizer, which say what is true of the model now
-and otherwise what the published model said.
+"""Files beside the weights of an export: config.json, generation_config.json and the tokenizer, which describe the model as it is now and
+otherwise restate the published files.
 """
 
 import json
@@ -61,7 +61,7 @@ def _is_as_imported(saved: SavedRun) -> bool:
 
 
 def write_tokenizer(saved: SavedRun, folder: Path) -> None:
-    """Copy the files of the tokenizer; those that say otherwise what ends a document, as of another model, are changed."""
+    """Copy the files of the tokenizer, and correct the ones that name another end of document."""
     source, known = saved.directory / TOKENIZER, saved.tokenizer
     for name in TOKENIZER_FILES:
         if name != GENERATION and (source / name).is_file():

@@ -148,7 +148,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             self._rename(name, prefix + name)
 
     def keep_text(self) -> None:
-        """Drop the tensors of other towers, which `notes` then say, and give those of the text tower the names of a text model."""
+        """Drop the tensors of other towers, listed in `notes`, and rename the tensors of the text tower as in a text model."""
         dropped: dict[str, int] = {}
         for name in list(self._shape):
             if other := next((start for start in OTHER_TOWERS if name.startswith(start)), None):

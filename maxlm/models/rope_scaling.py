@@ -1,4 +1,4 @@
-"""Rotary positions scaled for contexts longer than the one of pretraining: frequencies of each pair, and the attention temperature."""
+"""Rotary positions scaled for contexts longer than in pretraining: frequencies of each pair, and the attention temperature."""
 
 import math
 
@@ -39,7 +39,7 @@ def _lengths(positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None) 
 
 
 def _scaled(frequency: float, config: RopeConfig, head_dim: int, index: int) -> float:
-    """`frequency` of pair `index` for contexts longer than those of pretraining."""
+    """`frequency` of pair `index` for contexts longer than in pretraining."""
     scaling = config.scaling
     assert scaling is not None and not isinstance(scaling, LongRopeScaling | DynamicScaling), "their frequencies depend on lengths"
     if isinstance(scaling, Llama3Scaling):

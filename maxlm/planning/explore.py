@@ -29,7 +29,7 @@ STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
 QUICK_COMPILES, QUICK_UNROLLED, QUICK_PATIENCE_S = 3, 1, 60.0  # of `maxlm plan --quick`
 MIN_TO_PAY = 2  # trials before the search may end since another does not pay: the user's own layout, and the most promising
-START_S = 5.0  # of a trial beside the compiler's own time: a process starts, and traces the step
+START_S = 5.0  # of a trial before the compiler runs: a process starts and traces the step
 UNROLLED_GAIN = 0.17  # largest share of a step that was saved by layers without a loop (GPT-2 124M, docs/schedule.md)
 LOOP_IN_LAYERS = 8  # without a loop the compiler takes as long for so many layers as for a step with one (seen: 7 to 14)
 PATIENCE_S = 960.0  # of the compiler's own seconds, as they were when it ran: so a second run, all cached, comes to the same end
@@ -458,7 +458,7 @@ class NotTaken:
 
 
 def not_taken(search: Search) -> list[NotTaken]:
-    """Layouts that were, or are, predicted to be faster than the best; those that were compiled first, and `NAMED` of each other kind."""
+    """Layouts predicted to be faster than the best: first all compiled ones, then at most `NAMED` for each other reason."""
     if search.best is None:
         return []
     best_s = search.best.verdict.step_s

@@ -182,7 +182,7 @@ def _tell_slices(spec: ProcessSpec, configured: Collection[int], environ: Mutabl
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[TextIO]:
-    """Redirect stdout to stderr, for libraries that print there (gloo prints its connections); yields the real one for what is ours."""
+    """Redirect stdout to stderr, for libraries that print there (gloo: its connections); yields the real stdout for our own output."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace") as stdout:
         os.dup2(2, 1)

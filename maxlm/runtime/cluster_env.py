@@ -49,7 +49,7 @@ _UNDETECTED = (
     ("CLUSTER_SPEC", "", "Vertex AI"),
     ("TF_CONFIG", "", "TFJob or Vertex AI"),
 )
-_COMMON_NAMES = {"NNODES", "NUM_PROCESSES"}  # which people's scripts set for other ends: they count beside the other variable alone
+_COMMON_NAMES = {"NNODES", "NUM_PROCESSES"}  # set by people's own scripts, too: they count only together with the other variable
 Metadata = Callable[[str], str | None]  # attribute of the metadata server -> its value
 
 

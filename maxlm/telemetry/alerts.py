@@ -14,7 +14,7 @@ from maxlm.telemetry.run_dir import RunDirectory
 
 
 def cause_of(event: Event) -> str:
-    """The cause of an alert for this event: that of an alarm, or finish, preempted, interrupted, unhealthy, hang, rollback, restart.
+    """The cause of an alert for this event: the cause of an alarm, or finish, preempted, interrupted, unhealthy, hang, rollback, restart.
 
     "" for no alert, as of a hang that the end of the run will tell, and of processes that end to join anew.
     """

@@ -163,7 +163,7 @@ def _where(hosts: Sequence[str]) -> str:
 
 
 def _print(measured: _Measured, hosts: Sequence[str], out: Path | None, *, as_json: bool) -> None:
-    """Write the JSON object, or what is to be said below the tables; and the plot."""
+    """Write the JSON object or the notes below the tables, and the plot."""
     kind, rows = jax.devices()[0].device_kind, measured.rows
     if as_json:
         facts: dict[str, Any] = {"device_kind": kind, "devices": jax.device_count(), "hosts": list(hosts), "jax": jax.__version__}

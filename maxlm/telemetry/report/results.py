@@ -30,7 +30,7 @@ Outcomes = dict[tuple[str, str], list[Outcome]]  # by task and metric, by step
 
 
 def read_results(folder: Path, notes: list[str], undone: Undone) -> Outcomes:
-    """Results in the folder `evaluations` of a run. Left out, with a note, are files that are none, and those of steps that are undone."""
+    """Results in the folder `evaluations` of a run. Files that are no results and results of undone steps are left out, with a note."""
     found: dict[tuple[str, str], dict[int, Outcome]] = {}
     left_out = 0
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():

@@ -51,7 +51,7 @@ def read_samples(path: Path, notes: list[str], undone: Undone) -> list[Sample]:
 
 
 def block(samples: Sequence[Sample]) -> str:
-    """HTML of the samples of a run: those of the newest step, and below them, folded, those of earlier steps. "" if there are none."""
+    """HTML of the samples of a run: the newest step, and below it, folded, earlier steps. "" if there are no samples."""
     steps = {step: list(of_step) for step, of_step in groupby(samples, key=lambda sample: sample.step)}
     newest = sorted(steps, reverse=True)[:MAX_STEPS]
     parts = [
