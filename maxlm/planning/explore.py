@@ -27,6 +27,7 @@ from maxlm.telemetry.formatting import duration
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
+HOST_CHIPS = 8  # of one machine, whose second counts as much as one of the compiler's
 QUICK_COMPILES, QUICK_UNROLLED, QUICK_PATIENCE_S = 3, 1, 60.0  # of `maxlm plan --quick`
 MIN_TO_PAY = 2  # trials before the search may end since another does not pay: the user's own layout, and the most promising
 START_S = 5.0  # of a trial before the compiler runs: a process starts and traces the step
@@ -83,6 +84,7 @@ class Search:
     leanest: int = 0  # least bytes that any layout needs
     trial_s: float = 0.0  # set where layers have no loop: seconds of the compiler that a trial is expected to take
     updates: float = math.inf  # of the run, so that a second less for a step is so many less for the run
+    hosts: float = 1.0  # of 8 chips, on which the run takes its seconds; the compiler takes its own on one machine
     began: int = 0  # trials of the search that this one goes on with
     patience_s: float = PATIENCE_S  # of the compiler's seconds for all trials, once `least` are done
     least: int = MIN_COMPILES
@@ -192,7 +194,7 @@ def explore_unrolled(
     again = replace(search, open={}, too_slow=[], end="", began=len(search.trials))
     again.trial_s = sum(looped) / len(looped) * max(1.0, config.model.n_layers / LOOP_IN_LAYERS)
     gain_s = UNROLLED_GAIN * best.verdict.step_s
-    if not best.layout.unroll and not pays(gain_s, 0, search.updates, again.trial_s):
+    if not best.layout.unroll and not pays(gain_s, 0, search.updates, again.trial_s, search.hosts):
         search.looped = _too_little(gain_s, 0, search.updates, again.trial_s)
         return
     try:
@@ -230,18 +232,18 @@ def _end(search: Search, layout: Layout | None, hoped_s: float, most: int) -> st
         return "the time for compiling is spent"
     if search.best is not None and hoped_s and search.tried >= MIN_TO_PAY:
         about = search.best.verdict.step_s - hoped_s, search.fruitless, search.updates, search.expected_trial_s
-        return "" if pays(*about) else _too_little(*about)
+        return "" if pays(*about, search.hosts) else _too_little(*about)
     return ""
 
 
-def pays(gain_s: float, fruitless: int, updates: float, trial_s: float) -> bool:
-    """True if one more trial is expected to save more seconds of the run than it takes.
+def pays(gain_s: float, fruitless: int, updates: float, trial_s: float, hosts: float = 1.0) -> bool:
+    """True if one more trial is expected to save more of the run's machine seconds than it takes of the compiler's machine.
 
     `gain_s`: seconds of a step that it may save at best; `fruitless`: trials since the last that was faster than all before, so that by
     Laplace's rule of succession the next one is faster with a probability of 1 in `fruitless` + 2; `updates`: of the run; `trial_s`: of
-    the compiler.
+    the compiler; `hosts`: machines that the run takes, each for every second of it.
     """
-    return _saved_s(gain_s, fruitless, updates) > trial_s + START_S
+    return _saved_s(gain_s, fruitless, updates) * hosts > trial_s + START_S
 
 
 def _saved_s(gain_s: float, fruitless: int, updates: float) -> float:

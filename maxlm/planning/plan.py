@@ -123,7 +123,7 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
             raise UserError(_why_none(search, config, topology))
 
         scale = scale_of(config, topology, tokens)
-        search.updates = scale.seconds(1.0)
+        search.updates, search.hosts = scale.seconds(1.0), max(1.0, topology.chips / explore.HOST_CHIPS)
         most, unrolled = explore.MOST_COMPILES, explore.MOST_UNROLLED
         if quick:
             most, unrolled = explore.QUICK_COMPILES, explore.QUICK_UNROLLED

@@ -242,11 +242,11 @@ def test_a_slow_compiler_is_asked_less():
     assert found.end == "the time for compiling is spent"
 
 
-def tried_until_it_does_not_pay(steps_s, updates, hoped=0.9, trial_s=25.0):
+def tried_until_it_does_not_pay(steps_s, updates, hoped=0.9, trial_s=25.0, hosts=1.0):
     """Number of trials, with steps of `steps_s`, until another does not pay of which `hoped` times the best is hoped for."""
     for tried in range(2, len(steps_s) + 1):
         best = min(steps_s[:tried])
-        if not pays((1 - hoped) * best, tried - 1 - steps_s.index(best), updates, trial_s):
+        if not pays((1 - hoped) * best, tried - 1 - steps_s.index(best), updates, trial_s, hosts):
             return tried
     return len(steps_s)
 
@@ -262,6 +262,7 @@ def test_a_search_ends_when_another_trial_saves_less_of_the_run_than_it_takes():
     assert counts == sorted(counts) and counts[0] < counts[-1], "a longer run is worth a longer search"
     assert tried_until_it_does_not_pay(flat, hours, trial_s=5.0) > tried_until_it_does_not_pay(flat, hours, trial_s=100.0)
     assert tried_until_it_does_not_pay(flat, hours, hoped=0.999) == 2, "little is hoped for"
+    assert tried_until_it_does_not_pay(flat, hours, hosts=32) == 24, "a pod's seconds cost more than the compiler's"
 
 
 def test_a_short_run_is_searched_for_less_than_a_long_one():
