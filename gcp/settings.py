@@ -101,7 +101,9 @@ def _machine_of(config: Config) -> str:
 def _check_stays(config: Config, bucket: str) -> None:
     """Check that files which must outlive a machine, or are shared, are in a bucket. Raises ConfigError."""
     if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[\w.-]+)*", bucket):
-        raise UserError(f"--bucket {bucket or '(none)'}: must be gs://NAME: code, checkpoints and what the run writes go there.")
+        raise UserError(
+            f"--bucket {bucket or '(none)'}: must be gs://NAME of 3 or more of a-z, 0-9, - . _: code and files of the run go there."
+        )
     saved = config.checkpoint.dir
     if saved is not None and not is_remote(saved):
         fix = f"leave it out (then {bucket}/{config.run.name}/checkpoints), or name a bucket"

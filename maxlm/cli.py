@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from maxlm.config.schema import WeightsKind
     from maxlm.hardware.prices import Term
 
-CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "orjson", "resiliparse")  # of maxlm.corpus, some imported only when needed
+CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "resiliparse")  # of maxlm.corpus, some imported only when needed
 
 app = typer.Typer(
     no_args_is_help=True,

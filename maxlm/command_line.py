@@ -2,6 +2,7 @@
 
 import os
 import sys
+from difflib import get_close_matches
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -59,6 +60,9 @@ def _as_setting(error: Exception) -> str:
         return ""
     keys = settings_named(option.lstrip("-").replace("-", "_"))
     if not keys:
+        options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        if near := get_close_matches(option, options, n=1, cutoff=0.75):
+            return f"there is no option {option}; the nearest is {near[0]}."
         return f"there is no option {option}; settings of the config are key=value, without dashes, such as train.steps=100."
     settings = " or ".join(f"{key}={_value_of(option)}" for key in keys[:3])
     return f"there is no option {option}: use {settings}, a setting of the config."

@@ -55,7 +55,7 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
     crossing = f"; between nodes: {' and '.join(crossed)}" if (crossed := crossing_axes(plan.topology, picked.layout)) else ""
     console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
-    mfu = f"MFU {plan.scale.mfu(step_s):.1%}{_of_peak(plan.scale)}"
+    mfu = f"MFU {percent(plan.scale.mfu(step_s))}{_of_peak(plan.scale)}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
     counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
     console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")

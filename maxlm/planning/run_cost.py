@@ -150,7 +150,7 @@ def sentences(cost: RunCost, wanted: Wanted, chip: str) -> list[str]:
         rate = f"{money(cost.price, currency)} a {chip}-hour {wanted.term}, {offer.provider} {offer.region}; {wanted.prices.source}"
         lines.append(f"Cost: {money(cost.money or 0, currency)} ({rate}){'; ' if others else ''}{', '.join(others)}.")
     if cost.kwh is None:
-        lines.append("Energy: unknown, since no power of this {chip} is published; give `watts` with --prices.")
+        lines.append(f"Energy: unknown, since no power of this {chip} is published; give `watts` with --prices.")
     else:
         carbon = f", {mass(cost.kg_co2)} CO2e by the mean of the grid" if cost.kg_co2 is not None else ""
         lines.append(f"Energy: {energy(cost.kwh)}{carbon}{' (estimated)' if cost.power_estimated else ''}.")

@@ -106,7 +106,8 @@ def train(session: Session, start: Start) -> Outcome:
     if start.restored is not None:
         session.observers.on_event(Event("restore", start.step, data=start.restored))
     if start.step > total or (start.step == total and session.concluded):
-        return Outcome("nothing_left", start.step, f"all {total:,} steps are done: there is nothing left to do", state=start.state)
+        done = f"all {total:,} steps are done" if start.step == total else f"the run is at step {start.step:,}, beyond its end at {total:,}"
+        return Outcome("nothing_left", start.step, f"{done}: there is nothing left to do", state=start.state)
     end = _train_from(session, start)
     while isinstance(end, Start):
         end = _train_from(session, end, went_back=True)

@@ -201,6 +201,10 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(monkeypatch, c
     assert code == ExitCode.WRONG_INPUT and said in err and err.count("\n") == 1
 
 
+def test_a_misspelt_option_is_answered_with_the_nearest(monkeypatch, capsys):
+    assert "no option --device; the nearest is --devices." in end(monkeypatch, capsys, "train", "runs/quickstart", "--device", "8")[2]
+
+
 def test_an_unknown_option_of_a_command_without_settings_is_not_taken_for_one(monkeypatch, capsys):
     assert "No such option: --seed" in end(monkeypatch, capsys, "report", "x", "--seed", "3")[2]
 
@@ -228,8 +232,10 @@ def test_packages_of_the_corpus_that_are_missing_are_named_together_before_anyth
 
 
 def test_every_package_that_the_corpus_imports_is_asked_for():
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "maxlm/corpus").rglob("*.py"))
-    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", sources, re.MULTILINE))
+    files = [path for room in ("corpus", "documents") for path in (ROOT / "maxlm" / room).rglob("*.py")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    found = re.findall(r"""^\s*(?:import|from) (\w+)|optional\("(\w+)""", sources, re.MULTILINE)
+    imported = {name for pair in found for name in pair}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     optional = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in extras["corpus"]}
     assert imported & optional - {"py3langid", "backports"} == set(cli.CORPUS_PACKAGES)

@@ -69,6 +69,7 @@ def test_what_is_unknown_is_none_and_said(config):
     unpowered = run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))
     assert (unpowered.kwh, unpowered.kg_co2) == (None, None)
     assert unpowered.money is not None
+    assert "Energy: unknown, since no power of this chip is published" in " ".join(sentences(unpowered, Wanted(LIST_PRICES), "chip"))
     assert to_json(unpowered, Wanted(LIST_PRICES))["kwh"] is None
 
 
