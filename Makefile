@@ -8,7 +8,7 @@ help:
 	@echo "make train   train a small model on this machine, or go on where it stopped"
 	@echo "make test    all checks: lint, then every test that is not a soak; ARGS='tests/x -k y': those tests alone"
 	@echo "make lint    ruff, mypy, the layering contracts and shellcheck"
-	@echo "make soak    the slow tests, also in seven parts (tools/soaks.py); ARGS as for test"
+	@echo "make soak    the slow tests, also in fourteen parts (tools/soaks.py); ARGS as for test"
 	@echo "make gpu-compiler   what compiles kernels and steps for GPUs where there is none (make test does it, too)"
 	@echo "make clean   remove .venv (runs/ and data/ are yours and stay)"
 

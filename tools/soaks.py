@@ -1,6 +1,6 @@
-"""Run the slow tests (marked `soak`): all of them, or the seventh of a day, so that each is run once a week.
+"""Run the slow tests (marked `soak`): all of them, or the part of a day, so that each is run once in two weeks.
 
-Usage: python tools/soaks.py [--seventh N | --today] [--limit MINUTES] [--list]
+Usage: python tools/soaks.py [--part N | --today] [--limit MINUTES] [--list]
 A test that fails is run once more by itself; if it fails again, so does the command.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = ROOT / "tests" / "soak_seconds.json"  # a test function -> seconds of one of its cases
-SEVENTHS = 7
+PARTS = 14
 WORKERS = 2
 UNMEASURED_S = 120.0  # assumed for a test that the table does not have
 PYTEST = (sys.executable, "-m", "pytest", "-m", "soak", "-o", "timeout=0", "-o", "faulthandler_timeout=0")
@@ -39,9 +39,9 @@ def collect(folder: Path, arguments: tuple[str, ...] = ()) -> list[str]:
 
 
 def split(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Every test in one of seven parts of about the same length: the longest first, each to the part that is shortest so far."""
-    parts: list[list[str]] = [[] for _ in range(SEVENTHS)]
-    lengths = [0.0] * SEVENTHS
+    """Every test in one of fourteen parts of about the same length: the longest first, each to the part that is shortest so far."""
+    parts: list[list[str]] = [[] for _ in range(PARTS)]
+    lengths = [0.0] * PARTS
 
     def length(test: str) -> float:
         return seconds.get(test.partition("[")[0], UNMEASURED_S)
@@ -53,9 +53,9 @@ def split(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
     return [sorted(part) for part in parts]
 
 
-def seventh_of(day: datetime.date) -> int:
-    """1 to 7; seven days in a row have all of them."""
-    return day.toordinal() % SEVENTHS + 1
+def part_of(day: datetime.date) -> int:
+    """1 to 14; fourteen days in a row have all of them."""
+    return day.toordinal() % PARTS + 1
 
 
 def run(folder: Path, tests: list[str], until: float, workers: int = 0) -> list[str]:
@@ -115,17 +115,17 @@ def run_with_second_try(folder: Path, tests: list[str], limit_s: float, workers:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--seventh", type=int, choices=range(1, SEVENTHS + 1), metavar="N", help="one of seven parts, 1 to 7")
+    which.add_argument("--part", type=int, choices=range(1, PARTS + 1), metavar="N", help="one of fourteen parts, 1 to 14")
     which.add_argument("--today", action="store_true", help="the part of this day")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="MINUTES", help="stop and fail after this time")
     parser.add_argument("--list", action="store_true", help="print the tests and run nothing")
     options = parser.parse_args()
     tests = collect(ROOT)
-    number = seventh_of(datetime.datetime.now(datetime.UTC).date()) if options.today else options.seventh
+    number = part_of(datetime.datetime.now(datetime.UTC).date()) if options.today else options.part
     if number:
         total = len(tests)
         tests = split(tests, json.loads(SECONDS.read_text(encoding="utf-8")))[number - 1]
-        print(f"Soaks, seventh {number} of {SEVENTHS}: {len(tests)} of {total} tests")
+        print(f"Soaks, part {number} of {PARTS}: {len(tests)} of {total} tests")
     print(*tests, sep="\n", flush=True)
     return 0 if options.list else run_with_second_try(ROOT, tests, 60 * options.limit, WORKERS)
 

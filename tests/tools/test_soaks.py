@@ -1,4 +1,4 @@
-"""The weekly round of slow tests: each is run once in seven days, and one that fails has a second chance by itself."""
+"""The round of slow tests: each is run once in fourteen days, and one that fails has a second chance by itself."""
 
 import datetime
 import time
@@ -47,7 +47,7 @@ def test_soaks_are_collected_and_no_other(suite):
     assert not choose(suite[1], "test_is_quick")
 
 
-def test_seven_days_run_each_soak_once():
+def test_fourteen_days_run_each_soak_once():
     tests = [f"tests/test_{n % 5}.py::test[{n}]" for n in range(100)]
     seconds = {"tests/test_0.py::test": 600.0, "tests/test_1.py::test": 10.0}
     parts = soaks.split(tests, seconds)
@@ -56,7 +56,7 @@ def test_seven_days_run_each_soak_once():
     assert max(lengths) - min(lengths) <= 600
     assert parts == soaks.split(tests[::-1], seconds), "the order of collection changes nothing"
     first = datetime.date(2026, 12, 28)
-    assert {soaks.seventh_of(first + datetime.timedelta(n)) for n in range(7)} == set(range(1, 8))
+    assert {soaks.part_of(first + datetime.timedelta(n)) for n in range(14)} == set(range(1, 15))
 
 
 def test_one_that_fails_once_fails_nothing_and_one_that_fails_twice_all(suite, capfd):
