@@ -53,6 +53,11 @@ class SourceFile:
     def suffixes(self) -> list[str]:
         return suffixes_of(self.path)
 
+    @property
+    def real_path(self) -> str:
+        """The path without links and relative parts, the same for every name of one file; of a remote file its URL."""
+        return self.path if is_remote(self.path) else os.path.realpath(self.path)
+
     def state(self) -> list[int | str]:
         """Values that change whenever the content does; [] if the file system states none."""
         if not is_remote(self.path):
@@ -79,9 +84,19 @@ def find(source: str) -> list[SourceFile]:
 
 
 def find_once(sources: Sequence[str]) -> list[SourceFile]:
-    """The files of all `sources`, sorted by path as text; a file listed by two sources comes once. Raises as `find` does."""
-    found = {file.path: file for source in reversed(sources) for file in find(source)}
-    return [found[path] for path in sorted(found)]
+    """The files of all `sources`, sorted by path as text, each file once. Raises as `find` does."""
+    return sorted(each_once(file for source in sources for file in find(source)), key=lambda file: file.path)
+
+
+def each_once(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """`files` without further names of a file: the first name and its source keep it. Logs the names left out in one line."""
+    kept: dict[str, SourceFile] = {}
+    again = [file for file in files if kept.setdefault(file.real_path, file) is not file]
+    if again:
+        first = kept[again[0].real_path]
+        rule = "files that sources list more than once are read once: %s; %s stays with %s"
+        _log.warning(rule, _listed_names([file.path for file in again]), shorten(first.path), shorten(first.source))
+    return list(kept.values())
 
 
 def folders(sources: Sequence[str]) -> list[str]:

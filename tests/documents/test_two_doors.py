@@ -13,6 +13,7 @@ from two_doors import FILES, PACKED, POINTER, TEXTS, agreed, by_corpus, by_prepa
 from maxlm.config.errors import UserError
 from maxlm.data.readers import Fields, documents_in
 from maxlm.data.sources import find_files
+from maxlm.documents.files import find_once
 from maxlm.documents.reader import records
 from maxlm.documents.records import Defect, ReadSettings, Record, Wanted
 
@@ -114,7 +115,8 @@ def test_links_are_followed_inside_a_folder_only(tmp_path, caplog):
     (tmp_path / "in/folder").symlink_to(tmp_path / "outside")
     (tmp_path / "in/inside.txt").symlink_to(tmp_path / "in/a.txt")
     (tmp_path / "named").symlink_to(tmp_path / "outside")
-    assert sorted(agreed(tmp_path / "in")) == ["Content of in/a.txt."] * 2 + ["Content of in/deep/b.txt."]
+    assert sorted(agreed(tmp_path / "in")) == ["Content of in/a.txt.", "Content of in/deep/b.txt."]
+    assert any("read once: inside.txt; " in message for message in caplog.messages)
     assert any("links out of the folder are not followed: folder, link.txt" in message for message in caplog.messages)
     for told in (tmp_path / "in/link.txt", tmp_path / "in/folder", tmp_path / "in/li*", tmp_path / "named"):
         assert agreed(told) == ["Content of outside/secret.txt."]
@@ -204,3 +206,17 @@ def test_a_pointer_beside_data_stops_both_doors(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / "b.jsonl").write_bytes(POINTER)
     assert by_prepare(tmp_path) is None and by_corpus(tmp_path) == ([], [], False)
+
+
+def test_a_file_that_two_sources_list_is_read_once_and_stays_with_the_first(tmp_path, monkeypatch, caplog):
+    """Under any name: of a folder, a glob, a relative path or a link. Both doors agree, and one line says so."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "data/a.txt", "data/b.txt")
+    (tmp_path / "link").symlink_to("data")
+    for again in (str(tmp_path / "data"), "data/*.txt", "./data/../data/a.txt", "link", str(tmp_path / "link/b.txt")):
+        caplog.clear()
+        strict = find_files(["data", again])
+        assert [(file.path, file.source) for file in strict] == [("data/a.txt", "data"), ("data/b.txt", "data")]
+        assert len(caplog.messages) == 1 and "read once" in caplog.messages[0] and "b.txt" in caplog.messages[0] + again
+        assert find_once(["data", again]) == strict
+    assert [file.source for file in find_files(["data/b.txt", "data"])] == ["data/b.txt", "data"]
