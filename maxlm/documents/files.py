@@ -103,7 +103,7 @@ def folders(sources: Sequence[str]) -> list[str]:
     """The local folders of which find() lists everything below."""
     paths = [os.path.expanduser(source) for source in sources if not is_remote(source)]  # noqa: PTH111
     given = [path for path in paths if os.path.lexists(path)]
-    matches = [match for path in paths if path not in given for match in glob.iglob(path, recursive=True)]  # noqa: PTH207
+    matches = [match for path in paths if path not in given for match in _matches(path)]
     return [path for path in (*given, *matches) if Path(path).is_dir()]
 
 
@@ -173,7 +173,7 @@ def _local(source: str) -> list[SourceFile]:
     elif os.path.lexists(path):
         names, problem = [path], ""
     elif glob.has_magic(path):
-        matches = sorted(glob.iglob(path, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        matches = _matches(path)
         any_name = not re.search(r"\w", PurePosixPath(path).name)  # such as data/*, which names no file
         some = [] if any_name else [match for match in matches if not Path(match).is_dir()]
         left = [match for match in matches if match not in set(some)]
@@ -184,6 +184,28 @@ def _local(source: str) -> list[SourceFile]:
     if not names:
         raise _none(source, problem)
     return [SourceFile(name, _size(name), source, _name(name, root)) for name in sorted(names, key=PurePath)]
+
+
+def _matches(pattern: str) -> list[str]:
+    """Paths that a glob matches, sorted. `**` enters each real folder once, so that links to folders above end."""
+    parts = PurePath(pattern).parts
+    if "**" not in parts:
+        return sorted(glob.iglob(pattern))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    at = parts.index("**")
+    start, rest = os.path.join("", *parts[:at]), parts[at + 1 :] or ("*",)  # noqa: PTH118 - no `.` for the current folder
+    entered: set[str] = set()
+    left = [folder for folder in reversed(_matches(start)) if Path(folder).is_dir()] if start else [""]
+    found: set[str] = set()
+    while left:
+        folder = left.pop()
+        real = os.path.realpath(folder)
+        if real in entered:
+            continue
+        entered.add(real)
+        found.update(_matches(os.path.join(glob.escape(folder), *rest)))  # noqa: PTH118
+        below = sorted(glob.iglob(os.path.join(glob.escape(folder), "*", "")), reverse=True)  # noqa: PTH118, PTH207
+        left += [name.rstrip(os.sep) for name in below]
+    return sorted(found)
 
 
 def _name(path: str, root: PurePath) -> str:
