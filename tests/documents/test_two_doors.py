@@ -232,3 +232,59 @@ def test_a_recursive_glob_ends_at_links_to_folders_above(tmp_path, monkeypatch):
         found = {os.path.realpath(file.path) for file in find_once([source])}
         assert found == {str(tmp_path / f"data/{name}") for name in ("a.txt", "b/c.txt", "b/[d]/e.txt")}, source
         assert len(find_once([source])) == 3
+
+
+def whole(path: Path) -> list:
+    return [json.loads(document.text) for document in documents_in(find_files([str(path)]), Fields(None, frozenset({"messages"})))]
+
+
+def test_a_conversation_of_parquet_is_the_one_of_json(tmp_path):
+    """Structs have the fields of all rows, of which absent ones are null, and maps are objects, at any depth."""
+    import pyarrow
+    from pyarrow import parquet
+
+    calls = [{"name": "f", "arguments": arguments} for arguments in ({"city": "Z"}, {"unit": "C", "of": [{"a": 1}, {"b": 2}]})]
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert whole(tmp_path / "a.parquet") == whole(tmp_path / "a.jsonl") == rows
+    kind = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "arguments": pyarrow.map_(pyarrow.string(), pyarrow.int64())}))
+    said = [[{"role": "assistant", "arguments": {"x": 1, "y": None}}]]
+    for values, expected in ((said, said), ([[{"role": "a", "arguments": [("x", 1), ("x", 2)]}]], None)):
+        pairs = [
+            [{**one, "arguments": list(dict(one["arguments"]).items()) if expected else one["arguments"]} for one in row] for row in values
+        ]
+        parquet.write_table(pyarrow.table({"messages": pyarrow.array(pairs, kind)}), tmp_path / "map.parquet")
+        if expected:
+            assert [row["messages"] for row in whole(tmp_path / "map.parquet")] == expected
+        else:
+            with pytest.raises(UserError, match=r"map\.parquet holds a value that cannot be read here \(column messages: .*duplicate"):
+                whole(tmp_path / "map.parquet")
+
+
+def test_columns_that_no_field_can_hold(tmp_path, caplog):
+    """Two columns of one name, and times after the year 9999: refused if they are content, else left out and named."""
+    import pyarrow
+    from pyarrow import parquet
+
+    late = pyarrow.array([253402300800 * 10**6], pyarrow.timestamp("us"))
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    assert by_corpus(tmp_path / "twice.parquet")[:2] == ([], ["ambiguous_field"])
+    for fields in (Fields.of_text("text"), Fields(None, frozenset())):
+        with pytest.raises(UserError, match=r"twice\.parquet has more than one column of the name text"):
+            list(documents_in(find_files([str(tmp_path / "twice.parquet")]), fields))
+    parquet.write_table(
+        pyarrow.Table.from_arrays([pyarrow.array([one]) for one in ("a", 1, 2)], ["text", "n", "n"]), tmp_path / "n.parquet"
+    )
+    assert agreed(tmp_path / "n.parquet") == ["a"]
+    row = [{"role": "user", "content": "x"}]
+    parquet.write_table(pyarrow.table({"messages": [row], "made": late}), tmp_path / "late.parquet")
+    assert whole(tmp_path / "late.parquet") == [{"messages": row}] and "the column made is left out" in caplog.text
+    parquet.write_table(
+        pyarrow.table({"messages": [row], "more": pyarrow.StructArray.from_arrays([late], ["at"])}), tmp_path / "deep.parquet"
+    )
+    with pytest.raises(UserError, match=r"deep\.parquet holds a value that cannot be read here \(column more"):
+        whole(tmp_path / "deep.parquet")
