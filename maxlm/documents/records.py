@@ -19,7 +19,7 @@ REASONS = {
     "damaged": "breaks the rules of its format; the rest of the file is left out",
     "empty": "has no text in it, or the file has no bytes",
     "encoding": "is not UTF-8, and no other encoding fits",
-    "foreign_value": "a column holds a value that cannot be read here, such as a date after the year 9999; the rest of the file is left out",
+    "foreign_value": "a column holds a value that cannot be read here, such as a date after year 9999; the rest of the file is left out",
     "http_status": "a WARC record of an answer other than 200",
     "malformed": "one record breaks the rules of its format; the next one is read",
     "missing_field": "has no text field; a table without it counts with all its rows",

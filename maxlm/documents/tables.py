@@ -188,7 +188,7 @@ def _values(part: Any, text_field: str | None) -> list[Any]:
 
 
 def _without_nulls(kind: Any, value: Any) -> Any:
-    """`value` of the type `kind` without the fields of structs that are null. A message keeps its content, for which chat templates test."""
+    """`value` of the type `kind` without the fields of structs that are null. A message keeps its content: templates test for it."""
     from pyarrow import types
 
     if value is None or not types.is_nested(kind):

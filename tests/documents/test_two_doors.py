@@ -288,3 +288,18 @@ def test_columns_that_no_field_can_hold(tmp_path, caplog):
     )
     with pytest.raises(UserError, match=r"deep\.parquet holds a value that cannot be read here \(column more"):
         whole(tmp_path / "deep.parquet")
+
+
+@pytest.mark.parametrize("first", ['{"text": "cut of', '{"text": "a"},', 'off", "n": 1}', '{"text": NaN x}'])
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_first_line_that_is_damaged_costs_no_other_line(tmp_path, first, size):
+    path = tmp_path / "a.json"
+    texts = [f"{number} " + "x" * size for number in range(3)]
+    path.write_text("\n".join([first, *(json.dumps({"text": text}) for text in texts)]))
+    assert by_corpus(path)[:2] == (texts, ["not_json"]) and by_prepare(path) is None
+
+
+def test_an_object_over_several_lines_is_one_record(tmp_path):
+    for text in ('{"text": "a",\n"more": {"b":\n{"c": 1}\n}}', '{"text": "a", "data": [\n{"text": "b"}\n]}', '{\n"text": "a"\n}'):
+        (tmp_path / "a.json").write_text(text)
+        assert agreed(tmp_path / "a.json") == ["a"]
