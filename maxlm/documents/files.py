@@ -22,11 +22,17 @@ from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes
 
 # Names by which file systems of fsspec tell the content or the time of a file, hashes before times.
 VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "mtime", "LastModified", "Last-Modified", "last_modified", "created")
-# Names of files that describe data: no source in a folder has them unless it names them.
+# Names of files that describe data or a project: no source in a folder has them unless it names them.
 DESCRIPTIONS = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|security|requirements|manifest|checksums?|"
-    r"(md5|sha1|sha256|sha512)sums?)([._-].*)?|dataset_(infos?|dict)\.json|(state|croissant|data-card|metadata)\.json|"
+    r"(dataset_(infos?|dict)|state|croissant|data-card|metadata|manifest|checksums?|citation|requirements)\.json|"
+    r"(package|package-lock|composer|tsconfig|jsconfig|deno|lerna|vercel|angular|nx|turbo)\.json|"
     r"_(success|metadata|common_metadata|(committed|started)_.*)|.*\.(md5|sha1|sha256|sha512|asc|sig)",
+    re.IGNORECASE,
+)
+# Names with any suffix but that of records.
+DESCRIPTION_STEMS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|security|requirements|manifest|checksums?|"
+    r"(md5|sha1|sha256|sha512)sums?)([._-].*)?",
     re.IGNORECASE,
 )
 # Suffixes of documentation, loading scripts and pictures in the folder of a data set.
@@ -256,12 +262,17 @@ def _data_only(places: Sequence[str], source: str) -> list[str]:
 
 def _without_descriptions(names: list[str], source: str, hidden: Iterable[str]) -> list[str]:
     """The files that are data. Logs which ones are not, the hidden ones included."""
-    described = {name for name in names if DESCRIPTIONS.fullmatch(PurePosixPath(name).name)}
+    described = {name for name in names if _is_description(name)}
     if any(format_by_name(name) in RECORDS for name in names if name not in described):
         described |= {name for name in names if suffix_of(name) in (*BESIDE_RECORDS, *PICTURES)}
     if out := [*hidden, *described]:
         _log.warning("%s: left out as no data: %s; to read one of them, name it", shorten(source), _listed_names(out))
     return [name for name in names if name not in described]
+
+
+def _is_description(path: str) -> bool:
+    name = PurePosixPath(path).name
+    return bool(DESCRIPTIONS.fullmatch(name) or (format_by_name(name) not in RECORDS and DESCRIPTION_STEMS.fullmatch(name)))
 
 
 def _listed_names(paths: list[str]) -> str:

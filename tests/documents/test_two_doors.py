@@ -17,6 +17,7 @@ from maxlm.documents.files import find_once
 from maxlm.documents.reader import records
 from maxlm.documents.records import Defect, ReadSettings, Record, Wanted
 
+RECORDS_BY_NAME = ("authors.jsonl", "license.parquet", "security.stackexchange.com.jsonl")
 CASES = Path(__file__).parents[1] / "cases/data"
 
 
@@ -81,6 +82,8 @@ def write(folder: Path, *names: str, content: bytes = b"") -> None:
         (["guide.md", "a.txt", "loader.py", "logo.png", "b/data.jsonl"], ["a.txt", "b/data.jsonl"]),
         (["guide.md", "loader.py", "train.json.gz"], ["train.json.gz"]),
         (["guide.md", "dataset_infos.json", "state.json"], ["guide.md"]),
+        (["LICENSE.txt", "authors.jsonl", "license.parquet", "security.stackexchange.com.jsonl"], [*RECORDS_BY_NAME]),
+        (["README.md", "package.json", "docs/guide.md", "src/a.py", "tsconfig.json"], ["docs/guide.md", "src/a.py"]),
     ],
 )
 def test_a_folder_has_its_data_and_says_what_else_there_is(tmp_path, caplog, names, read):
