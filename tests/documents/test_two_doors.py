@@ -169,6 +169,8 @@ def test_a_list_is_read_record_by_record(tmp_path, monkeypatch):
 def test_a_list_that_is_broken_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     assert agreed(tmp_path / "a.json") is None
+    rest = [one for one in records(str(tmp_path / "a.json")) if isinstance(one, Defect)]
+    assert rest and "malformed" not in {one.reason for one in rest}, "which promises that the next record is read"
 
 
 def test_conversations_are_records_of_any_table(tmp_path):
