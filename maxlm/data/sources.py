@@ -64,8 +64,6 @@ def reading(path: str) -> Iterator[None]:
 
 def text_of(content: bytes, origin: str) -> str:
     """`content` as UTF-8 text. Raises UserError naming `origin` if it is something else."""
-    if b"\0" in content:
-        raise UserError(f"{origin} is not text: byte {content.index(0)} is NUL; leave it out of {FIELD}.")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
