@@ -65,7 +65,7 @@ def report(output: Path, say: Callable[[str], None]) -> None:
     say(f"report: {output / 'report.html'}")
 
 
-def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str], None]) -> None:
+def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str], None], text_field: str = "text") -> None:
     """Train the model of `filters.classifier` on documents of both classes and write it. Raises UserError."""
     try:
         model.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str
             raise UserError(f"{model}: cannot be written; give the path of a file.")
         if model.exists() and not LinearClassifier.is_in(model):
             raise UserError(f"{model}: it exists and is no classifier; give the path of a new file, after the two of texts.")
-        trained = train_from_files(wanted, unwanted)
+        trained = train_from_files(wanted, unwanted, text_field=text_field)
         trained.classifier.save(model)
     except OSError as error:
         raise as_user_error(error) from error

@@ -111,10 +111,11 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     """Find the input files and divide them. `scorer`: of `filters.perplexity.checkpoint`. Raises UserError."""
     inputs: list[SourceFile] = []
     origins: dict[str, str] = {}
+    owners: dict[str, str] = {}  # real path -> name of the source
     for name in sorted(settings.sources):
         for one in find_once(settings.sources[name].paths):
-            if one.path in origins:
-                raise UserError(f"sources.{name}.paths: {shorten(one.path)} is a file of sources.{origins[one.path]}, too; list it once.")
+            if (owner := owners.setdefault(one.real_path, name)) != name:
+                raise UserError(f"sources.{name}.paths: {shorten(one.path)} is a file of sources.{owner}, too; list it once.")
             origins[one.path] = name
             inputs.append(one)
     _check_output(settings, inputs)

@@ -9,7 +9,7 @@ from typing import Any
 from maxlm.corpus.document import Document, Removed, Value
 from maxlm.documents.reader import records
 from maxlm.documents.records import DEFAULTS, EXAMPLE, NESTED, Defect, ReadSettings, Record, Wanted, defect
-from maxlm.documents.text import decode, normalise, problem_of
+from maxlm.documents.text import decode, is_blank, normalise, problem_of
 
 STAGE = "read"
 LARGEST = 2**63
@@ -45,7 +45,7 @@ def _document(id: str, record: Record, text_field: str) -> Document | Defect:
     clean = normalise(text)
     if clean is not text and (problem := problem_of(text)) == "binary":  # normalise returns the very object where nothing is wrong
         return _defect(record, problem, text[:EXAMPLE])
-    if not clean or clean.isspace():
+    if is_blank(text) or is_blank(clean):
         return _defect(record, "empty")
     if not clean.isascii() and (wrong := clean.count("\ufffd")):
         if problem_of(clean) is not None:

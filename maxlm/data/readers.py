@@ -17,11 +17,13 @@ from maxlm.documents.text import problem_of
 _log = logging.getLogger(__name__)
 # Message for each reason, with the defect's `detail` filled in. Reasons without an entry use the text of REASONS.
 SAID = {
+    "ambiguous_field": "has more than one column of the name {example}; rename or drop the others",
     "binary": "is not text ({format}); leave it out of data.prepare.sources, or convert it",
     "bomb": "decompresses to more than the limits allow ({example}); decompress it, if it is right",
     "damaged": "is damaged ({example}); make or download it again",
     "empty": "is empty",
     "encoding": "is not UTF-8 text; convert it, or clean it by `maxlm corpus run`, which finds the encoding",
+    "foreign_value": "holds a value that cannot be read here ({example}); convert or drop the column",
     "missing_field": "has no field {field}; set data.prepare.text_field to one of its fields: {example}",
     "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), Parquet or ArrayRecord: convert it, or leave it out",
     "not_a_file": "is a folder, a pipe or a device, and a file is read; give a file",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maxlm.config.errors import UserError
 from maxlm.config.paths import is_remote
-from maxlm.documents.files import SourceFile, cannot_read, find, open_input, read_url
+from maxlm.documents.files import SourceFile, cannot_read, each_once, find, open_input, read_url
 
 __all__ = ["Digests", "SourceFile", "combined", "digests", "find_files", "read_url", "reading", "text_of"]
 
@@ -21,14 +21,14 @@ Digests = dict[str, tuple[list[int | str], str]]  # path -> state of the file, d
 
 
 def find_files(sources: Sequence[str]) -> list[SourceFile]:
-    """The files of `sources`, source after source. Raises as `documents.files.find` does, naming the setting."""
+    """The files of `sources`, source after source, each file once. Raises as `documents.files.find` does, naming the setting."""
     found: list[SourceFile] = []
     for source in sources:
         try:
             found += _stdlib_files() if source == STDLIB else find(source)
         except UserError as error:
             raise type(error)(f"{FIELD}: {error}") from error
-    return found
+    return each_once(found)
 
 
 def digests(files: Sequence[SourceFile], known: Digests) -> Digests:
@@ -64,8 +64,6 @@ def reading(path: str) -> Iterator[None]:
 
 def text_of(content: bytes, origin: str) -> str:
     """`content` as UTF-8 text. Raises UserError naming `origin` if it is something else."""
-    if b"\0" in content:
-        raise UserError(f"{origin} is not text: byte {content.index(0)} is NUL; leave it out of {FIELD}.")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -22,11 +22,17 @@ from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes
 
 # Names by which file systems of fsspec tell the content or the time of a file, hashes before times.
 VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "mtime", "LastModified", "Last-Modified", "last_modified", "created")
-# Names of files that describe data: no source in a folder has them unless it names them.
+# Names of files that describe data or a project: no source in a folder has them unless it names them.
 DESCRIPTIONS = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|security|requirements|manifest|checksums?|"
-    r"(md5|sha1|sha256|sha512)sums?)([._-].*)?|dataset_(infos?|dict)\.json|(state|croissant|data-card|metadata)\.json|"
+    r"(dataset_(infos?|dict)|state|croissant|data-card|metadata|manifest|checksums?|citation|requirements)\.json|"
+    r"(package|package-lock|composer|tsconfig|jsconfig|deno|lerna|vercel|angular|nx|turbo)\.json|"
     r"_(success|metadata|common_metadata|(committed|started)_.*)|.*\.(md5|sha1|sha256|sha512|asc|sig)",
+    re.IGNORECASE,
+)
+# Names with any suffix but that of records.
+DESCRIPTION_STEMS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|security|requirements|manifest|checksums?|"
+    r"(md5|sha1|sha256|sha512)sums?)([._-].*)?",
     re.IGNORECASE,
 )
 # Suffixes of documentation, loading scripts and pictures in the folder of a data set.
@@ -52,6 +58,11 @@ class SourceFile:
     @property
     def suffixes(self) -> list[str]:
         return suffixes_of(self.path)
+
+    @property
+    def real_path(self) -> str:
+        """The path without links and relative parts, the same for every name of one file; of a remote file its URL."""
+        return self.path if is_remote(self.path) else os.path.realpath(self.path)
 
     def state(self) -> list[int | str]:
         """Values that change whenever the content does; [] if the file system states none."""
@@ -79,16 +90,26 @@ def find(source: str) -> list[SourceFile]:
 
 
 def find_once(sources: Sequence[str]) -> list[SourceFile]:
-    """The files of all `sources`, sorted by path as text; a file listed by two sources comes once. Raises as `find` does."""
-    found = {file.path: file for source in reversed(sources) for file in find(source)}
-    return [found[path] for path in sorted(found)]
+    """The files of all `sources`, sorted by path as text, each file once. Raises as `find` does."""
+    return sorted(each_once(file for source in sources for file in find(source)), key=lambda file: file.path)
+
+
+def each_once(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """`files` without further names of a file: the first name and its source keep it. Logs the names left out in one line."""
+    kept: dict[str, SourceFile] = {}
+    again = [file for file in files if kept.setdefault(file.real_path, file) is not file]
+    if again:
+        first = kept[again[0].real_path]
+        rule = "files that sources list more than once are read once: %s; %s stays with %s"
+        _log.warning(rule, _listed_names([file.path for file in again]), shorten(first.path), shorten(first.source))
+    return list(kept.values())
 
 
 def folders(sources: Sequence[str]) -> list[str]:
     """The local folders of which find() lists everything below."""
     paths = [os.path.expanduser(source) for source in sources if not is_remote(source)]  # noqa: PTH111
     given = [path for path in paths if os.path.lexists(path)]
-    matches = [match for path in paths if path not in given for match in glob.iglob(path, recursive=True)]  # noqa: PTH207
+    matches = [match for path in paths if path not in given for match in _matches(path)]
     return [path for path in (*given, *matches) if Path(path).is_dir()]
 
 
@@ -158,7 +179,7 @@ def _local(source: str) -> list[SourceFile]:
     elif os.path.lexists(path):
         names, problem = [path], ""
     elif glob.has_magic(path):
-        matches = sorted(glob.iglob(path, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        matches = _matches(path)
         any_name = not re.search(r"\w", PurePosixPath(path).name)  # such as data/*, which names no file
         some = [] if any_name else [match for match in matches if not Path(match).is_dir()]
         left = [match for match in matches if match not in set(some)]
@@ -169,6 +190,28 @@ def _local(source: str) -> list[SourceFile]:
     if not names:
         raise _none(source, problem)
     return [SourceFile(name, _size(name), source, _name(name, root)) for name in sorted(names, key=PurePath)]
+
+
+def _matches(pattern: str) -> list[str]:
+    """Paths that a glob matches, sorted. `**` enters each real folder once, so that links to folders above end."""
+    parts = PurePath(pattern).parts
+    if "**" not in parts:
+        return sorted(glob.iglob(pattern))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    at = parts.index("**")
+    start, rest = os.path.join("", *parts[:at]), parts[at + 1 :] or ("*",)  # noqa: PTH118 - no `.` for the current folder
+    entered: set[str] = set()
+    left = [folder for folder in reversed(_matches(start)) if Path(folder).is_dir()] if start else [""]
+    found: set[str] = set()
+    while left:
+        folder = left.pop()
+        real = os.path.realpath(folder)
+        if real in entered:
+            continue
+        entered.add(real)
+        found.update(_matches(os.path.join(glob.escape(folder), *rest)))  # noqa: PTH118
+        below = sorted(glob.iglob(os.path.join(glob.escape(folder), "*", "")), reverse=True)  # noqa: PTH118, PTH207
+        left += [name.rstrip(os.sep) for name in below]
+    return sorted(found)
 
 
 def _name(path: str, root: PurePath) -> str:
@@ -219,12 +262,17 @@ def _data_only(places: Sequence[str], source: str) -> list[str]:
 
 def _without_descriptions(names: list[str], source: str, hidden: Iterable[str]) -> list[str]:
     """The files that are data. Logs which ones are not, the hidden ones included."""
-    described = {name for name in names if DESCRIPTIONS.fullmatch(PurePosixPath(name).name)}
+    described = {name for name in names if _is_description(name)}
     if any(format_by_name(name) in RECORDS for name in names if name not in described):
         described |= {name for name in names if suffix_of(name) in (*BESIDE_RECORDS, *PICTURES)}
     if out := [*hidden, *described]:
         _log.warning("%s: left out as no data: %s; to read one of them, name it", shorten(source), _listed_names(out))
     return [name for name in names if name not in described]
+
+
+def _is_description(path: str) -> bool:
+    name = PurePosixPath(path).name
+    return bool(DESCRIPTIONS.fullmatch(name) or (format_by_name(name) not in RECORDS and DESCRIPTION_STEMS.fullmatch(name)))
 
 
 def _listed_names(paths: list[str]) -> str:

@@ -103,12 +103,21 @@ def foreign_format(head: bytes) -> str | None:
 
 
 def _begins_with_an_object(head: bytes) -> bool:
-    """True if the first line is a JSON object, or begins as one that is longer than `head`."""
+    """True if the first line is a JSON object, or begins as one longer than `head`; or if it is damaged and the second line is one."""
     line, _, rest = head.lstrip().partition(b"\n")
-    if line[:1] != b"{":
+    if line[:1] == b"[":
         return False
     if not rest and len(head) == HEAD:
-        return line[1:].lstrip()[:1] == b'"'
+        return line[:1] == b"{" and line[1:].lstrip()[:1] == b'"'
+    if _is_object(line) or _is_object(line.rstrip().removesuffix(b",")):
+        return True
+    second, _, more = rest.lstrip().partition(b"\n")
+    if line.rstrip()[-1:] in b"[{:":  # of an object over several lines
+        return False
+    return _is_object(second) or (not more and len(head) == HEAD and second[:1] == b"{" and second[1:].lstrip()[:1] == b'"')
+
+
+def _is_object(line: bytes) -> bool:
     try:
         return type(orjson.loads(line)) is dict
     except ValueError:

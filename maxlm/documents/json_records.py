@@ -131,14 +131,14 @@ def _elements(stream: ByteStream, limit: int) -> Iterator[bytes | None]:
                     elements += 1
                     yield element
                 elif mark == b"," or elements:  # nothing before a comma, or after the last one
-                    raise DamagedError("malformed", "a list with an element missing")
+                    raise DamagedError("damaged", "a list with an element missing")
                 if mark == b"]":
                     rest = block[at:] + stream.take(limit)
                     if rest.strip():
-                        raise DamagedError("malformed", "more after the end of the list")
+                        raise DamagedError("damaged", "more after the end of the list")
                     return
             elif depth == 0:
-                raise DamagedError("malformed", f"a list with {mark.decode()} in it")
+                raise DamagedError("damaged", f"a list with {mark.decode()} in it")
         size += len(block) - start
         pieces = [*pieces, block[start:]] if size <= limit else []
     raise DamagedError("truncated", "in a list of records")

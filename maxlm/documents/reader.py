@@ -10,10 +10,10 @@ from typing import Any, BinaryIO, cast
 from maxlm.config.errors import UnavailableError, UserError, shorten
 from maxlm.config.transient import first_line, is_transient
 from maxlm.documents.files import open_input
-from maxlm.documents.formats import HEAD, LFS_POINTER, Format, foreign_format, format_by_name, format_of, suffix_of
+from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, Format, foreign_format, format_by_name, format_of, suffix_of
 from maxlm.documents.html import of_html
 from maxlm.documents.json_records import read_json, read_jsonl
-from maxlm.documents.records import DamagedError, Defect, Found, Record, Wanted, defect
+from maxlm.documents.records import DEFAULTS, REASONS, DamagedError, Defect, Found, Record, Wanted, defect
 from maxlm.documents.stream import BLOCK, ByteStream, Meter, as_utf8, compression, open_stream
 from maxlm.documents.tables import local_copy, read_array_record, read_parquet
 from maxlm.documents.warc import read_warc
@@ -57,6 +57,25 @@ def records(path: str, wanted: Wanted = Wanted(), tell: Callable[[int], None] | 
         if not isinstance(error, OSError) and "://" not in path:
             raise
         yield _refused(path, error, count)
+
+
+def text_lines(path: str) -> Iterator[str]:
+    """Lines of a file of plain text in UTF-8, unpacked. Raises UserError: it cannot be read, or is something else."""
+    try:
+        with contextlib.closing(open_input(path)) as raw:
+            _refuse_pointer(path, raw.read(HEAD))
+            raw.seek(0)
+            stream = open_stream(raw, Meter(DEFAULTS))
+            _refuse_pointer(path, stream.peek(HEAD))
+            if foreign := foreign_format(stream.peek(HEAD)) or (stream.peek(len(PARQUET)) == PARQUET and "parquet"):
+                raise UserError(f"{shorten(path)}: cannot be read: it is no plain text but {foreign}; name its fields if it is a table.")
+            data = b"".join(as_utf8(stream).rest())
+        yield from io.StringIO(data.decode(), newline="\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shorten(path)}, line {data.count(10, 0, error.start) + 1}: not UTF-8; convert the file.") from None
+    except (OSError, DamagedError) as error:
+        reason = REASONS[error.reason] if isinstance(error, DamagedError) else error.strerror or error
+        raise UserError(f"{shorten(path)}: cannot be read: {reason}.") from None
 
 
 def _refused(path: str, error: Exception, count: int) -> Defect:

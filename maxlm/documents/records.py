@@ -12,12 +12,14 @@ MIB = 2**20
 
 # Of one record, or of a file or the rest of it (number 0).
 REASONS = {
+    "ambiguous_field": "more than one column has the name of a field; a table counts with all its rows",
     "bomb": "decompresses to more than the limits allow; the rest of the file is left out",
     "binary": "is no text: control characters, or a foreign format by its first bytes",
     "content_type": "a WARC record that is neither HTML nor plain text",
     "damaged": "breaks the rules of its format; the rest of the file is left out",
     "empty": "has no text in it, or the file has no bytes",
     "encoding": "is not UTF-8, and no other encoding fits",
+    "foreign_value": "a column holds a value that cannot be read here, such as a date after year 9999; the rest of the file is left out",
     "http_status": "a WARC record of an answer other than 200",
     "malformed": "one record breaks the rules of its format; the next one is read",
     "missing_field": "has no text field; a table without it counts with all its rows",

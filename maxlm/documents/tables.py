@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from maxlm.config.transient import is_transient
 from maxlm.documents.formats import PARQUET
@@ -80,13 +80,17 @@ def read_parquet(path: str, raw: BinaryIO, size: int, wanted: Wanted) -> Iterato
     try:
         with parquet.ParquetFile(watched, page_checksum_verification=True, buffer_size=MIB, pre_buffer=False) as table:
             schema, rows = table.schema_arrow, table.metadata.num_rows
+            twice = sorted({one for one in schema.names if schema.names.count(one) > 1})
+            if twice if name is None else name in twice:
+                yield defect(0, "", "ambiguous_field", ", ".join(twice), rows=rows)
+                return
             if name is not None and name not in schema.names:
                 yield defect(0, "", "missing_field", ", ".join(schema.names), field=name, rows=rows)
                 return
             if name is not None and not _is_text(kind := schema.field(name).type):
                 yield defect(0, "", "not_text", str(kind), field=name, type=str(kind), rows=rows)
                 return
-            columns = [field.name for field in schema if name in (None, field.name) or _is_metadata(field)]
+            columns = [field.name for field in schema if name in (None, field.name) or (_is_metadata(field) and field.name not in twice)]
             yield from _rows(path, table, columns, size, wanted)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # ValueError: also names that are not UTF-8
         watched.raise_storage_error()
@@ -142,30 +146,59 @@ def _rows(path: str, table: Any, columns: list[str], size: int, wanted: Wanted) 
 
 def _as_fields(path: str, batch: Any, text_field: str | None) -> list[dict[str, Any]]:
     """Rows of a batch. Text that is not UTF-8, which Parquet does not check, comes as bytes. A column of values that Python lacks, such as
-    dates after the year 9999, is left out and named.
+    dates after the year 9999, is left out and named. Raises DamagedError if it may hold a conversation.
     """
     import pyarrow
 
-    faults = (pyarrow.ArrowException, ValueError, OverflowError)
+    faults = (pyarrow.ArrowException, ValueError, OverflowError, KeyError)  # KeyError: a map with a key twice
     try:
-        return list(batch.cast(_in_microseconds(batch.schema), safe=False).to_pylist())
+        columns = {field.name: _values(batch.select([number]), text_field) for number, field in enumerate(batch.schema)}
     except faults:
-        columns: dict[str, list[Any]] = {}
+        columns = {}
         for number, field in enumerate(batch.schema):
             part = batch.select([number])
             try:
-                columns[field.name] = part.cast(_in_microseconds(part.schema), safe=False).column(0).to_pylist()
+                columns[field.name] = _values(part, text_field)
             except UnicodeDecodeError:
                 if not (pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)):
                     raise
                 data = part.column(0).cast(pyarrow.large_binary()).to_pylist()
                 columns[field.name] = data if field.name == text_field else [_decoded(value) for value in data]
             except faults as error:
-                if text_field in (None, field.name):
+                if field.name == text_field:
                     raise
+                if text_field is None and not pyarrow.types.is_temporal(field.type):
+                    raise DamagedError("foreign_value", f"column {field.name}: {error}") from error
                 rule = "%s: the column %s is left out of the metadata of %d documents: %s"
                 _log.warning(rule, path, field.name, batch.num_rows, error)
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _values(part: Any, text_field: str | None) -> list[Any]:
+    """Values of the one column of `part` as JSON has them: maps are objects. Of whole records, objects have no null fields, since a struct
+    of Parquet has the fields of all rows.
+    """
+    from pyarrow import types
+
+    column = part.cast(_in_microseconds(part.schema), safe=False).column(0)
+    values = cast("list[Any]", column.to_pylist(maps_as_pydicts="strict"))
+    if text_field is not None or not types.is_nested(column.type):
+        return values
+    return [_without_nulls(column.type, value) for value in values]
+
+
+def _without_nulls(kind: Any, value: Any) -> Any:
+    """`value` of the type `kind` without the fields of structs that are null. A message keeps its content: templates test for it."""
+    from pyarrow import types
+
+    if value is None or not types.is_nested(kind):
+        return value
+    if types.is_struct(kind):
+        kept = {"content"} if "role" in value else set()
+        return {one.name: _without_nulls(one.type, value[one.name]) for one in kind if value[one.name] is not None or one.name in kept}
+    if types.is_map(kind):
+        return {key: _without_nulls(kind.item_type, item) for key, item in value.items()}
+    return [_without_nulls(kind.value_type, item) for item in value] if isinstance(value, list) else value
 
 
 def _in_microseconds(schema: Any) -> Any:

@@ -28,6 +28,7 @@ _RARE = re.compile("[\x80-\x9f\u2028\u2029\u206a-\u206f\ufeff\ufff9-\ufffc\ud800
 _DELETED = dict.fromkeys([*(set(range(32)) - {9, 10}), 0x7F, *range(0x80, 0xA0), *range(0x206A, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFD)])
 # A C1 control is a byte of Windows-1252 taken for Latin-1 (WHATWG Encoding, "windows-1252"), NEL among them.
 _C1 = {code: bytes([code]).decode("cp1252") for code in range(0x80, 0xA0) if code not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)}
+_SHOWN = re.compile(f"[^\\s{re.escape(''.join(chr(code) for code in _DELETED if code not in _C1))}]")
 _C1_SIGN = re.compile("[\x80-\x9f]")
 _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
@@ -166,13 +167,22 @@ def _settled(text: str) -> str:
 
 def problem_of(text: str) -> str | None:
     """Reason why a text, normalised or as stored, makes no document: "empty", "binary" or "encoding"; None if it makes one."""
-    if not text or text.isspace():
+    if is_blank(text):
         return "empty"
     if not text.isprintable() and control_share(text) > BINARY_SHARE:
         return "binary"
     if not text.isascii() and text.count(_REPLACEMENT) > REPLACED_SHARE * len(text):
         return "encoding"
     return None
+
+
+def is_blank(text: str) -> bool:
+    """True if `text` has nothing but white space and signs that normalisation deletes, such as terminal escapes and byte order marks."""
+    if not text or text.isspace():
+        return True
+    if "\x1b" in text or "\b" in text:
+        text = _without_terminal_signs(text)
+    return _SHOWN.search(text) is None
 
 
 def control_share(text: str) -> float:
@@ -205,10 +215,7 @@ def _pass(text: str) -> str:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # joins pairs of surrogates
     if "\r" in text or "\x0b" in text or "\x0c" in text or rare:
         text = _BREAKS.sub("\n", text)
-    if "\x1b" in text:
-        text = _TERMINAL.sub("", text)
-    while "\b" in text and (struck := _OVERSTRIKE.sub("", text)) != text:
-        text = struck
+    text = _without_terminal_signs(text)
     suspect = [] if text.isascii() else [pattern for pattern in _MOJIBAKE if pattern.search(text)]
     if suspect:
         text = "\n".join(_repaired(line) if any(pattern.search(line) for pattern in suspect) else line for line in text.split("\n"))
@@ -218,6 +225,15 @@ def _pass(text: str) -> str:
     if rare or not text.isprintable():
         text = _without_controls(text)
     return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
+
+
+def _without_terminal_signs(text: str) -> str:
+    """`text` without terminal escapes and overstruck characters."""
+    if "\x1b" in text:
+        text = _TERMINAL.sub("", text)
+    while "\b" in text and (struck := _OVERSTRIKE.sub("", text)) != text:
+        text = struck
+    return text
 
 
 def _without_controls(text: str) -> str:

@@ -1,7 +1,9 @@
 """Decontamination: what must hold for any corpus, and recall and precision on a made one."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 import subprocess
@@ -9,14 +11,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from decontaminate_corpus import INSTRUCTION, LICENCE, NEGATIVES, PLANTS, QUOTES, Writer, make, write_set
+from pyarrow import parquet
 from pydantic import ValidationError
 
 from maxlm.config.errors import UserError
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, EvalSet, Frequencies
 from maxlm.corpus.decontaminate.decontaminator import EXAMPLE
 from maxlm.corpus.decontaminate.frequencies import PIECE
+from maxlm.corpus.decontaminate.items import read_items
 from maxlm.corpus.decontaminate.tokens import clean, words
 from maxlm.corpus.document import Document, Removed
 
@@ -279,12 +284,12 @@ def test_a_sample_is_chosen_by_id(tmp_path):
         (b'{"q": "a"}\n{"q": \n', ("q",), (), "line 2: not JSON"),
         (b'{"q": "a"}\n{"p": "a"}\n', ("q",), (), "line 2: no field q"),
         (b'{"q": "a"}\n', ("q",), ("choices.text",), "no field choices.text"),
-        (b'["q"]\n', ("q",), (), "no field q"),
+        (b'["q"]\n', ("q",), (), "JSON, but not an object"),
         (b'{"q": {"text": "a"}}\n', ("q",), (), "no text and no list"),
         (b'{"q": "\xff"}\n', ("q",), (), "line 1: not UTF-8 at byte 7"),
         (b"[" * 100_000, ("q",), (), "not JSON"),
         (b"a", (), ("q",), "options without fields"),
-        (None, ("q",), (), "cannot be read"),
+        (None, ("q",), (), "does not exist"),
     ],
 )
 def test_bad_sets_are_one_line(content, fields, options, says, tmp_path):
@@ -338,3 +343,30 @@ def test_documents_are_returned_as_they_came(made):
 
 
 STABLE = ["16800969437987559801", "7389545076920531537", "12776584700617222812", "18285885382406849639"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "packed", "a.jsonl.zst", "a.jsonl.xz", "a.jsonl.bz2", "a.parquet"])
+def test_items_are_read_from_every_format_of_records(tmp_path, name):
+    from maxlm.documents.stream import zstd
+
+    rows = [{"q": QUESTION, "c": {"text": ["one", "two"]}}, {"q": "Why?", "c": {"text": ["three"]}}]
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    packs = {".gz": gzip.compress, "": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    if name == "a.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(json.dumps(rows).encode() if name == "a.json" else packs.get(Path(name).suffix, bytes)(data))
+    items, _ = read_items(DecontaminateSettings(sets={"s": EvalSet(path=str(tmp_path / name), fields=("q",), options=("c.text",))}))
+    assert [(one.number, one.question, one.options) for one in items] == [
+        (0, (clean(QUESTION),), ("one", "two")),
+        (1, (clean("Why?"),), ("three",)),
+    ]
+
+
+@pytest.mark.parametrize("fields", [(), ("q",)])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_pointer_is_no_set(tmp_path, fields, pack):
+    """A pointer of Git LFS passed as a set of three lines."""
+    (tmp_path / "set.jsonl").write_bytes(pack(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"))
+    with pytest.raises(UserError, match=r"evaluation set s: .*git lfs pull"):
+        read_items(DecontaminateSettings(sets={"s": EvalSet(path=str(tmp_path / "set.jsonl"), fields=fields)}))

@@ -499,3 +499,15 @@ def test_random_characters_never_crash_a_filter():
         text = "".join(chr(rng.choice((rng.randrange(128), rng.randrange(0x110000)))) for _ in range(200)) + sentence(rng)
         for each in filters:
             assert isinstance(each(Document("f#0", text)), Document | Removed)
+
+
+def test_a_classifier_says_which_records_it_could_not_read(tmp_path, caplog):
+    """Examples in another field, damaged lines, and a folder without a document."""
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text("".join(json.dumps({"body": prose(i, 2)}) + "\n" for i in range(4)) + '{"body": \n')
+    bad.write_text("".join(json.dumps({"body": junk(i)}) + "\n" for i in range(4)))
+    trained = train_from_files(str(good), str(bad), text_field="body", bits=10, epochs=1)
+    assert (trained.wanted, trained.unwanted) == (4, 4)
+    assert "1 not_json" in caplog.text and f"the first {good}#5" in caplog.text and "bad.jsonl" not in caplog.text
+    with pytest.raises(UserError, match=r"good\.jsonl: no document .*4 missing_field.*no field text: name theirs by --text-field"):
+        train_from_files(str(good), str(bad))

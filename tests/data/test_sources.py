@@ -76,7 +76,7 @@ def test_folders_globs_and_files_keep_the_order_of_sources_and_names(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if "empty" in name else name)
     sources = [str(tmp_path / "b"), str(tmp_path / "*.txt"), str(tmp_path / "b/c/3.py"), str(tmp_path / "**/1.txt")]
-    assert [document.text for document in documents(sources, "text")] == ["b/1.txt", "b/2.txt", "b/c/3.py", "a.txt", "b/c/3.py", "b/1.txt"]
+    assert [document.text for document in documents(sources, "text")] == ["b/1.txt", "b/2.txt", "b/c/3.py", "a.txt"]
 
 
 def test_the_standard_library_is_the_same_every_time_and_holds_no_tests_or_packages():

@@ -13,9 +13,11 @@ from two_doors import FILES, PACKED, POINTER, TEXTS, agreed, by_corpus, by_prepa
 from maxlm.config.errors import UserError
 from maxlm.data.readers import Fields, documents_in
 from maxlm.data.sources import find_files
+from maxlm.documents.files import find_once
 from maxlm.documents.reader import records
 from maxlm.documents.records import Defect, ReadSettings, Record, Wanted
 
+RECORDS_BY_NAME = ("authors.jsonl", "license.parquet", "security.stackexchange.com.jsonl")
 CASES = Path(__file__).parents[1] / "cases/data"
 
 
@@ -80,6 +82,8 @@ def write(folder: Path, *names: str, content: bytes = b"") -> None:
         (["guide.md", "a.txt", "loader.py", "logo.png", "b/data.jsonl"], ["a.txt", "b/data.jsonl"]),
         (["guide.md", "loader.py", "train.json.gz"], ["train.json.gz"]),
         (["guide.md", "dataset_infos.json", "state.json"], ["guide.md"]),
+        (["LICENSE.txt", "authors.jsonl", "license.parquet", "security.stackexchange.com.jsonl"], [*RECORDS_BY_NAME]),
+        (["README.md", "package.json", "docs/guide.md", "src/a.py", "tsconfig.json"], ["docs/guide.md", "src/a.py"]),
     ],
 )
 def test_a_folder_has_its_data_and_says_what_else_there_is(tmp_path, caplog, names, read):
@@ -114,7 +118,8 @@ def test_links_are_followed_inside_a_folder_only(tmp_path, caplog):
     (tmp_path / "in/folder").symlink_to(tmp_path / "outside")
     (tmp_path / "in/inside.txt").symlink_to(tmp_path / "in/a.txt")
     (tmp_path / "named").symlink_to(tmp_path / "outside")
-    assert sorted(agreed(tmp_path / "in")) == ["Content of in/a.txt."] * 2 + ["Content of in/deep/b.txt."]
+    assert sorted(agreed(tmp_path / "in")) == ["Content of in/a.txt.", "Content of in/deep/b.txt."]
+    assert any("read once: inside.txt; " in message for message in caplog.messages)
     assert any("links out of the folder are not followed: folder, link.txt" in message for message in caplog.messages)
     for told in (tmp_path / "in/link.txt", tmp_path / "in/folder", tmp_path / "in/li*", tmp_path / "named"):
         assert agreed(told) == ["Content of outside/secret.txt."]
@@ -164,6 +169,8 @@ def test_a_list_is_read_record_by_record(tmp_path, monkeypatch):
 def test_a_list_that_is_broken_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     assert agreed(tmp_path / "a.json") is None
+    rest = [one for one in records(str(tmp_path / "a.json")) if isinstance(one, Defect)]
+    assert rest and "malformed" not in {one.reason for one in rest}, "which promises that the next record is read"
 
 
 def test_conversations_are_records_of_any_table(tmp_path):
@@ -204,3 +211,100 @@ def test_a_pointer_beside_data_stops_both_doors(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / "b.jsonl").write_bytes(POINTER)
     assert by_prepare(tmp_path) is None and by_corpus(tmp_path) == ([], [], False)
+
+
+def test_a_file_that_two_sources_list_is_read_once_and_stays_with_the_first(tmp_path, monkeypatch, caplog):
+    """Under any name: of a folder, a glob, a relative path or a link. Both doors agree, and one line says so."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "data/a.txt", "data/b.txt")
+    (tmp_path / "link").symlink_to("data")
+    for again in (str(tmp_path / "data"), "data/*.txt", "./data/../data/a.txt", "link", str(tmp_path / "link/b.txt")):
+        caplog.clear()
+        strict = find_files(["data", again])
+        assert [(file.path, file.source) for file in strict] == [("data/a.txt", "data"), ("data/b.txt", "data")]
+        assert len(caplog.messages) == 1 and "read once" in caplog.messages[0]
+        assert find_once(["data", again]) == strict
+    assert [file.source for file in find_files(["data/b.txt", "data"])] == ["data/b.txt", "data"]
+
+
+def test_a_recursive_glob_ends_at_links_to_folders_above(tmp_path, monkeypatch):
+    """Each real file once, as of the folder; two such links would be 2^40 paths."""
+    write(tmp_path, "data/a.txt", "data/b/c.txt", "data/b/[d]/e.txt", "data/.hidden/f.txt")
+    for link, target in (("data/up", ".."), ("data/b/loop", "../../data"), ("data/b/again", ".")):
+        (tmp_path / link).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    for source in ("data/**/*.txt", "**/*.txt", f"{tmp_path}/data/**", "data/**/**/*.txt", "data/b/**/data/**/*.txt"):
+        found = {os.path.realpath(file.path) for file in find_once([source])}
+        assert found == {str(tmp_path / f"data/{name}") for name in ("a.txt", "b/c.txt", "b/[d]/e.txt")}, source
+        assert len(find_once([source])) == 3
+
+
+def whole(path: Path) -> list:
+    return [json.loads(document.text) for document in documents_in(find_files([str(path)]), Fields(None, frozenset({"messages"})))]
+
+
+def test_a_conversation_of_parquet_is_the_one_of_json(tmp_path):
+    """Structs have the fields of all rows, of which absent ones are null, and maps are objects, at any depth."""
+    import pyarrow
+    from pyarrow import parquet
+
+    calls = [{"name": "f", "arguments": arguments} for arguments in ({"city": "Z"}, {"unit": "C", "of": [{"a": 1}, {"b": 2}]})]
+    rows = [
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert whole(tmp_path / "a.parquet") == whole(tmp_path / "a.jsonl") == rows
+    kind = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "arguments": pyarrow.map_(pyarrow.string(), pyarrow.int64())}))
+    said = [[{"role": "assistant", "arguments": {"x": 1, "y": None}}]]
+    for values, expected in ((said, said), ([[{"role": "a", "arguments": [("x", 1), ("x", 2)]}]], None)):
+        pairs = [
+            [{**one, "arguments": list(dict(one["arguments"]).items()) if expected else one["arguments"]} for one in row] for row in values
+        ]
+        parquet.write_table(pyarrow.table({"messages": pyarrow.array(pairs, kind)}), tmp_path / "map.parquet")
+        if expected:
+            assert [row["messages"] for row in whole(tmp_path / "map.parquet")] == expected
+        else:
+            with pytest.raises(UserError, match=r"map\.parquet holds a value that cannot be read here \(column messages: .*duplicate"):
+                whole(tmp_path / "map.parquet")
+
+
+def test_columns_that_no_field_can_hold(tmp_path, caplog):
+    """Two columns of one name, and times after the year 9999: refused if they are content, else left out and named."""
+    import pyarrow
+    from pyarrow import parquet
+
+    late = pyarrow.array([253402300800 * 10**6], pyarrow.timestamp("us"))
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    assert by_corpus(tmp_path / "twice.parquet")[:2] == ([], ["ambiguous_field"])
+    for fields in (Fields.of_text("text"), Fields(None, frozenset())):
+        with pytest.raises(UserError, match=r"twice\.parquet has more than one column of the name text"):
+            list(documents_in(find_files([str(tmp_path / "twice.parquet")]), fields))
+    parquet.write_table(
+        pyarrow.Table.from_arrays([pyarrow.array([one]) for one in ("a", 1, 2)], ["text", "n", "n"]), tmp_path / "n.parquet"
+    )
+    assert agreed(tmp_path / "n.parquet") == ["a"]
+    row = [{"role": "user", "content": "x"}]
+    parquet.write_table(pyarrow.table({"messages": [row], "made": late}), tmp_path / "late.parquet")
+    assert whole(tmp_path / "late.parquet") == [{"messages": row}] and "the column made is left out" in caplog.text
+    parquet.write_table(
+        pyarrow.table({"messages": [row], "more": pyarrow.StructArray.from_arrays([late], ["at"])}), tmp_path / "deep.parquet"
+    )
+    with pytest.raises(UserError, match=r"deep\.parquet holds a value that cannot be read here \(column more"):
+        whole(tmp_path / "deep.parquet")
+
+
+@pytest.mark.parametrize("first", ['{"text": "cut of', '{"text": "a"},', 'off", "n": 1}', '{"text": NaN x}'])
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_first_line_that_is_damaged_costs_no_other_line(tmp_path, first, size):
+    path = tmp_path / "a.json"
+    texts = [f"{number} " + "x" * size for number in range(3)]
+    path.write_text("\n".join([first, *(json.dumps({"text": text}) for text in texts)]))
+    assert by_corpus(path)[:2] == (texts, ["not_json"]) and by_prepare(path) is None
+
+
+def test_an_object_over_several_lines_is_one_record(tmp_path):
+    for text in ('{"text": "a",\n"more": {"b":\n{"c": 1}\n}}', '{"text": "a", "data": [\n{"text": "b"}\n]}', '{\n"text": "a"\n}'):
+        (tmp_path / "a.json").write_text(text)
+        assert agreed(tmp_path / "a.json") == ["a"]

@@ -149,6 +149,13 @@ FILES: dict[str, Made] = {
     "wide.txt": (lambda _: TEXTS[0].encode("utf-16"), ONE, "text"),
     "latin.txt": (lambda _: "déjà vu à Paris, très bien".encode("latin-1"), None, "text"),
     "control.jsonl": (lambda _: b'{"text": "\\u0001\\u0002 x"}\n', None, "text"),
+    "nul.txt": (lambda _: b"word " * 300 + b"\0more", ["word " * 300 + "more"], "text"),
+    "nul.jsonl": (lambda _: json.dumps({"text": "word " * 300 + "\0more"}).encode(), ["word " * 300 + "more"], "text"),
+    "nuls.txt": (lambda _: b"word\0" * 300, None, "text"),
+    **{
+        f"blank_{number}.jsonl": (lambda _, sign=sign: json.dumps({"text": sign}).encode() + b'\n{"text": "One."}\n', ["One."], "text")
+        for number, sign in enumerate(("\ufeff", "\b", "\x1b[0m", "\x85", " \x1b]0;title\x07\n", "x\b", "\x1c", "\ufff9\u206a\x81"))
+    },
     "windows.txt": (lambda _: b"One.\r\nTwo.\r\n", ["One.\nTwo.\n"], "text"),
 }
 

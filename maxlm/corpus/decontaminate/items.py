@@ -1,17 +1,16 @@
 """Items of evaluation sets, read from files."""
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError, shorten
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings, EvalSet
 from maxlm.corpus.decontaminate.tokens import VERSION, clean
+from maxlm.documents.reader import records, text_lines
+from maxlm.documents.records import REASONS, Defect, Record, Wanted
 
 
 @dataclass(frozen=True)
@@ -29,48 +28,52 @@ def read_items(settings: DecontaminateSettings) -> tuple[list[Item], str]:
     digest = hashlib.sha256(VERSION.encode())
     items = []
     for name, one in sorted(settings.sets.items()):
+        if one.options and not one.fields:
+            raise UserError(f"evaluation set {shorten(name)}: options without fields: name the question's fields as well.")
         digest.update(json.dumps([name, one.fields, one.options]).encode())
-        for number, line in enumerate(_lines(name, one)):
-            digest.update(b"%d:" % len(line) + line)
-            items.append(_item(name, one, number, line))
+        for item in _items(name, one):
+            digest.update(json.dumps([item.number, item.question, item.options]).encode("utf-8", "surrogatepass"))
+            items.append(item)
     return items, digest.hexdigest()
 
 
-def _lines(name: str, one: EvalSet) -> Iterator[bytes]:
-    path = Path(one.path)
+def _items(name: str, one: EvalSet) -> Iterator[Item]:
+    """Items of one set: records with its fields, or without fields lines of text."""
+    where = f"evaluation set {shorten(name)}: "
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from file
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"evaluation set {shorten(name)}: {shorten(one.path)}: cannot be read: {reason}.") from None
+        if not one.fields:
+            for number, line in enumerate(text_lines(one.path)):
+                yield Item(name, number, _cleaned([line]), ())
+            return
+        for found in records(one.path, Wanted(None, any_encoding=False)):
+            at = f"{where}{shorten(one.path)}" + (f", {found.unit} {found.number}" if found.number else "")
+            if isinstance(found, Defect):
+                if found.reason == "empty" and not found.is_fault:
+                    continue
+                raise UserError(f"{at}: {_fault(found)}.")
+            texts = [[part for field in fields for part in _texts(found, field, at)] for fields in (one.fields, one.options)]
+            yield Item(name, found.number - 1, _cleaned(texts[0]), _cleaned(texts[1]))
+    except UserError as error:
+        raise error if str(error).startswith(where) else type(error)(f"{where}{error}") from None
 
 
-def _item(name: str, one: EvalSet, number: int, line: bytes) -> Item:
-    where = f"evaluation set {shorten(name)}: {shorten(one.path)}, line {number + 1}"
-    try:
-        text = line.decode("utf-8-sig" if number == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}; convert the file.") from None
-    if not one.fields:
-        if one.options:
-            raise UserError(f"evaluation set {shorten(name)}: options without fields: name the question's fields as well.")
-        return Item(name, number, _cleaned([text]), ())
-    if not text.strip():
-        return Item(name, number, (), ())
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}; without `fields` a file is plain text.") from None
-    question = _cleaned([part for field in one.fields for part in _texts(record, field, where)])
-    return Item(name, number, question, _cleaned([part for field in one.options for part in _texts(record, field, where)]))
+def _fault(found: Defect) -> str:
+    said = {
+        "not_json": "not JSON; without `fields` a file is plain text",
+        "no_fields": "plain text; without `fields` each line is an item",
+        "encoding": f"not UTF-8 at byte {found.detail.get('byte', 0)}; convert the file",
+    }
+    return said.get(found.reason, REASONS[found.reason]) + (f" ({found.detail.get('error') or found.example})" if found.example else "")
 
 
-def _texts(record: Any, field: str, where: str) -> list[str]:
-    """Texts in a field: a name of the record, or names joined by dots."""
-    value = record
+def _texts(found: Record, field: str, where: str) -> list[str]:
+    """Texts in a field: a name of the record, or names joined by dots. In rows of Parquet an absent field inside a field is null."""
+    record = found.fields
+    value: Any = record
     if not (isinstance(record, dict) and field in record):
         for part in field.split("."):
+            if found.unit == "row" and isinstance(value, dict) and value is not record and part not in value:
+                return []
             if not isinstance(value, dict) or part not in value:
                 raise UserError(f"{where}: no field {shorten(field)}; fields are named in `fields` and `options`.")
             value = value[part]

@@ -1,7 +1,9 @@
 """Linear classifier on hashed word n-grams, as fastText's (Joulin et al. 2016, arXiv 1607.01759) without a hidden layer."""
 
 import hashlib
+import logging
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +18,12 @@ from maxlm.corpus.filters.scan import STEP, Hashes
 from maxlm.corpus.filters.settings import ClassifierSettings
 from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
 from maxlm.corpus.read import read
-from maxlm.documents.files import find
+from maxlm.documents.files import find_once
+from maxlm.documents.records import DEFAULTS, REASONS
 from maxlm.telemetry.atomic import replacing
 
 FORMAT = 1  # of the file and of the hashes: a model is of use with the hashes that it was trained on
+_log = logging.getLogger(__name__)
 Weights = NDArray[np.float32]
 
 
@@ -131,15 +135,13 @@ class Trained:
     held_out: int
 
 
-def train_from_files(wanted: str, unwanted: str, **settings: int | float) -> Trained:
+def train_from_files(wanted: str, unwanted: str, *, text_field: str = DEFAULTS.text_field, **settings: int | float) -> Trained:
     """`train_classifier` on the documents of two folders (or files, globs, URLs) of any format that `read` knows.
 
-    A tenth is held out by a hash of its text, so that copies are on one side. All are in memory at once. Raises UserError.
+    A tenth is held out by a hash of its text, so that copies are on one side. All are in memory at once. Records that are no documents are
+    counted by reason in a line of the log. Raises UserError.
     """
-    examples = [_documents(source) for source in (wanted, unwanted)]
-    for source, texts in zip((wanted, unwanted), examples, strict=True):
-        if not texts:
-            raise UserError(f"{shorten(source)}: no document in it can be read; each folder holds the examples of one class.")
+    examples = [_documents(source, text_field) for source in (wanted, unwanted)]
     kept, held = zip(*map(_held_out, examples), strict=True)
     right = count = 0
     if all(kept) and all(held):
@@ -151,9 +153,25 @@ def train_from_files(wanted: str, unwanted: str, **settings: int | float) -> Tra
     return Trained(whole, len(examples[0]), len(examples[1]), right, count)
 
 
-def _documents(source: str) -> list[str]:
-    files = find(source)
-    return [one.text for file in files for one in read(file.path) if isinstance(one, Document)]
+def _documents(source: str, text_field: str) -> list[str]:
+    """Texts of a source, at least one."""
+    texts: list[str] = []
+    rows: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for one in (one for file in find_once([source]) for one in read(file.path, text_field=text_field)):
+        if isinstance(one, Document):
+            texts.append(one.text)
+        else:
+            rows[one.reason] += int(one.detail.get("rows", 1))
+            first.setdefault(one.reason, one.id)
+    lost = "; ".join(f"{count:,} {reason} ({REASONS[reason]}), the first {shorten(first[reason])}" for reason, count in rows.items())
+    if not texts:
+        field = f"; its records have no field {text_field}: name theirs by --text-field" if "missing_field" in rows else ""
+        why = f" ({lost})" if lost else ""
+        raise UserError(f"{shorten(source)}: no document in it can be read{why}{field}; each folder holds the examples of one class.")
+    if lost:
+        _log.warning("%s: records that are no documents are left out: %s", shorten(source), lost)
+    return texts
 
 
 def _held_out(texts: list[str]) -> tuple[list[str], list[str]]:
