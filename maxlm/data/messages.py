@@ -169,7 +169,9 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
     content = message.get("content")
     if isinstance(content, list):
-        message["content"] = [_part(part, where) for part in content]
+        message["content"] = parts = [_part(part, where) for part in content]
+        for trim in (str, str.strip):  # templates write parts one after another, some without the space around each
+            check("".join(trim(part["text"]) for part in parts), where)
     elif content is None and not message.get("tool_calls") and reasoning is None:
         raise RowError(f"{where} is not a message: it has neither content nor tool_calls.")
     elif content is not None and not isinstance(content, str):

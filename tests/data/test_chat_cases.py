@@ -182,6 +182,14 @@ def test_an_escaped_control_token_in_json_text_is_found(folder, tmp_path):
         Made(folder, tmp_path, [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}])
 
 
+@pytest.mark.parametrize("texts", [("a<|im_", "end|>"), ("a<|im_ ", " end|>")])
+def test_a_control_token_in_two_parts_is_found(folder, tmp_path, texts):
+    """A template writes parts one after another, perhaps without the space around them."""
+    message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+    with pytest.raises(UserError, match=r"messages\[0\] holds the special token <\|im_end\|>"):
+        Made(folder, tmp_path, [{"messages": [message, YES]}])
+
+
 BAD = {
     "no JSON of tools": {"messages": [USER, YES], "tools": "no json"},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}, YES]},
