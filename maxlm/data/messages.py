@@ -12,7 +12,7 @@ FIELD = "data.prepare.conversations"
 SHAREGPT = "conversations"  # field of ShareGPT's rows
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant", "system": "system"}
 _ROLES |= {"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has counts, as in transformers 5.24
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has, and that is not empty, counts
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # what the renderer itself gives to a template
 
 
@@ -62,7 +62,7 @@ def read_conversation(record: dict[str, Any], name: str, check: TextChecker, *, 
     if name == SHAREGPT and isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": check(system, "system")}, *messages]
     if not prompt:
-        _require_turn(messages, name)
+        _require_turns(messages, name)
     return _conversation(record, messages, 0, check)
 
 
@@ -92,7 +92,7 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
     for name, rest in zip(both, found, strict=True):
         if rest and rest[0]["role"] in ("system", "user"):
             raise RowError(f"the field {name} begins with another message of the role {rest[0]['role']} than the prompt.")
-        _require_turn(rest, name)
+        _require_turns(rest, name)
     one, other = (_conversation(record, [*given, *rest], len(given), check) for rest in found)
     return Pair(given, one, other)
 
@@ -154,16 +154,17 @@ def _messages(value: Any, name: str, check: TextChecker) -> list[Message]:
 
 def _message(value: Any, where: str, check: TextChecker) -> Message:
     """A message without keys that are null, with its reasoning under the names that templates read, and its calls as objects."""
-    if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
+    if isinstance(value, dict) and value.get("role") is None and isinstance(value.get("from"), str):
         value = _of_sharegpt(value, where)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RowError(f"{where} is not a message: an object with a role and its content.")
     message: Message = {key: part for key, part in value.items() if part is not None}
-    if off := [name for name in ("weight", "train") if message.get(name, 1) != 1]:
-        raise RowError(f"{where} has {off[0]} = {message[off[0]]}: every turn of the assistant counts, or the last alone ({FIELD}.turns).")
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
-    if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if odd := [name for name in _REASONING if not isinstance(message.get(name, ""), str)]:
+        raise RowError(f"{where}.{odd[0]} is a {type(message[odd[0]]).__name__}, not text.")
+    stated = [message[name] for name in _REASONING if name in message]
+    if stated:
+        reasoning = next(filter(None, stated), "")
+        message |= {"thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
     if "tool_calls" in message:
         calls = _parsed(message["tool_calls"], f"{where}.tool_calls", list)
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
@@ -172,7 +173,7 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
         message["content"] = parts = [_part(part, where) for part in content]
         for trim in (str, str.strip):  # templates write parts one after another, some without the space around each
             check("".join(trim(part["text"]) for part in parts), where)
-    elif content is None and not message.get("tool_calls") and reasoning is None:
+    elif content is None and not message.get("tool_calls") and not stated:
         raise RowError(f"{where} is not a message: it has neither content nor tool_calls.")
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{where} is not a message: its content is a {type(content).__name__}, not text.")
@@ -181,16 +182,18 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
 
 
 def _of_sharegpt(value: dict[str, Any], where: str) -> Message:
+    """A turn in OpenAI's layout. Further keys, such as `reasoning` and `weight`, stay."""
     said, role = value.get("value"), _ROLES.get(value["from"].lower())
+    further: Message = {key: part for key, part in value.items() if key not in ("from", "value") and part is not None}
     if role is None:
         raise RowError(f"{where}.from is {value['from'][:40]!r}, none of {', '.join(_ROLES)}.")
     if value["from"].lower() == "function_call":
         calls = _parsed(said, f"{where}.value", (dict, list))
-        return {
-            "role": role,
-            "tool_calls": [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])],
-        }
-    return {"role": role, "content": said}
+        calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+        return {**further, "role": role, "tool_calls": calls}
+    if said is not None and further.get("content", said) != said:
+        raise RowError(f"{where} has both a value and another content.")
+    return {"content": said, **further, "role": role}
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -223,9 +226,15 @@ def _parsed(value: Any, where: str, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _require_turn(messages: list[Message], name: str) -> None:
+def _require_turns(messages: list[Message], name: str) -> None:
+    """Refuse messages without a turn of the assistant, or with one that a key excludes from the loss. Other roles never count."""
     if all(message["role"] != "assistant" for message in messages):
         raise RowError(f"the field {name} has no message of the role assistant, so nothing to learn; take the line out.")
+    for number, message in enumerate(messages):
+        off = [key for key in ("weight", "train") if message.get(key, 1) != 1]
+        if off and message["role"] == "assistant":
+            rule = f"every turn of the assistant counts, or the last alone ({FIELD}.turns)"
+            raise RowError(f"message {number} of the field {name} has {off[0]} = {message[off[0]]}: {rule}.")
 
 
 def _present(record: dict[str, Any], name: str) -> Any:

@@ -197,6 +197,11 @@ BAD = {
     "no such role": {"conversations": [{"from": "martian", "value": "Hi"}]},
     "no turn": {"messages": [USER]},
     "a weight": {"messages": [USER, {**YES, "weight": 0}]},
+    "a weight in ShareGPT's layout": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes", "weight": 0}]},
+    "not to be trained on": {"messages": [USER, {**YES, "train": False}]},
+    "reasoning that is a list": {"messages": [USER, {**YES, "thinking": ["why"]}]},
+    "reasoning that is an object": {"messages": [USER, {**YES, "reasoning": {"text": "why"}}]},
+    "two texts": {"conversations": [{"from": "human", "value": "Hi", "content": "Ho"}, {"from": "gpt", "value": "Yes"}]},
     "null calls": {"messages": [USER, {"role": "assistant", "tool_calls": "null"}]},
     "a null call": {"messages": [USER, {"role": "assistant", "tool_calls": [None]}]},
     "arguments that are no JSON": {
@@ -296,14 +301,27 @@ def test_sharegpt(folder, tmp_path):
     assert made.counted == [f"Yes{TURN}\n"]
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_many_names(folder, tmp_path, name):
-    """Templates read `reasoning_content` or `thinking`; data has any of three."""
+def test_a_weight_of_the_user_is_harmless(folder, tmp_path):
+    made = Made(folder, tmp_path, [{"messages": [{**USER, "weight": 0}, YES]}, {"messages": [{**USER, "train": False}, YES]}])
+    assert made.counted == [f"Yes{TURN}\n"] * 2
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        *({**YES, name: "why"} for name in ("reasoning_content", "thinking", "reasoning")),
+        {**YES, "reasoning_content": "", "thinking": "why"},
+        {**YES, "thinking": "", "reasoning": "why"},
+        {"from": "gpt", "value": "Yes", "reasoning": "why", "content": None, "role": None},
+    ],
+)
+def test_reasoning_has_many_names(folder, tmp_path, turn):
+    """Templates read `reasoning_content` or `thinking`; data has any of three, some of them empty."""
     source = (
         "{% for m in messages %}{% generation %}{{ m.reasoning_content }}/{{ m.thinking }}/{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     (tmp_path / "t.jinja").write_text(source)
-    made = Made(folder, tmp_path, [{"messages": [USER, {**YES, name: "why", "tool_calls": None}]}], template=str(tmp_path / "t.jinja"))
+    made = Made(folder, tmp_path, [{"messages": [USER, {**turn, "tool_calls": None}]}], template=str(tmp_path / "t.jinja"))
     assert made.counted[0].startswith("//Hiwhy/why/Yes")
 
 
