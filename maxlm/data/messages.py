@@ -58,9 +58,7 @@ def read_conversation(record: dict[str, Any], name: str, check: TextChecker, *, 
     """
     if record.get(name) is None and record.get(SHAREGPT) is not None:
         name = SHAREGPT
-    messages = _messages(_present(record, name), name, check)
-    if name == SHAREGPT and isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": check(system, "system")}, *messages]
+    messages = _with_system(_messages(_present(record, name), name, check), record, check)
     if not prompt:
         _require_turns(messages, name)
     return _conversation(record, messages, 0, check)
@@ -88,13 +86,14 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
             given = chosen[:shared]
     else:
         given = _messages(prompt, prompt_name, check)
-    found = [rest[len(given) :] if rest[: len(given)] == given else rest for rest in (chosen, rejected)]
+    whole = _with_system(given, record, check)
+    found = [next((rest[len(lead) :] for lead in (whole, given) if rest[: len(lead)] == lead), rest) for rest in (chosen, rejected)]
     for name, rest in zip(both, found, strict=True):
         if rest and rest[0]["role"] in ("system", "user"):
             raise RowError(f"the field {name} begins with another message of the role {rest[0]['role']} than the prompt.")
         _require_turns(rest, name)
-    one, other = (_conversation(record, [*given, *rest], len(given), check) for rest in found)
-    return Pair(given, one, other)
+    one, other = (_conversation(record, [*whole, *rest], len(whole), check) for rest in found)
+    return Pair(whole, one, other)
 
 
 def read_text(record: dict[str, Any], name: str) -> str:
@@ -150,6 +149,18 @@ def _messages(value: Any, name: str, check: TextChecker) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise RowError(f"the field {name} must be a list of messages such as {{role: user, content: text}}.")
     return [_message(message, f"{name}[{number}]", check) for number, message in enumerate(value)]
+
+
+def _with_system(messages: list[Message], record: dict[str, Any], check: TextChecker) -> list[Message]:
+    """`messages` after the system message that the row states in a field of its own."""
+    if not (stated := record.get("system")):
+        return messages
+    system = _message({"role": "system", "content": stated}, "system", check)
+    if messages[0]["role"] != "system":
+        return [system, *messages]
+    if messages[0].get("content") != system["content"]:
+        raise RowError("the row has two system messages: the field system, and another one as the first message.")
+    return messages
 
 
 def _message(value: Any, where: str, check: TextChecker) -> Message:

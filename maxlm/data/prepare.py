@@ -268,7 +268,7 @@ def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
         return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
     content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
     encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
-    fields = frozenset({*content, "tools", "conversations", "chat_template_kwargs"})
+    fields = frozenset({*content, "tools", "system", "conversations", "chat_template_kwargs"})
     return encoder, Fields(None, fields, lenient=spoken.bad_rows == "leave_out")
 
 

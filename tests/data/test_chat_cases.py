@@ -202,6 +202,7 @@ BAD = {
     "reasoning that is a list": {"messages": [USER, {**YES, "thinking": ["why"]}]},
     "reasoning that is an object": {"messages": [USER, {**YES, "reasoning": {"text": "why"}}]},
     "two texts": {"conversations": [{"from": "human", "value": "Hi", "content": "Ho"}, {"from": "gpt", "value": "Yes"}]},
+    "two system messages": {"system": "Be short.", "messages": [{"role": "system", "content": "Be long."}, USER, YES]},
     "null calls": {"messages": [USER, {"role": "assistant", "tool_calls": "null"}]},
     "a null call": {"messages": [USER, {"role": "assistant", "tool_calls": [None]}]},
     "arguments that are no JSON": {
@@ -294,11 +295,27 @@ def test_texts_that_share_their_prompt(folder, tmp_path):
     assert made.counted == [f" yes{END}", f" you{END}"]
 
 
-def test_sharegpt(folder, tmp_path):
-    said = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
-    made = Made(folder, tmp_path, [{"system": "Be short.", "conversations": said}])
-    assert made.texts == [f"{START}system\nBe short.{TURN}\n{START}user\nHi{TURN}\n{START}assistant\nYes{TURN}\n{END}"]
-    assert made.counted == [f"Yes{TURN}\n"]
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("chat", {"conversations": TURNS}),
+        ("chat", {"messages": [USER, YES]}),
+        ("chat", {"messages": [{"role": "system", "content": "Be short."}, USER, YES]}),
+        ("preferences", {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "No"}}),
+        ("preferences", {"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]}),
+        ("preferences", {"chosen": [USER, YES], "rejected": [USER, NO]}),
+    ],
+)
+@pytest.mark.parametrize("system", ["Be short.", [{"type": "text", "text": "Be short."}]])
+def test_a_system_text_of_the_row_is_its_first_message(folder, tmp_path, kind, row, system):
+    if row.get("messages", [USER])[0] is not USER and not isinstance(system, str):
+        pytest.skip("another message")
+    made = Made(folder, tmp_path, [{"system": system, **row}], kind)
+    assert made.texts[0] == f"{START}system\nBe short.{TURN}\n{START}user\nHi{TURN}\n{START}assistant\nYes{TURN}\n{END}"
+    assert made.counted == [f"Yes{TURN}\n", f"No{TURN}\n"][: len(made.counted)]
 
 
 def test_a_weight_of_the_user_is_harmless(folder, tmp_path):

@@ -83,6 +83,23 @@ def test_a_chat_prompt_has_the_ids_of_training(run, asked, tmp_path):
     assert open_tokenizer(str(folder / "tokenizer")).encode(whole, special=True).tolist() == before
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "some words"},
+        {"messages": SAID},
+        {"messages": json.dumps(SAID)},
+        {"conversations": [{"from": "human", "value": "some words"}]},
+    ],
+)
+def test_a_prompt_has_the_system_text_of_its_row(run, asked, tmp_path, row):
+    folder, given = run[0], asked[0]
+    (tmp_path / "p.jsonl").write_text(json.dumps({**row, "system": "are read"}) + "\n")
+    text.generate_from_run(folder, text.read_prompts(tmp_path / "p.jsonl"), Sampler(), chat=True)
+    whole = f"2025 short{START}system\nare read{TURN}\n{START}user\nsome words{TURN}\n{START}assistant\n"
+    assert given[0][0] == [open_tokenizer(str(folder / "tokenizer")).encode(whole, special=True).tolist()]
+
+
 def test_special_tokens_in_a_prompt_are_text_unless_asked_for(run, asked, caplog):
     folder, marked = run
     given, _ = asked
