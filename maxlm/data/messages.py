@@ -70,8 +70,10 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
     """
     prompt_name, *both = names
     prompt = record.get(SHAREGPT) if record.get(prompt_name) is None else record[prompt_name]
-    if all(isinstance(_present(record, name), str) for name in both) and (prompt is None or isinstance(prompt, str)):
+    plain = all(isinstance(_present(record, name), str) for name in both) and (prompt is None or isinstance(prompt, str))
+    if plain and not all(_holds_messages(record[name]) for name in both):
         return _text_pair(record, names)
+    prompt = json.loads(prompt) if _holds_messages(prompt) else prompt
     chosen, rejected = (_messages(record[name], name, check) for name in both)
     if chosen == rejected:
         raise _nothing_to_prefer(both)
@@ -91,6 +93,8 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
     for name, rest in zip(both, found, strict=True):
         if rest and rest[0]["role"] in ("system", "user"):
             raise RowError(f"the field {name} begins with another message of the role {rest[0]['role']} than the prompt.")
+        if rest and rest[0]["role"] == given[-1]["role"] == "assistant":
+            raise RowError(f"the prompt ends with a turn of the assistant, after which the field {name} begins another one.")
         _require_turns(rest, name)
     one, other = (_conversation(record, [*whole, *rest], len(whole), check) for rest in found)
     return Pair(whole, one, other)
@@ -122,12 +126,26 @@ def _text_pair(record: dict[str, Any], names: tuple[str, str, str]) -> Pair:
     if chosen == rejected:
         raise _nothing_to_prefer(both)
     if record.get(prompt_name) is not None:
-        return Pair(read_text(record, prompt_name), chosen, rejected)
+        prompt = read_text(record, prompt_name)
+        repeated = len(prompt.split()) > 1 and all(text.startswith(prompt) and text != prompt for text in (chosen, rejected))
+        start = len(prompt) if repeated else 0  # a single word may well begin two answers
+        return Pair(prompt, chosen[start:], rejected[start:])
     length = shared_length(chosen, rejected)
     cut = max((chosen.rfind(space, 0, length) for space in (" ", "\n")), default=-1)
     if cut < 1:
         raise RowError(f"there is no field {prompt_name}, and {' and '.join(both)} begin with no text that both share.")
     return Pair(chosen[:cut], chosen[cut:], rejected[cut:])
+
+
+def _holds_messages(value: Any) -> bool:
+    """True for JSON text of a list of messages."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return False
+    try:
+        listed = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return bool(listed) and all(isinstance(one, dict) and ("role" in one or "from" in one) for one in listed)
 
 
 def _nothing_to_prefer(names: Sequence[str]) -> RowError:

@@ -261,6 +261,8 @@ def test_pairs_as_whole_conversations(folder, tmp_path):
     [
         ({"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]}, ("Yes", "No")),
         ({"prompt": "Hi", "chosen": [YES], "rejected": [NO]}, ("Yes", "No")),
+        ({"prompt": "Hi", "chosen": json.dumps([USER, YES]), "rejected": json.dumps([USER, NO])}, ("Yes", "No")),
+        ({"prompt": json.dumps([USER]), "chosen": json.dumps([YES]), "rejected": json.dumps([NO])}, ("Yes", "No")),
         ({"prompt": [USER], "chosen": YES, "rejected": NO}, ("Yes", "No")),
         (
             {
@@ -283,6 +285,22 @@ def test_a_pair_whose_prompt_differs_is_refused(folder, tmp_path):
     other = {"role": "user", "content": "Other"}
     with pytest.raises(UserError, match="chosen begins with another message of the role user than the prompt"):
         Made(folder, tmp_path, [{"prompt": [USER], "chosen": [other, YES], "rejected": [USER, NO]}], "preferences")
+
+
+def test_plain_texts_that_repeat_the_prompt(folder, tmp_path):
+    """Have it once; a single word is none."""
+    rows = [
+        {"prompt": "say it:", "chosen": "say it: yes", "rejected": "say it: no"},
+        {"prompt": "Hi", "chosen": "Hi you", "rejected": "Hi"},
+    ]
+    made = Made(folder, tmp_path, rows, "preferences")
+    assert made.texts[0] == f"say it: yes{END}"
+    assert made.counted == [f" yes{END}", f" no{END}", f"Hi you{END}", f"Hi{END}"]
+
+
+def test_a_pair_that_would_open_a_second_turn_is_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="the prompt ends with a turn of the assistant, after which the field chosen begins another"):
+        Made(folder, tmp_path, [{"prompt": [USER, YES], "chosen": [NO], "rejected": [YES]}], "preferences")
 
 
 def test_a_pair_of_equal_conversations_is_refused(folder, tmp_path):
