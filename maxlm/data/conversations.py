@@ -121,7 +121,8 @@ class _Encode:
         ids, offsets = self._tokenizer.encode_rendered(encodable(rendered.text, "the text of the chat template"))
         counts = np.zeros(len(ids) + 1, np.bool_)
         for start, stop in rendered.spans:
-            counts[:-1] |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+            header = np.isin(ids, self._special_ids) & (offsets[:, 0] < start)  # such a token may hold the spaces after it (`rstrip`)
+            counts[:-1] |= (offsets[:, 0] < stop) & (offsets[:, 1] > start) & ~header
         if not counts.any():
             raise RowError("the chat template writes no text for the turns of the assistant, or marks none of it as generated.")
         answered = conversation.messages[-1]["role"] == "assistant"

@@ -140,11 +140,14 @@ def read_prompts(file: Path) -> list[Prompt]:
 
     Raises UserError: it is not UTF-8, holds no prompt or too many, or a line is none of these.
     """
+    kind = file.suffix.lower()
+    if kind == ".json":
+        raise UserError(f"--prompts {file} would be read as lines of text: write JSON lines, and name the file .jsonl.")
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(), which also cuts at characters that JSON texts may hold
     except UnicodeDecodeError:
         raise UserError(f"--prompts {file} is not UTF-8 text: save it as such.") from None
-    prompts = [_prompt(line, f"--prompts {file}, line {n}", file.suffix == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(line, f"--prompts {file}, line {n}", kind == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise UserError(f"--prompts {file} holds no prompt: write one a line.")
     if len(prompts) > MOST_PROMPTS:

@@ -117,12 +117,21 @@ def test_special_tokens_in_a_prompt_are_text_unless_asked_for(run, asked, caplog
     [
         (f"a{TURN}b", {"chat": True}, r"prompt 1: messages\[0\] holds the special token <\|im_end\|>.*--special-tokens"),
         ({"messages": SAID}, {}, "a conversation is no text to continue: give --chat"),
+        ({"messages": [*SAID, {"role": "assistant", "content": "Sure, "}]}, {"chat": True}, "prompt 1: the messages end with a turn of the"),
         ({"messages": [{"role": "user"}]}, {"chat": True}, r"prompt 1: messages\[0\] is not a message"),
     ],
 )
 def test_prompts_that_are_refused(run, asked, prompt, options, said):
     with pytest.raises(UserError, match=said):
         text.generate_from_run(run[0], [prompt], Sampler(), **options)
+
+
+def test_the_name_of_a_file_of_prompts_says_its_kind(tmp_path):
+    for name in ("p.JSONL", "p.json"):
+        (tmp_path / name).write_text(json.dumps({"messages": SAID}) + "\n")
+    assert text.read_prompts(tmp_path / "p.JSONL") == [{"messages": SAID}]
+    with pytest.raises(UserError, match=r"p\.json would be read as lines of text: write JSON lines"):
+        text.read_prompts(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("place", ["", "elsewhere"])
