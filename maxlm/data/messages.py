@@ -194,6 +194,9 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
     if stated:
         reasoning = next(filter(None, stated), "")
         message |= {"thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
+    if (old := message.get("function_call")) and not message.get("tool_calls"):  # OpenAI's layout before tool_calls
+        del message["function_call"]
+        message["tool_calls"] = [{"type": "function", "function": _parsed(old, f"{where}.function_call", dict)}]
     if "tool_calls" in message:
         calls = _parsed(message["tool_calls"], f"{where}.tool_calls", list)
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]

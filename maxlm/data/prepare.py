@@ -250,7 +250,7 @@ class _Notes:
             "too_long": f"conversations are left out, longer than data.seq_len = {self._seq_len}, the first at",
             "bad_rows": "conversations are left out as bad rows, the first at",
             "special_tokens": f"rows hold special tokens as text ({FIELD}.special_tokens=tokens makes them tokens), the first at",
-            "reasoning": "conversations have reasoning that the chat template does not write, and that is not trained on, the first at",
+            "unwritten": "conversations have parts that the chat template does not write, and that are not trained on, the first at",
         }
         lines = [
             f"{self._counts[kind]:,} of {seen:,} {rule} {self._first[kind].rstrip('.')}"

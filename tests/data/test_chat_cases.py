@@ -363,7 +363,31 @@ def test_reasoning_has_many_names(folder, tmp_path, turn):
 def test_reasoning_that_no_template_writes_is_said(folder, tmp_path, capsys):
     Made(folder, tmp_path, [{"messages": [USER, YES]}, {"messages": [USER, {**YES, "thinking": "why"}]}], quiet=False)
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert re.search(r"1 of 2 conversations have reasoning that the chat template does not write.*line 2: 'why'", said)
+    assert re.search(r"1 of 2 conversations have parts that the chat template does not write.*line 2: reasoning 'why'", said)
+
+
+CALL = {"name": "getw", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": [{"role": "developer", "content": "Short!"}, USER, YES]}, r"messages\[0\] of the role developer: 'Short!'"),
+        ({"messages": [USER, {**YES, "tool_calls": [{"function": CALL}]}]}, "the call of getw"),
+        ({"messages": [USER, {**YES, "function_call": CALL}]}, "the call of getw"),
+        ({"messages": [USER, YES], "tools": [{"type": "function", "function": {"name": "getw"}}]}, "the tool getw"),
+    ],
+)
+def test_whatever_no_template_writes_is_said(folder, tmp_path, capsys, row, what):
+    """A content that a template writes otherwise is none of it, and a question without which the answer would be stored is a bad row."""
+    known = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    (tmp_path / "t.jinja").write_text(known.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'user' else m.content }}"))
+    settings = {"template": str(tmp_path / "t.jinja")}
+    Made(folder, tmp_path, [{"messages": [USER, YES]}, row], quiet=False, **settings)
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert re.search(r"1 of 2 conversations have parts that the chat template does not write.*line 2: " + what, said)
+    with pytest.raises(UserError, match=r"does not write messages\[0\] of the role human: 'Who'"):
+        Made(folder, tmp_path / made_in(tmp_path, "b"), [{"messages": [{"role": "human", "content": "Who"}, YES]}], **settings)
 
 
 def test_arguments_of_the_template(folder, tmp_path):

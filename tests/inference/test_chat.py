@@ -117,7 +117,7 @@ def test_special_tokens_in_a_prompt_are_text_unless_asked_for(run, asked, caplog
     [
         (f"a{TURN}b", {"chat": True}, r"prompt 1: messages\[0\] holds the special token <\|im_end\|>.*--special-tokens"),
         ({"messages": SAID}, {}, "a conversation is no text to continue: give --chat"),
-        ({"messages": [*SAID, {"role": "assistant", "content": "Sure, "}]}, {"chat": True}, "prompt 1: the messages end with a turn of the"),
+        ({"messages": [*SAID, {"role": "assistant", "content": "Sure, "}]}, {"chat": True}, "the messages end with a turn of the assist"),
         ({"messages": [{"role": "user"}]}, {"chat": True}, r"prompt 1: messages\[0\] is not a message"),
     ],
 )
