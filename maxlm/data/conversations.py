@@ -121,7 +121,8 @@ class _Encode:
         ids, offsets = self._tokenizer.encode_rendered(encodable(rendered.text, "the text of the chat template"))
         counts = np.zeros(len(ids) + 1, np.bool_)
         for start, stop in rendered.spans:
-            counts[:-1] |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+            header = np.isin(ids, self._special_ids) & (offsets[:, 0] < start)  # such a token may hold the spaces after it (`rstrip`)
+            counts[:-1] |= (offsets[:, 0] < stop) & (offsets[:, 1] > start) & ~header
         if not counts.any():
             raise RowError("the chat template writes no text for the turns of the assistant, or marks none of it as generated.")
         answered = conversation.messages[-1]["role"] == "assistant"
@@ -129,8 +130,38 @@ class _Encode:
         spoken = [message for message in conversation.messages[conversation.first :] if message["role"] == "assistant"]
         reasoning = (message.get("reasoning_content") for message in (spoken[-1:] if turns == "last" else spoken))
         dropped = [text for text in reasoning if isinstance(text, str) and text.strip() not in rendered.text]
-        note = Note("reasoning", f"{dropped[0].strip()[:40]!r}") if dropped else None
+        unwritten = [f"reasoning {text.strip()[:40]!r}" for text in dropped] + self._unread(conversation, rendered.text, turns == "last")
+        note = Note("unwritten", unwritten[0]) if unwritten else None
         return segment(np.append(ids, self._tokenizer.end_of_document_id), counts), note
+
+    def _unread(self, conversation: Conversation, text: str, last: bool) -> list[str]:
+        """Contents, calls and tools that the template does not write in `text`. A content is one of them if a change of it changes nothing:
+        templates may write a text otherwise than it stands. Raises RowError for a message of the user.
+        """
+        found = []
+        for number, message in enumerate(conversation.messages):
+            content = message.get("content") or ""
+            said = "".join(part["text"] for part in content) if isinstance(content, list) else content
+            if said.strip() and said.strip() not in text and self._ignores(conversation, number, said, text, last):
+                what = f"messages[{number}] of the role {message['role'][:40]}: {said.strip()[:40]!r}"
+                if message["role"].lower() in ("user", "human"):
+                    raise RowError(f"the chat template does not write {what}; does it know this role?")
+                found.append(what)
+        calls = [call for message in conversation.messages for call in message.get("tool_calls") or []]
+        for kind, listed in (("call of", calls), ("tool", conversation.tools or [])):
+            named = (one["function"] if isinstance(one.get("function"), dict) else one for one in listed)
+            names = (one.get("name") for one in named)
+            found += [f"the {kind} {name[:40]}" for name in names if isinstance(name, str) and name not in text]
+        return found
+
+    def _ignores(self, conversation: Conversation, number: int, said: str, text: str, last: bool) -> bool:
+        """True if the template writes the same with another content of message `number`."""
+        changed = list(conversation.messages)
+        changed[number] = {**changed[number], "content": said + " 7"}
+        try:
+            return self._render is not None and self._render(conversation._replace(messages=changed), last).text == text
+        except RowError:  # the template reads it
+            return False
 
 
 def _record(text: str) -> dict[str, Any]:

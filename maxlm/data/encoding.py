@@ -25,11 +25,11 @@ NOTHING = About("", {})
 
 
 class Note(NamedTuple):
-    """A document that is left out, with its place and the reason; or special tokens in it that are encoded as text; or reasoning in it
+    """A document that is left out, with its place and the reason; or special tokens in it that are encoded as text; or parts of it
     that the chat template does not write.
     """
 
-    kind: Literal["bad_rows", "too_long", "special_tokens", "reasoning"]
+    kind: Literal["bad_rows", "too_long", "special_tokens", "unwritten"]
     text: str
 
 

@@ -12,7 +12,7 @@ FIELD = "data.prepare.conversations"
 SHAREGPT = "conversations"  # field of ShareGPT's rows
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant", "system": "system"}
 _ROLES |= {"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has counts, as in transformers 5.24
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has, and that is not empty, counts
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # what the renderer itself gives to a template
 
 
@@ -58,11 +58,9 @@ def read_conversation(record: dict[str, Any], name: str, check: TextChecker, *, 
     """
     if record.get(name) is None and record.get(SHAREGPT) is not None:
         name = SHAREGPT
-    messages = _messages(_present(record, name), name, check)
-    if name == SHAREGPT and isinstance(system := record.get("system"), str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": check(system, "system")}, *messages]
+    messages = _with_system(_messages(_present(record, name), name, check), record, check)
     if not prompt:
-        _require_turn(messages, name)
+        _require_turns(messages, name)
     return _conversation(record, messages, 0, check)
 
 
@@ -72,8 +70,10 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
     """
     prompt_name, *both = names
     prompt = record.get(SHAREGPT) if record.get(prompt_name) is None else record[prompt_name]
-    if all(isinstance(_present(record, name), str) for name in both) and (prompt is None or isinstance(prompt, str)):
+    plain = all(isinstance(_present(record, name), str) for name in both) and (prompt is None or isinstance(prompt, str))
+    if plain and not all(_holds_messages(record[name]) for name in both):
         return _text_pair(record, names)
+    prompt = json.loads(prompt) if _holds_messages(prompt) else prompt
     chosen, rejected = (_messages(record[name], name, check) for name in both)
     if chosen == rejected:
         raise _nothing_to_prefer(both)
@@ -88,13 +88,16 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
             given = chosen[:shared]
     else:
         given = _messages(prompt, prompt_name, check)
-    found = [rest[len(given) :] if rest[: len(given)] == given else rest for rest in (chosen, rejected)]
+    whole = _with_system(given, record, check)
+    found = [next((rest[len(lead) :] for lead in (whole, given) if rest[: len(lead)] == lead), rest) for rest in (chosen, rejected)]
     for name, rest in zip(both, found, strict=True):
         if rest and rest[0]["role"] in ("system", "user"):
             raise RowError(f"the field {name} begins with another message of the role {rest[0]['role']} than the prompt.")
-        _require_turn(rest, name)
-    one, other = (_conversation(record, [*given, *rest], len(given), check) for rest in found)
-    return Pair(given, one, other)
+        if rest and rest[0]["role"] == given[-1]["role"] == "assistant":
+            raise RowError(f"the prompt ends with a turn of the assistant, after which the field {name} begins another one.")
+        _require_turns(rest, name)
+    one, other = (_conversation(record, [*whole, *rest], len(whole), check) for rest in found)
+    return Pair(whole, one, other)
 
 
 def read_text(record: dict[str, Any], name: str) -> str:
@@ -123,12 +126,26 @@ def _text_pair(record: dict[str, Any], names: tuple[str, str, str]) -> Pair:
     if chosen == rejected:
         raise _nothing_to_prefer(both)
     if record.get(prompt_name) is not None:
-        return Pair(read_text(record, prompt_name), chosen, rejected)
+        prompt = read_text(record, prompt_name)
+        repeated = len(prompt.split()) > 1 and all(text.startswith(prompt) and text != prompt for text in (chosen, rejected))
+        start = len(prompt) if repeated else 0  # a single word may well begin two answers
+        return Pair(prompt, chosen[start:], rejected[start:])
     length = shared_length(chosen, rejected)
     cut = max((chosen.rfind(space, 0, length) for space in (" ", "\n")), default=-1)
     if cut < 1:
         raise RowError(f"there is no field {prompt_name}, and {' and '.join(both)} begin with no text that both share.")
     return Pair(chosen[:cut], chosen[cut:], rejected[cut:])
+
+
+def _holds_messages(value: Any) -> bool:
+    """True for JSON text of a list of messages."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return False
+    try:
+        listed = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return bool(listed) and all(isinstance(one, dict) and ("role" in one or "from" in one) for one in listed)
 
 
 def _nothing_to_prefer(names: Sequence[str]) -> RowError:
@@ -152,25 +169,43 @@ def _messages(value: Any, name: str, check: TextChecker) -> list[Message]:
     return [_message(message, f"{name}[{number}]", check) for number, message in enumerate(value)]
 
 
+def _with_system(messages: list[Message], record: dict[str, Any], check: TextChecker) -> list[Message]:
+    """`messages` after the system message that the row states in a field of its own."""
+    if not (stated := record.get("system")):
+        return messages
+    system = _message({"role": "system", "content": stated}, "system", check)
+    if messages[0]["role"] != "system":
+        return [system, *messages]
+    if messages[0].get("content") != system["content"]:
+        raise RowError("the row has two system messages: the field system, and another one as the first message.")
+    return messages
+
+
 def _message(value: Any, where: str, check: TextChecker) -> Message:
     """A message without keys that are null, with its reasoning under the names that templates read, and its calls as objects."""
-    if isinstance(value, dict) and "role" not in value and isinstance(value.get("from"), str):
+    if isinstance(value, dict) and value.get("role") is None and isinstance(value.get("from"), str):
         value = _of_sharegpt(value, where)
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise RowError(f"{where} is not a message: an object with a role and its content.")
     message: Message = {key: part for key, part in value.items() if part is not None}
-    if off := [name for name in ("weight", "train") if message.get(name, 1) != 1]:
-        raise RowError(f"{where} has {off[0]} = {message[off[0]]}: every turn of the assistant counts, or the last alone ({FIELD}.turns).")
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
-    if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if odd := [name for name in _REASONING if not isinstance(message.get(name, ""), str)]:
+        raise RowError(f"{where}.{odd[0]} is a {type(message[odd[0]]).__name__}, not text.")
+    stated = [message[name] for name in _REASONING if name in message]
+    if stated:
+        reasoning = next(filter(None, stated), "")
+        message |= {"thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
+    if (old := message.get("function_call")) and not message.get("tool_calls"):  # OpenAI's layout before tool_calls
+        del message["function_call"]
+        message["tool_calls"] = [{"type": "function", "function": _parsed(old, f"{where}.function_call", dict)}]
     if "tool_calls" in message:
         calls = _parsed(message["tool_calls"], f"{where}.tool_calls", list)
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
     content = message.get("content")
     if isinstance(content, list):
-        message["content"] = [_part(part, where) for part in content]
-    elif content is None and not message.get("tool_calls") and reasoning is None:
+        message["content"] = parts = [_part(part, where) for part in content]
+        for trim in (str, str.strip):  # templates write parts one after another, some without the space around each
+            check("".join(trim(part["text"]) for part in parts), where)
+    elif content is None and not message.get("tool_calls") and not stated:
         raise RowError(f"{where} is not a message: it has neither content nor tool_calls.")
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{where} is not a message: its content is a {type(content).__name__}, not text.")
@@ -179,16 +214,18 @@ def _message(value: Any, where: str, check: TextChecker) -> Message:
 
 
 def _of_sharegpt(value: dict[str, Any], where: str) -> Message:
+    """A turn in OpenAI's layout. Further keys, such as `reasoning` and `weight`, stay."""
     said, role = value.get("value"), _ROLES.get(value["from"].lower())
+    further: Message = {key: part for key, part in value.items() if key not in ("from", "value") and part is not None}
     if role is None:
         raise RowError(f"{where}.from is {value['from'][:40]!r}, none of {', '.join(_ROLES)}.")
     if value["from"].lower() == "function_call":
         calls = _parsed(said, f"{where}.value", (dict, list))
-        return {
-            "role": role,
-            "tool_calls": [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])],
-        }
-    return {"role": role, "content": said}
+        calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+        return {**further, "role": role, "tool_calls": calls}
+    if said is not None and further.get("content", said) != said:
+        raise RowError(f"{where} has both a value and another content.")
+    return {"content": said, **further, "role": role}
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -221,9 +258,15 @@ def _parsed(value: Any, where: str, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _require_turn(messages: list[Message], name: str) -> None:
+def _require_turns(messages: list[Message], name: str) -> None:
+    """Refuse messages without a turn of the assistant, or with one that a key excludes from the loss. Other roles never count."""
     if all(message["role"] != "assistant" for message in messages):
         raise RowError(f"the field {name} has no message of the role assistant, so nothing to learn; take the line out.")
+    for number, message in enumerate(messages):
+        off = [key for key in ("weight", "train") if message.get(key, 1) != 1]
+        if off and message["role"] == "assistant":
+            rule = f"every turn of the assistant counts, or the last alone ({FIELD}.turns)"
+            raise RowError(f"message {number} of the field {name} has {off[0]} = {message[off[0]]}: {rule}.")
 
 
 def _present(record: dict[str, Any], name: str) -> Any:

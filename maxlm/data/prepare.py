@@ -250,7 +250,7 @@ class _Notes:
             "too_long": f"conversations are left out, longer than data.seq_len = {self._seq_len}, the first at",
             "bad_rows": "conversations are left out as bad rows, the first at",
             "special_tokens": f"rows hold special tokens as text ({FIELD}.special_tokens=tokens makes them tokens), the first at",
-            "reasoning": "conversations have reasoning that the chat template does not write, and that is not trained on, the first at",
+            "unwritten": "conversations have parts that the chat template does not write, and that are not trained on, the first at",
         }
         lines = [
             f"{self._counts[kind]:,} of {seen:,} {rule} {self._first[kind].rstrip('.')}"
@@ -268,7 +268,7 @@ def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
         return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
     content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
     encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
-    fields = frozenset({*content, "tools", "conversations", "chat_template_kwargs"})
+    fields = frozenset({*content, "tools", "system", "conversations", "chat_template_kwargs"})
     return encoder, Fields(None, fields, lenient=spoken.bad_rows == "leave_out")
 
 

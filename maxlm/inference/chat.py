@@ -54,7 +54,10 @@ def chat_prompts(folder: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], 
 def _rendered(render: RenderingProcess, prompt: Prompt, where: str, check: TextChecker) -> str:
     record = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else prompt
     try:
-        return render.prompt(read_conversation(record, "messages", check, prompt=True))
+        conversation = read_conversation(record, "messages", check, prompt=True)
+        if conversation.messages[-1]["role"] == "assistant":
+            raise UserError("the messages end with a turn of the assistant, after which another would begin: end them with the user's.")
+        return render.prompt(conversation)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 

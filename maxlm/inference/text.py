@@ -14,6 +14,7 @@ from maxlm.config import Config, UserError
 from maxlm.config.rules import most_generated
 from maxlm.config.schema import ModelConfig, WeightsKind
 from maxlm.config.without_training import command_line, without_training
+from maxlm.data.messages import SHAREGPT
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.inference.chat import Prompt, chat_prompts
@@ -139,11 +140,14 @@ def read_prompts(file: Path) -> list[Prompt]:
 
     Raises UserError: it is not UTF-8, holds no prompt or too many, or a line is none of these.
     """
+    kind = file.suffix.lower()
+    if kind == ".json":
+        raise UserError(f"--prompts {file} would be read as lines of text: write JSON lines, and name the file .jsonl.")
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(), which also cuts at characters that JSON texts may hold
     except UnicodeDecodeError:
         raise UserError(f"--prompts {file} is not UTF-8 text: save it as such.") from None
-    prompts = [_prompt(line, f"--prompts {file}, line {n}", file.suffix == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt(line, f"--prompts {file}, line {n}", kind == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise UserError(f"--prompts {file} holds no prompt: write one a line.")
     if len(prompts) > MOST_PROMPTS:
@@ -158,14 +162,15 @@ def _prompt(line: str, where: str, is_json: bool) -> Prompt:
         value = json.loads(line)
     except (ValueError, RecursionError):
         raise UserError(f"{where} is no JSON: write a JSON string, or an object with a prompt, a line.") from None
-    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+    if isinstance(value, dict) and any(value.get(name) is not None for name in ("messages", SHAREGPT)):
         return value
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise UserError(f'{where} has no prompt: write a JSON string, or an object such as {{"prompt": "Once"}}, a line.')
     if any("\ud800" <= char <= "\udfff" for char in prompt):
         raise UserError(f"{where} holds half a surrogate pair, which is no text.")
-    return prompt
+    further = isinstance(value, dict) and any(value.get(name) for name in ("system", "tools", "chat_template_kwargs"))
+    return {**value, "messages": [{"role": "user", "content": prompt}]} if further else prompt
 
 
 def print_samples(

@@ -182,6 +182,14 @@ def test_an_escaped_control_token_in_json_text_is_found(folder, tmp_path):
         Made(folder, tmp_path, [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}])
 
 
+@pytest.mark.parametrize("texts", [("a<|im_", "end|>"), ("a<|im_ ", " end|>")])
+def test_a_control_token_in_two_parts_is_found(folder, tmp_path, texts):
+    """A template writes parts one after another, perhaps without the space around them."""
+    message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+    with pytest.raises(UserError, match=r"messages\[0\] holds the special token <\|im_end\|>"):
+        Made(folder, tmp_path, [{"messages": [message, YES]}])
+
+
 BAD = {
     "no JSON of tools": {"messages": [USER, YES], "tools": "no json"},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image", "url": "a"}]}, YES]},
@@ -189,6 +197,12 @@ BAD = {
     "no such role": {"conversations": [{"from": "martian", "value": "Hi"}]},
     "no turn": {"messages": [USER]},
     "a weight": {"messages": [USER, {**YES, "weight": 0}]},
+    "a weight in ShareGPT's layout": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes", "weight": 0}]},
+    "not to be trained on": {"messages": [USER, {**YES, "train": False}]},
+    "reasoning that is a list": {"messages": [USER, {**YES, "thinking": ["why"]}]},
+    "reasoning that is an object": {"messages": [USER, {**YES, "reasoning": {"text": "why"}}]},
+    "two texts": {"conversations": [{"from": "human", "value": "Hi", "content": "Ho"}, {"from": "gpt", "value": "Yes"}]},
+    "two system messages": {"system": "Be short.", "messages": [{"role": "system", "content": "Be long."}, USER, YES]},
     "null calls": {"messages": [USER, {"role": "assistant", "tool_calls": "null"}]},
     "a null call": {"messages": [USER, {"role": "assistant", "tool_calls": [None]}]},
     "arguments that are no JSON": {
@@ -247,6 +261,8 @@ def test_pairs_as_whole_conversations(folder, tmp_path):
     [
         ({"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]}, ("Yes", "No")),
         ({"prompt": "Hi", "chosen": [YES], "rejected": [NO]}, ("Yes", "No")),
+        ({"prompt": "Hi", "chosen": json.dumps([USER, YES]), "rejected": json.dumps([USER, NO])}, ("Yes", "No")),
+        ({"prompt": json.dumps([USER]), "chosen": json.dumps([YES]), "rejected": json.dumps([NO])}, ("Yes", "No")),
         ({"prompt": [USER], "chosen": YES, "rejected": NO}, ("Yes", "No")),
         (
             {
@@ -271,6 +287,22 @@ def test_a_pair_whose_prompt_differs_is_refused(folder, tmp_path):
         Made(folder, tmp_path, [{"prompt": [USER], "chosen": [other, YES], "rejected": [USER, NO]}], "preferences")
 
 
+def test_plain_texts_that_repeat_the_prompt(folder, tmp_path):
+    """Have it once; a single word is none."""
+    rows = [
+        {"prompt": "say it:", "chosen": "say it: yes", "rejected": "say it: no"},
+        {"prompt": "Hi", "chosen": "Hi you", "rejected": "Hi"},
+    ]
+    made = Made(folder, tmp_path, rows, "preferences")
+    assert made.texts[0] == f"say it: yes{END}"
+    assert made.counted == [f" yes{END}", f" no{END}", f"Hi you{END}", f"Hi{END}"]
+
+
+def test_a_pair_that_would_open_a_second_turn_is_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="the prompt ends with a turn of the assistant, after which the field chosen begins another"):
+        Made(folder, tmp_path, [{"prompt": [USER, YES], "chosen": [NO], "rejected": [YES]}], "preferences")
+
+
 def test_a_pair_of_equal_conversations_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match="chosen and rejected are the same"):
         Made(folder, tmp_path, [{"chosen": [USER, YES], "rejected": [USER, YES]}], "preferences")
@@ -281,28 +313,81 @@ def test_texts_that_share_their_prompt(folder, tmp_path):
     assert made.counted == [f" yes{END}", f" you{END}"]
 
 
-def test_sharegpt(folder, tmp_path):
-    said = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
-    made = Made(folder, tmp_path, [{"system": "Be short.", "conversations": said}])
-    assert made.texts == [f"{START}system\nBe short.{TURN}\n{START}user\nHi{TURN}\n{START}assistant\nYes{TURN}\n{END}"]
-    assert made.counted == [f"Yes{TURN}\n"]
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_many_names(folder, tmp_path, name):
-    """Templates read `reasoning_content` or `thinking`; data has any of three."""
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("chat", {"conversations": TURNS}),
+        ("chat", {"messages": [USER, YES]}),
+        ("chat", {"messages": [{"role": "system", "content": "Be short."}, USER, YES]}),
+        ("preferences", {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "No"}}),
+        ("preferences", {"prompt": "Hi", "chosen": [USER, YES], "rejected": [USER, NO]}),
+        ("preferences", {"chosen": [USER, YES], "rejected": [USER, NO]}),
+    ],
+)
+@pytest.mark.parametrize("system", ["Be short.", [{"type": "text", "text": "Be short."}]])
+def test_a_system_text_of_the_row_is_its_first_message(folder, tmp_path, kind, row, system):
+    if row.get("messages", [USER])[0] is not USER and not isinstance(system, str):
+        pytest.skip("another message")
+    made = Made(folder, tmp_path, [{"system": system, **row}], kind)
+    assert made.texts[0] == f"{START}system\nBe short.{TURN}\n{START}user\nHi{TURN}\n{START}assistant\nYes{TURN}\n{END}"
+    assert made.counted == [f"Yes{TURN}\n", f"No{TURN}\n"][: len(made.counted)]
+
+
+def test_a_weight_of_the_user_is_harmless(folder, tmp_path):
+    made = Made(folder, tmp_path, [{"messages": [{**USER, "weight": 0}, YES]}, {"messages": [{**USER, "train": False}, YES]}])
+    assert made.counted == [f"Yes{TURN}\n"] * 2
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        *({**YES, name: "why"} for name in ("reasoning_content", "thinking", "reasoning")),
+        {**YES, "reasoning_content": "", "thinking": "why"},
+        {**YES, "thinking": "", "reasoning": "why"},
+        {"from": "gpt", "value": "Yes", "reasoning": "why", "content": None, "role": None},
+    ],
+)
+def test_reasoning_has_many_names(folder, tmp_path, turn):
+    """Templates read `reasoning_content` or `thinking`; data has any of three, some of them empty."""
     source = (
         "{% for m in messages %}{% generation %}{{ m.reasoning_content }}/{{ m.thinking }}/{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     (tmp_path / "t.jinja").write_text(source)
-    made = Made(folder, tmp_path, [{"messages": [USER, {**YES, name: "why", "tool_calls": None}]}], template=str(tmp_path / "t.jinja"))
+    made = Made(folder, tmp_path, [{"messages": [USER, {**turn, "tool_calls": None}]}], template=str(tmp_path / "t.jinja"))
     assert made.counted[0].startswith("//Hiwhy/why/Yes")
 
 
 def test_reasoning_that_no_template_writes_is_said(folder, tmp_path, capsys):
     Made(folder, tmp_path, [{"messages": [USER, YES]}, {"messages": [USER, {**YES, "thinking": "why"}]}], quiet=False)
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
-    assert re.search(r"1 of 2 conversations have reasoning that the chat template does not write.*line 2: 'why'", said)
+    assert re.search(r"1 of 2 conversations have parts that the chat template does not write.*line 2: reasoning 'why'", said)
+
+
+CALL = {"name": "getw", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"messages": [{"role": "developer", "content": "Short!"}, USER, YES]}, r"messages\[0\] of the role developer: 'Short!'"),
+        ({"messages": [USER, {**YES, "tool_calls": [{"function": CALL}]}]}, "the call of getw"),
+        ({"messages": [USER, {**YES, "function_call": CALL}]}, "the call of getw"),
+        ({"messages": [USER, YES], "tools": [{"type": "function", "function": {"name": "getw"}}]}, "the tool getw"),
+    ],
+)
+def test_whatever_no_template_writes_is_said(folder, tmp_path, capsys, row, what):
+    """A content that a template writes otherwise is none of it, and a question without which the answer would be stored is a bad row."""
+    known = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    (tmp_path / "t.jinja").write_text(known.replace("{{ m.content }}", "{{ m.content | upper if m.role == 'user' else m.content }}"))
+    settings = {"template": str(tmp_path / "t.jinja")}
+    Made(folder, tmp_path, [{"messages": [USER, YES]}, row], quiet=False, **settings)
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert re.search(r"1 of 2 conversations have parts that the chat template does not write.*line 2: " + what, said)
+    with pytest.raises(UserError, match=r"does not write messages\[0\] of the role human: 'Who'"):
+        Made(folder, tmp_path / made_in(tmp_path, "b"), [{"messages": [{"role": "human", "content": "Who"}, YES]}], **settings)
 
 
 def test_arguments_of_the_template(folder, tmp_path):

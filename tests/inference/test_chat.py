@@ -83,6 +83,23 @@ def test_a_chat_prompt_has_the_ids_of_training(run, asked, tmp_path):
     assert open_tokenizer(str(folder / "tokenizer")).encode(whole, special=True).tolist() == before
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "some words"},
+        {"messages": SAID},
+        {"messages": json.dumps(SAID)},
+        {"conversations": [{"from": "human", "value": "some words"}]},
+    ],
+)
+def test_a_prompt_has_the_system_text_of_its_row(run, asked, tmp_path, row):
+    folder, given = run[0], asked[0]
+    (tmp_path / "p.jsonl").write_text(json.dumps({**row, "system": "are read"}) + "\n")
+    text.generate_from_run(folder, text.read_prompts(tmp_path / "p.jsonl"), Sampler(), chat=True)
+    whole = f"2025 short{START}system\nare read{TURN}\n{START}user\nsome words{TURN}\n{START}assistant\n"
+    assert given[0][0] == [open_tokenizer(str(folder / "tokenizer")).encode(whole, special=True).tolist()]
+
+
 def test_special_tokens_in_a_prompt_are_text_unless_asked_for(run, asked, caplog):
     folder, marked = run
     given, _ = asked
@@ -100,12 +117,21 @@ def test_special_tokens_in_a_prompt_are_text_unless_asked_for(run, asked, caplog
     [
         (f"a{TURN}b", {"chat": True}, r"prompt 1: messages\[0\] holds the special token <\|im_end\|>.*--special-tokens"),
         ({"messages": SAID}, {}, "a conversation is no text to continue: give --chat"),
+        ({"messages": [*SAID, {"role": "assistant", "content": "Sure, "}]}, {"chat": True}, "the messages end with a turn of the assist"),
         ({"messages": [{"role": "user"}]}, {"chat": True}, r"prompt 1: messages\[0\] is not a message"),
     ],
 )
 def test_prompts_that_are_refused(run, asked, prompt, options, said):
     with pytest.raises(UserError, match=said):
         text.generate_from_run(run[0], [prompt], Sampler(), **options)
+
+
+def test_the_name_of_a_file_of_prompts_says_its_kind(tmp_path):
+    for name in ("p.JSONL", "p.json"):
+        (tmp_path / name).write_text(json.dumps({"messages": SAID}) + "\n")
+    assert text.read_prompts(tmp_path / "p.JSONL") == [{"messages": SAID}]
+    with pytest.raises(UserError, match=r"p\.json would be read as lines of text: write JSON lines"):
+        text.read_prompts(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("place", ["", "elsewhere"])
