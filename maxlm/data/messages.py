@@ -73,7 +73,7 @@ def read_pair(record: dict[str, Any], names: tuple[str, str, str], check: TextCh
     plain = all(isinstance(_present(record, name), str) for name in both) and (prompt is None or isinstance(prompt, str))
     if plain and not all(_holds_messages(record[name]) for name in both):
         return _text_pair(record, names)
-    prompt = json.loads(prompt) if _holds_messages(prompt) else prompt
+    prompt = json.loads(str(prompt)) if _holds_messages(prompt) else prompt
     chosen, rejected = (_messages(record[name], name, check) for name in both)
     if chosen == rejected:
         raise _nothing_to_prefer(both)
