@@ -8,7 +8,7 @@ from maxlm.config.errors import UserError, quoted, shorten
 from maxlm.config.fields import INT64, LARGEST
 from maxlm.interop import packed
 from maxlm.interop.families import FAMILIES, Family
-from maxlm.interop.known_keys import HARMLESS, NEUTRAL
+from maxlm.interop.known_keys import HARMLESS, NEUTRAL, OF_NETWORKS
 
 Json = dict[str, Any]
 Section = dict[str, Any]  # settings of our `model` section
@@ -178,12 +178,13 @@ _OF_TOWERS = frozenset(  # keys of other towers, and of how they are joined
 
 def has_towers(values: Mapping[str, Any]) -> bool:
     """True for the config.json of a model of several modalities."""
-    return values.get("model_type") in TOWERS
+    return isinstance(kind := values.get("model_type"), str) and kind in TOWERS
 
 
 def text_tower(values: Mapping[str, Any], source: str) -> Json:
-    """config.json of the text tower of a model of several modalities; other values as they are. Raises UserError where both levels
-    say something else of the ends of texts or of tied embeddings.
+    """config.json of the text tower of a model of several modalities; other values as they are. As the library does it reads the network
+    from `text_config` alone; facts are of both levels, and so are the ends of texts. Raises UserError for a setting of the outer level
+    that is no fact, or says something else than `text_config`.
     """
     if not has_towers(values):
         return dict(values)
@@ -191,12 +192,26 @@ def text_tower(values: Mapping[str, Any], source: str) -> Json:
     text = keys.section("text_config")
     if not text:
         keys.refuse("text_config", values.get("text_config"), f"is missing, which a model of the type {values['model_type']} has")
-    if "tie_word_embeddings" in values and text.get("tie_word_embeddings", values["tie_word_embeddings"]) != values["tie_word_embeddings"]:
-        keys.refuse("tie_word_embeddings", values["tie_word_embeddings"], "contradicts text_config: make them the same")
-    outer = {name: value for name, value in values.items() if name not in _OF_TOWERS}
-    joined = {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    outer = {name: value for name, value in values.items() if name not in _OF_TOWERS | {"model_type"} and value is not None}
+    for name in ("tie_word_embeddings", "bos_token_id"):
+        if None is not text.get(name) != outer.get(name, text.get(name)):
+            keys.refuse(name, outer[name], f"contradicts text_config, where it is {_shown(text[name])}: make them the same")
+    known = (HARMLESS - OF_NETWORKS) | {"quantization_config", "tie_word_embeddings"}
+    for name in sorted(outer.keys() - known):
+        if name not in text and outer[name] not in NEUTRAL.get(name, ()):
+            rule = "is a setting that maxlm does not know outside text_config, where the library reads the network from: move or remove it"
+            keys.refuse(name, outer[name], rule)
+    facts = {name: value for name, value in outer.items() if name in known and text.get(name) is None}
+    ends = [end for level in (outer, text) for end in _ends(level.get("eos_token_id"))]
+    if ends := [end for i, end in enumerate(ends) if end not in ends[:i]]:
+        facts["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    joined = {"model_type": TOWERS[values["model_type"]], **text, **facts}
     family = FAMILIES.get(str(joined["model_type"]))
     return joined if family is None else {**joined, "architectures": [family.architecture]}
+
+
+def _ends(stated: Any) -> list[Any]:
+    return stated if isinstance(stated, list) else [] if stated is None else [stated]
 
 
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
