@@ -58,6 +58,7 @@ DEFAULTS: dict[str, Json] = {
     "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
+POSITIONS = "max_position_embeddings"
 MOST_NAMED, MOST_SAID = 40, 600  # unknown keys in an error, and characters of them with their values
 MOST = 10_000  # layers, or experts of a layer: the names of all tensors are made before any is read
 
@@ -225,6 +226,8 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
         if rule := packed.problem(quantized):
             keys.refuse("quantization_config", quantized, rule)
         keys = keys.without("quantization_config")
+    if keys.get(POSITIONS) is not None:
+        keys.count(POSITIONS)
     section = _READERS[model_type](keys)
     keys.finish()
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
@@ -394,7 +397,7 @@ def _windows(keys: Keys, types: list[str]) -> Section:
 
 def _mistral(keys: Keys) -> Section:
     section = _decoder(keys)
-    types = ["sliding_attention" if keys.get("sliding_window") else "full_attention"] * section["n_layers"]
+    types = ["sliding_attention" if keys.get("sliding_window") is not None else "full_attention"] * section["n_layers"]
     if keys.get("layer_types", types) != types:  # the library warns of them, and does what sliding_window says
         keys.refuse("layer_types", keys.get("layer_types"), "is not applied by the library's Mistral: use the family ministral there")
     return {**section, **_windows(keys, types)}
@@ -402,7 +405,7 @@ def _mistral(keys: Keys) -> Section:
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
     section, window, types = _decoder(keys), keys.get("sliding_window"), keys.get("layer_types")
-    if not keys.flag("use_sliding_window", False) or not window:
+    if not keys.flag("use_sliding_window", False) or window is None:
         return {**section, **settings}
     if types is None:
         below = min(keys.count("max_window_layers", least=0), section["n_layers"])  # layers without a window
@@ -482,8 +485,15 @@ def _gemma3(keys: Keys) -> Section:
         keys.refuse("rope_parameters", dict(given), f"is not supported: an object for each of {' and '.join(sorted(kinds))} is")
     keys.ignore("attn_logit_softcapping")  # the library stores it, and its Gemma 3 never applies it
     section = _gemma(keys.without("rope_parameters"), attention_cap=False, qk_norm=True)
+    if "type" in (older := keys.section("rope_scaling")) and "rope_type" not in older:
+        keys.refuse("rope_scaling", dict(older), "is not supported: name its kind rope_type, since the library's Gemma 3 ignores type")
     section["rope"] = _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))
-    section |= _windows(keys, _repeated(keys, keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))))
+    period = keys.count("sliding_window_pattern", 6)
+    if keys.get("layer_types") is None and keys.get("_sliding_window_pattern", period) != period:
+        rule = "is not read by the library without layer_types: name it sliding_window_pattern"
+        keys.refuse("_sliding_window_pattern", keys.get("_sliding_window_pattern"), rule)
+    keys.ignore("_sliding_window_pattern")
+    section |= _windows(keys, _repeated(keys, period))
     local = _rope(keys, "sliding_attention", theta=keys.positive("rope_local_base_freq", 10000.0))
     return {**section, "rope_local": local if "window" in section else None}
 
@@ -527,7 +537,7 @@ def _phi3(keys: Keys) -> Section:
         elif kind not in (None, "default"):
             keys.refuse("rope_type", kind, "is not supported in this family: default and longrope are")
     section = _decoder(keys, partial=True)
-    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
+    kind = "sliding_attention" if keys.get("sliding_window") is not None else "full_attention"
     return {**section, **_windows(keys, [kind] * section["n_layers"])}
 
 

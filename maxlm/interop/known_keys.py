@@ -35,12 +35,11 @@ _GENERATION = """
 """
 HARMLESS = frozenset((_FACTS + _OUTPUTS + _GENERATION).split())
 # Of these: what networks of some families are made from, so that it counts only where the library reads it.
-OF_NETWORKS = frozenset(
-    """
+_OF_NETWORKS = """
     initial_context_length max_position_embeddings max_window_layers num_nextn_predict_layers qk_head_dim rope_parameters rope_scaling
     rope_theta seq_aux
-    """.split()
-)
+"""
+OF_NETWORKS = frozenset(_OF_NETWORKS.split())
 
 _OFF = """
     add_cross_attention alibi attention_bias is_decoder is_encoder_decoder mlp_bias o_bias qkv_bias rope_interleaved rope_traditional
