@@ -8,7 +8,7 @@ from maxlm.config.errors import UserError, quoted, shorten
 from maxlm.config.fields import INT64, LARGEST
 from maxlm.interop import packed
 from maxlm.interop.families import FAMILIES, Family
-from maxlm.interop.known_keys import HARMLESS, NEUTRAL
+from maxlm.interop.known_keys import HARMLESS, NEUTRAL, OF_NETWORKS
 
 Json = dict[str, Any]
 Section = dict[str, Any]  # settings of our `model` section
@@ -58,6 +58,7 @@ DEFAULTS: dict[str, Json] = {
     "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": {"head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5},
 }
+POSITIONS = "max_position_embeddings"
 MOST_NAMED, MOST_SAID = 40, 600  # unknown keys in an error, and characters of them with their values
 MOST = 10_000  # layers, or experts of a layer: the names of all tensors are made before any is read
 
@@ -178,12 +179,13 @@ _OF_TOWERS = frozenset(  # keys of other towers, and of how they are joined
 
 def has_towers(values: Mapping[str, Any]) -> bool:
     """True for the config.json of a model of several modalities."""
-    return values.get("model_type") in TOWERS
+    return isinstance(kind := values.get("model_type"), str) and kind in TOWERS
 
 
 def text_tower(values: Mapping[str, Any], source: str) -> Json:
-    """config.json of the text tower of a model of several modalities; other values as they are. Raises UserError where both levels
-    say something else of the ends of texts or of tied embeddings.
+    """config.json of the text tower of a model of several modalities; other values as they are. As the library does it reads the network
+    from `text_config` alone; facts are of both levels, and so are the ends of texts. Raises UserError for a setting of the outer level
+    that is no fact, or says something else than `text_config`.
     """
     if not has_towers(values):
         return dict(values)
@@ -191,12 +193,26 @@ def text_tower(values: Mapping[str, Any], source: str) -> Json:
     text = keys.section("text_config")
     if not text:
         keys.refuse("text_config", values.get("text_config"), f"is missing, which a model of the type {values['model_type']} has")
-    if "tie_word_embeddings" in values and text.get("tie_word_embeddings", values["tie_word_embeddings"]) != values["tie_word_embeddings"]:
-        keys.refuse("tie_word_embeddings", values["tie_word_embeddings"], "contradicts text_config: make them the same")
-    outer = {name: value for name, value in values.items() if name not in _OF_TOWERS}
-    joined = {**outer, "model_type": TOWERS[values["model_type"]], **text}
+    outer = {name: value for name, value in values.items() if name not in _OF_TOWERS | {"model_type"} and value is not None}
+    for name in ("tie_word_embeddings", "bos_token_id"):
+        if None is not text.get(name) != outer.get(name, text.get(name)):
+            keys.refuse(name, outer[name], f"contradicts text_config, where it is {_shown(text[name])}: make them the same")
+    known = (HARMLESS - OF_NETWORKS) | {"quantization_config", "tie_word_embeddings"}
+    for name in sorted(outer.keys() - known):
+        if name not in text and outer[name] not in NEUTRAL.get(name, ()):
+            rule = "is a setting that maxlm does not know outside text_config, where the library reads the network from: move or remove it"
+            keys.refuse(name, outer[name], rule)
+    facts = {name: value for name, value in outer.items() if name in known and text.get(name) is None}
+    ends = [end for level in (outer, text) for end in _ends(level.get("eos_token_id"))]
+    if ends := [end for i, end in enumerate(ends) if end not in ends[:i]]:
+        facts["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    joined = {"model_type": TOWERS[values["model_type"]], **text, **facts}
     family = FAMILIES.get(str(joined["model_type"]))
     return joined if family is None else {**joined, "architectures": [family.architecture]}
+
+
+def _ends(stated: Any) -> list[Any]:
+    return stated if isinstance(stated, list) else [] if stated is None else [stated]
 
 
 def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section]:
@@ -210,6 +226,8 @@ def read_config(values: Mapping[str, Any], source: str) -> tuple[Family, Section
         if rule := packed.problem(quantized):
             keys.refuse("quantization_config", quantized, rule)
         keys = keys.without("quantization_config")
+    if keys.get(POSITIONS) is not None:
+        keys.count(POSITIONS)
     section = _READERS[model_type](keys)
     keys.finish()
     return FAMILIES[model_type], {name: value for name, value in section.items() if value is not None}
@@ -379,7 +397,7 @@ def _windows(keys: Keys, types: list[str]) -> Section:
 
 def _mistral(keys: Keys) -> Section:
     section = _decoder(keys)
-    types = ["sliding_attention" if keys.get("sliding_window") else "full_attention"] * section["n_layers"]
+    types = ["sliding_attention" if keys.get("sliding_window") is not None else "full_attention"] * section["n_layers"]
     if keys.get("layer_types", types) != types:  # the library warns of them, and does what sliding_window says
         keys.refuse("layer_types", keys.get("layer_types"), "is not applied by the library's Mistral: use the family ministral there")
     return {**section, **_windows(keys, types)}
@@ -387,7 +405,7 @@ def _mistral(keys: Keys) -> Section:
 
 def _qwen(keys: Keys, **settings: Any) -> Section:
     section, window, types = _decoder(keys), keys.get("sliding_window"), keys.get("layer_types")
-    if not keys.flag("use_sliding_window", False) or not window:
+    if not keys.flag("use_sliding_window", False) or window is None:
         return {**section, **settings}
     if types is None:
         below = min(keys.count("max_window_layers", least=0), section["n_layers"])  # layers without a window
@@ -467,8 +485,15 @@ def _gemma3(keys: Keys) -> Section:
         keys.refuse("rope_parameters", dict(given), f"is not supported: an object for each of {' and '.join(sorted(kinds))} is")
     keys.ignore("attn_logit_softcapping")  # the library stores it, and its Gemma 3 never applies it
     section = _gemma(keys.without("rope_parameters"), attention_cap=False, qk_norm=True)
+    if "type" in (older := keys.section("rope_scaling")) and "rope_type" not in older:
+        keys.refuse("rope_scaling", dict(older), "is not supported: name its kind rope_type, since the library's Gemma 3 ignores type")
     section["rope"] = _rope(keys, "full_attention", theta=keys.positive("rope_theta", 1e6))
-    section |= _windows(keys, _repeated(keys, keys.count("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))))
+    period = keys.count("sliding_window_pattern", 6)
+    if keys.get("layer_types") is None and keys.get("_sliding_window_pattern", period) != period:
+        rule = "is not read by the library without layer_types: name it sliding_window_pattern"
+        keys.refuse("_sliding_window_pattern", keys.get("_sliding_window_pattern"), rule)
+    keys.ignore("_sliding_window_pattern")
+    section |= _windows(keys, _repeated(keys, period))
     local = _rope(keys, "sliding_attention", theta=keys.positive("rope_local_base_freq", 10000.0))
     return {**section, "rope_local": local if "window" in section else None}
 
@@ -512,7 +537,7 @@ def _phi3(keys: Keys) -> Section:
         elif kind not in (None, "default"):
             keys.refuse("rope_type", kind, "is not supported in this family: default and longrope are")
     section = _decoder(keys, partial=True)
-    kind = "sliding_attention" if keys.get("sliding_window") else "full_attention"
+    kind = "sliding_attention" if keys.get("sliding_window") is not None else "full_attention"
     return {**section, **_windows(keys, [kind] * section["n_layers"])}
 
 

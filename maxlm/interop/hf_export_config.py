@@ -8,7 +8,7 @@ from maxlm.config.loader import flatten
 from maxlm.config.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, MultipliersConfig, RouterConfig
 from maxlm.interop.families import FAMILIES, LIMITS, Family
-from maxlm.interop.hf_config import DEFAULTS, GATED, UNGATED, Json, read_config, text_tower
+from maxlm.interop.hf_config import DEFAULTS, GATED, POSITIONS, UNGATED, Json, read_config, text_tower
 
 # Settings of training, which say nothing about the network.
 TRAINING = (
@@ -21,7 +21,6 @@ TRAINING = (
 _UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
 _UNUSED_WINDOW = 4096
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # null where there is none: the library has defaults of its own
-_POSITIONS = "max_position_embeddings"
 _OLDER_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")  # beside `rope_parameters`
 
 
@@ -34,12 +33,12 @@ def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) 
     if base is not None and (restated := _restated(config, seq_len, *base)) is not None:
         return restated
     known = {} if base is None else base[1]
-    seq_len = max(seq_len, known.get(_POSITIONS) or 0)
+    seq_len = max(seq_len, known.get(POSITIONS) or 0)
     nearest: tuple[int, str] = (1 << 30, "")
     for name, write in _WRITERS.items():
         values = {"model_type": name, **write(config)}
         if name != "gpt2":
-            values |= {_POSITIONS: _positions(config.rope, config.max_seq_len or seq_len)}
+            values |= {POSITIONS: _positions(config.rope, config.max_seq_len or seq_len)}
         differing = _differing(config, values)
         if not differing:
             facts = {key: known.get(key) for key in _TOKENS}
@@ -75,10 +74,10 @@ def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     left_out = {key for key in changed if key not in after} | set(_OLDER_ROPE if "rope_parameters" in changed else ())
     values = {key: value for key, value in published.items() if key not in left_out} | {key: after[key] for key in changed if key in after}
-    known = values.get(_POSITIONS)
+    known = values.get(POSITIONS)
     scaled = _positions(config.rope, seq_len) if config.rope != was.rope or isinstance(config.rope.scaling, DynamicScaling) else seq_len
-    if scaled and isinstance(known, int) and scaled > known:
-        values[_POSITIONS] = scaled
+    if scaled and family.model_type != "gpt2" and (known is None or scaled > known):  # the library has shorter defaults
+        values[POSITIONS] = scaled
     return None if _differing(config, values) else (family, values)
 
 

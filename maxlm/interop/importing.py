@@ -54,7 +54,7 @@ class _Source(NamedTuple):
     family: Family
     section: dict[str, Any]
     files: TensorFiles
-    end_of_document: list[Any]  # ids of config.json
+    end_of_document: list[int]  # ids of config.json
     digest: str
 
 
@@ -87,9 +87,9 @@ def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _
     if has_towers(published):
         files.keep_text()
     digest = hashlib.sha256(json.dumps([values, sorted(files.items())], sort_keys=True).encode()).hexdigest()
-    eos = values.get("eos_token_id")
+    eos = published_files.ends_of(values, config_file)
     section = _with_further_modules(values, section, files)
-    return _Source(source, folder, config_file, family, section, files, eos if isinstance(eos, list) else [eos], digest[:12])
+    return _Source(source, folder, config_file, family, section, files, eos, digest[:12])
 
 
 def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights.Step, agree: Agree) -> Imported:
@@ -143,7 +143,7 @@ def _with_further_modules(values: dict[str, Any], section: dict[str, Any], files
     return {**section, "mtp": {"depth": depth}} if depth and present else section
 
 
-def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_document: list[Any]) -> list[str]:
+def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_document: list[int]) -> list[str]:
     """Copy the tokenizer, if the source has one that the tokenizers library reads. Returns notes. `end_of_document`: ids of config.json."""
     if not (source / "tokenizer.json").is_file():
         return ["the source has no tokenizer.json, so there is no tokenizer: give ids to what needs one"]
@@ -174,7 +174,7 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
     return notes
 
 
-def _end_of_document(source: Path, ids: list[Any]) -> str:
+def _end_of_document(source: Path, ids: list[int]) -> str:
     """The text of the token that ends a document: `eos_token` of the tokenizer, or the special token with one of these ids."""
     settings = object_or_none(source / "tokenizer_config.json") or {}
     token = settings.get("eos_token")

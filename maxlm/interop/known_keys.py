@@ -34,6 +34,12 @@ _GENERATION = """
     repetition_penalty suppress_tokens temperature top_k top_p typical_p
 """
 HARMLESS = frozenset((_FACTS + _OUTPUTS + _GENERATION).split())
+# Of these: what networks of some families are made from, so that it counts only where the library reads it.
+_OF_NETWORKS = """
+    initial_context_length max_position_embeddings max_window_layers num_nextn_predict_layers qk_head_dim rope_parameters rope_scaling
+    rope_theta seq_aux
+"""
+OF_NETWORKS = frozenset(_OF_NETWORKS.split())
 
 _OFF = """
     add_cross_attention alibi attention_bias is_decoder is_encoder_decoder mlp_bias o_bias qkv_bias rope_interleaved rope_traditional

@@ -7,14 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, shorten
 from maxlm.data import manifest
 
 CONFIG, GENERATION = "config.json", "generation_config.json"  # as transformers names them
 TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (manifest.TOKENIZER, *manifest.COMPANIONS)
 # Further files of a tokenizer, of older versions of the library. They say what tokenizer.json says, and go with an equal one only.
-_OLDER = ("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.json")
+_OLDER = (
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("tiktoken.model", "tekken.json", "chat_template.json", "preprocessor_config.json"),
+)
 _DIGEST = "tokenizer.json.sha256"
 _MAX_JSON, _MAX_BYTES = 64 << 20, 1 << 30
 _TEMPLATE = re.compile(r"[A-Za-z0-9][\w.-]{0,80}\.jinja", re.ASCII)
@@ -72,6 +75,15 @@ def read_object(path: Path) -> Json:
     return values
 
 
+def ends_of(values: Json, path: Path) -> list[int]:
+    """Ids of tokens that end texts, from `eos_token_id` of a JSON object. Raises UserError naming the file for what is no id."""
+    stated = values.get("eos_token_id")
+    ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if any(type(end) is not int for end in ends):
+        raise UserError(f"{path}: eos_token_id = {shorten(repr(stated))} must be the id of a token, or a list of ids.")
+    return ends
+
+
 def object_or_none(path: Path) -> Json | None:
     """The JSON object in a file; None if there is none. Raises UserError."""
     return read_object(path) if path.is_file() else None
@@ -82,10 +94,12 @@ def write_object(path: Path, values: Json, source: Path | None = None) -> None:
     if source is None or not source.is_file():
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         return
-    text = source.read_text(encoding="utf-8")
+    content = source.read_bytes()
+    text = content.decode(json.detect_encoding(content), "surrogatepass")  # as json.loads reads bytes
     if list(json.loads(text).items()) == list(values.items()):
         shutil.copyfile(source, path)
         return
     indent = re.match(r"\s*\{\r?\n( +)", text)
     end = "\n" if text.endswith("\n") else ""
-    path.write_text(json.dumps(values, indent=len(indent[1]) if indent else None, ensure_ascii=text.isascii()) + end, encoding="utf-8")
+    escaped = text.isascii() or any("\ud800" <= char <= "\udfff" for char in json.dumps(values, ensure_ascii=False))
+    path.write_text(json.dumps(values, indent=len(indent[1]) if indent else None, ensure_ascii=escaped) + end, encoding="utf-8")

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from maxlm.config.errors import UserError
+from maxlm.config.schema import ModelConfig
 from maxlm.interop.hf_config import read_config
+from maxlm.interop.hf_export_config import family_of
 from maxlm.interop.known_keys import NEUTRAL
+from maxlm.interop.published_files import ends_of, read_object, write_object
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("llama3", "mistral", "qwen3-moe", "gemma3", "gpt2", "deepseek-v3", "gpt-oss")
@@ -134,9 +137,41 @@ def test_layers_of_one_kind_are_read(name, changes, pattern):
         ("gpt-oss", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
         ("qwen3-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
         ("mistral", {"layer_types": [WHOLE, LOCAL, LOCAL]}, "layer_types = .* is not applied by the library's Mistral"),
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling = .* name its kind rope_type"),
+        ("gemma3", {"layer_types": None, "_sliding_window_pattern": 2}, "_sliding_window_pattern = 2 is not read by the library"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0 must be a whole number above 0"),
+        ("phi4-mini", {"sliding_window": 0}, "sliding_window = 0 must be a whole number above 0"),
+        ("llama3", {"max_position_embeddings": "4k"}, "max_position_embeddings = '4k' must be a whole number above 0"),
+        ("llama3", {"model_type": ["llama"]}, "model_type = .* is not a family"),
         ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = .* an object for each of full_attention and sliding_"),
     ],
 )
 def test_a_refusal_names_the_key_that_is_wrong(name, changes, said):
     with pytest.raises(UserError, match=said):
         read_config(published(name) | changes, "config.json")
+
+
+@pytest.mark.parametrize("stated", [None, 64])
+def test_a_longer_training_is_stated_where_the_source_says_less_or_nothing(stated):
+    values = published("llama3") | {"max_position_embeddings": stated}
+    config = ModelConfig(**read_config(values, "config.json")[1])
+    assert family_of(config, 8192, values)[1]["max_position_embeddings"] == 8192
+    assert family_of(config, 0, values)[1]["max_position_embeddings"] == stated
+
+
+@pytest.mark.parametrize("stated", ["x", [[1], 2], {"a": 1}, [True], 1.5])
+def test_an_end_of_texts_that_is_no_id_is_one_line(stated):
+    with pytest.raises(UserError, match="config.json: eos_token_id = .* must be the id of a token"):
+        ends_of({"eos_token_id": stated}, Path("config.json"))
+
+
+@pytest.mark.parametrize(
+    "content", [b'\xef\xbb\xbf{"a": 1}', '{"a": "\u00e9"}'.encode("utf-16"), '{"a": "\\ud800", "b": "\u00e9"}'.encode()]
+)
+def test_a_file_in_another_encoding_is_restated(content, tmp_path):
+    (tmp_path / "source").write_bytes(content)
+    values = read_object(tmp_path / "source")
+    write_object(tmp_path / "same", values, tmp_path / "source")
+    assert (tmp_path / "same").read_bytes() == content
+    write_object(tmp_path / "changed", values | {"c": 2}, tmp_path / "source")
+    assert read_object(tmp_path / "changed") == values | {"c": 2}

@@ -18,7 +18,7 @@ from test_golden import restored
 from maxlm.config.errors import UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.exporting import export_model
-from maxlm.interop.hf_config import read_config
+from maxlm.interop.hf_config import read_config, text_tower
 from maxlm.interop.importing import import_model
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
@@ -100,6 +100,12 @@ def test_the_text_tower_of_a_model_that_sees_is_the_text_model(name, model_type,
     [
         ({"text_config": None}, "text_config = None is missing"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings = False contradicts text_config"),
+        ({"bos_token_id": 7}, "bos_token_id = 7 contradicts text_config, where it is 2"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_scaling = {'rope_type': 'linear', 'factor': 8.0} is a setting that",
+        ),
+        ({"head_width": 8}, "head_width = 8 is a setting that maxlm does not know outside text_config"),
         ({"audio_config": {"layers": 2}}, "audio_config = {'layers': 2} is a setting that maxlm does not know"),
     ],
 )
@@ -124,6 +130,35 @@ def test_null_in_the_text_tower_is_no_default():
     assert "window" not in read_config(published, "config.json")[1]
     silent = {name: value for name, value in published["text_config"].items() if name != "sliding_window"}
     assert read_config(published | {"text_config": silent}, "config.json")[1]["window"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "joined"),
+    [
+        ([1, 2], 1, [1, 2]),
+        ([1, 2], None, [1, 2]),
+        ([1, 2], [3, 1], [1, 2, 3]),
+        (None, 1, 1),
+        (1, 1, 1),
+        (None, None, None),
+    ],
+)
+def test_the_ends_of_texts_are_of_both_levels(outer, inner, joined):
+    config, _ = case("gemma3")
+    text = config | {"eos_token_id": inner, "pad_token_id": None}
+    values = {"model_type": "gemma3", "text_config": text, "eos_token_id": outer, "pad_token_id": 5}
+    read = text_tower(values, "config.json")
+    assert (read["eos_token_id"], read["pad_token_id"]) == (joined, 5)
+
+
+def test_the_network_of_a_tower_is_read_from_its_own_config_alone():
+    config, _ = case("gemma3")
+    values = {"model_type": "gemma3", "text_config": config, "hidden_size": 999, "sliding_window": 3}
+    assert read_config(values, "config.json") == read_config(config, "config.json")
+    for name in ("hidden_size", "sliding_window", "vocab_size", "rope_theta", "max_position_embeddings"):
+        text = {key: value for key, value in config.items() if key != name}
+        with pytest.raises(UserError, match=f"{name} = 7 is a setting .* outside text_config"):
+            read_config({**values, "text_config": text, name: 7}, "config.json")
 
 
 def in_blocks(matrix, rows, columns):
