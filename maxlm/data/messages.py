@@ -13,6 +13,7 @@ SHAREGPT = "conversations"  # field of ShareGPT's rows
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant", "system": "system"}
 _ROLES |= {"tool": "tool", "observation": "tool", "function_response": "tool", "function_call": "assistant"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has, and that is not empty, counts
+ECHO_WORDS = 8  # of a prompt, with which two answers do not begin by chance
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # what the renderer itself gives to a template
 
 
@@ -127,8 +128,9 @@ def _text_pair(record: dict[str, Any], names: tuple[str, str, str]) -> Pair:
         raise _nothing_to_prefer(both)
     if record.get(prompt_name) is not None:
         prompt = read_text(record, prompt_name)
-        repeated = len(prompt.split()) > 1 and all(text.startswith(prompt) and text != prompt for text in (chosen, rejected))
-        start = len(prompt) if repeated else 0  # a single word may well begin two answers
+        long = len(prompt.split()) >= ECHO_WORDS or prompt.rstrip().endswith(":")  # a greeting may well begin two answers
+        repeated = long and all(text.startswith(prompt) and text != prompt for text in (chosen, rejected))
+        start = len(prompt) if repeated else 0
         return Pair(prompt, chosen[start:], rejected[start:])
     length = shared_length(chosen, rejected)
     cut = max((chosen.rfind(space, 0, length) for space in (" ", "\n")), default=-1)

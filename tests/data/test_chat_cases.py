@@ -288,14 +288,15 @@ def test_a_pair_whose_prompt_differs_is_refused(folder, tmp_path):
 
 
 def test_plain_texts_that_repeat_the_prompt(folder, tmp_path):
-    """Have it once; a single word is none."""
+    """Have it once; a greeting that is answered with itself is none."""
     rows = [
         {"prompt": "say it:", "chosen": "say it: yes", "rejected": "say it: no"},
         {"prompt": "Hi", "chosen": "Hi you", "rejected": "Hi"},
+        {"prompt": "Hi there", "chosen": "Hi there you", "rejected": "Hi there"},
     ]
     made = Made(folder, tmp_path, rows, "preferences")
     assert made.texts[0] == f"say it: yes{END}"
-    assert made.counted == [f" yes{END}", f" no{END}", f"Hi you{END}", f"Hi{END}"]
+    assert made.counted == [f" yes{END}", f" no{END}", f"Hi you{END}", f"Hi{END}", f"Hi there you{END}", f"Hi there{END}"]
 
 
 def test_a_pair_that_would_open_a_second_turn_is_refused(folder, tmp_path):
