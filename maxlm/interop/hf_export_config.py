@@ -20,6 +20,7 @@ TRAINING = (
 
 _UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
 _UNUSED_WINDOW = 4096
+_LEAST_POSITIONS = 2048  # the least that a family of the library has by default, but for GPT-2
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # null where there is none: the library has defaults of its own
 _OLDER_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")  # beside `rope_parameters`
 
@@ -76,7 +77,7 @@ def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json
     values = {key: value for key, value in published.items() if key not in left_out} | {key: after[key] for key in changed if key in after}
     known = values.get(POSITIONS)
     scaled = _positions(config.rope, seq_len) if config.rope != was.rope or isinstance(config.rope.scaling, DynamicScaling) else seq_len
-    if scaled and family.model_type != "gpt2" and (known is None or scaled > known):  # the library has shorter defaults
+    if scaled and family.model_type != "gpt2" and scaled > (known or _LEAST_POSITIONS):
         values[POSITIONS] = scaled
     return None if _differing(config, values) else (family, values)
 

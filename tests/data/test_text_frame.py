@@ -50,7 +50,7 @@ BOS = {"bos_token": {"content": "<bos>"}}
 def test_the_files_of_a_published_tokenizer_say_what_surrounds_texts(opens, settings, generation, wanted, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert published_frame(tmp_path, tokenizer(opens=opens), [1, None]) == wanted
+    assert published_frame(tmp_path, tokenizer(opens=opens), [1]) == wanted
     assert published_frame(tmp_path, tokenizer(opens=opens), [2]).ends == (2,), "of config.json"
 
 

@@ -161,7 +161,7 @@ def test_a_longer_training_is_stated_where_the_source_says_less_or_nothing(state
 
 @pytest.mark.parametrize("stated", ["x", [[1], 2], {"a": 1}, [True], 1.5])
 def test_an_end_of_texts_that_is_no_id_is_one_line(stated):
-    with pytest.raises(UserError, match=r"config.json: eos_token_id = .* must be the id of a token"):
+    with pytest.raises(UserError, match=r"config\.json: eos_token_id = .* must be the id of a token"):
         ends_of({"eos_token_id": stated}, Path("config.json"))
 
 
