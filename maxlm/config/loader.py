@@ -49,19 +49,20 @@ class LoadedConfig:
         return self.sources.get(key, "default")
 
 
-def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False) -> LoadedConfig:
+def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False, shorten: bool = True) -> LoadedConfig:
     """Read, merge and check the config `name`: a path, a name under `configs/`, or the folder of a run. Raises UserError on any bad input.
 
     `any_mesh`: the mesh need not match the devices of the cluster. `assume`: for a model alone, whose files have neither `data` nor
-    `train`, required settings of those are assumed, with the source `ASSUMED`.
+    `train`, required settings of those are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a run whose length is
+    among `overrides`.
     """
     path = find(name)
     folder = _run_folder(name, path)
     with _naming_writer(path) if folder is not None else contextlib.nullcontext():
-        return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume)
+        return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
 
 
-def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool) -> LoadedConfig:
+def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh: bool, assume: bool, shorten: bool) -> LoadedConfig:
     """`load` of a config file, or of the config saved in the run's `folder`."""
     files = _Files()
     merged, sources = files.resolve(path)
@@ -76,7 +77,8 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
     if assume and model_alone:
         assumed.fill(merged, sources)
     config = validate(merged, sources)
-    config, notes = schedule_rules.fit_schedule(config, [key for key, source in sources.items() if source == COMMAND_LINE])
+    given = [key for key, source in sources.items() if source == COMMAND_LINE]
+    config, notes = schedule_rules.fit_schedule(config, given) if shorten else (config, {})
     rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources | dict.fromkeys(notes, "shortened to the length of the run"), tuple(notes.values()))
 

@@ -18,6 +18,8 @@ def fit_schedule(config: Config, shorter: Collection[str]) -> tuple[Config, dict
     schedule, on the command line; nothing is changed unless the length is among them and the warm-up or decay is not. Returns the config
     and a sentence for each setting that was changed, by its dotted key.
     """
+    if (config.train.steps is None) == (config.train.tokens is None):  # which the rules refuse
+        return config, {}
     total, optimizer, decay = config.total_steps, config.optimizer, config.decay_steps
     lengths = {"warmup": config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0), "decay": decay}
     fits = lengths["warmup"] < total and sum(lengths.values()) <= total

@@ -171,7 +171,7 @@ def _load(settings: LadderSettings, base: Config, size: str, run: str, values: M
         "run.name": run,
     }
     try:
-        return load(settings.base, [f"{key}={_yaml(value)}" for key, value in everything.items()]).config
+        return load(settings.base, [f"{key}={_yaml(value)}" for key, value in everything.items()], shorten=False).config
     except UserError as error:
         raise UserError(f"size {size} of the ladder: {error}") from None
 

@@ -121,11 +121,11 @@ def test_a_full_disk_ends_the_compiler_and_nothing_is_kept(tmp_path, monkeypatch
     assert not list(program_cache.folder().glob("*")), "nothing is kept"
 
 
-def serve_on_a_full_disk(line) -> None:
+def serve_on_a_full_disk(line, log) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     schedule._WRITES_S = 1.0
-    verify_module._serve(line)
+    verify_module._serve(line, log)
 
 
 def test_a_file_that_is_being_written_is_read_once_it_is_whole(tmp_path, monkeypatch):

@@ -176,8 +176,8 @@ def test_a_run_has_curves_of_named_sets_and_a_table_of_results(workspace):
     seen = load_run(workspace / "runs" / "watched")
     assert seen.evaluated["eval_loss/first"].values_N.tolist() == [loss[1] for loss in losses]
     assert seen.evaluated["tasks/choice/accuracy"].values_N.tolist() == list(found.values())
-    assert seen.results["choice", "accuracy"].step == 6
-    assert seen.results["choice", "accuracy"].value == found[6]
+    assert seen.results["choice", "accuracy"][-1].step == 6
+    assert seen.results["choice", "accuracy"][-1].value == found[6]
     page = render([seen, seen])
     assert "Results of tasks" in page
     assert "Held-out loss: second" in page
