@@ -495,6 +495,8 @@ def _gemma3(keys: Keys) -> Section:
     keys.ignore("_sliding_window_pattern")
     section |= _windows(keys, _repeated(keys, period))
     local = _rope(keys, "sliding_attention", theta=keys.positive("rope_local_base_freq", 10000.0))
+    if "global" not in section.get("layer_pattern", ["global"]):  # all layers are alike: ours have one RoPE then
+        return {**section, "rope": local}
     return {**section, "rope_local": local if "window" in section else None}
 
 
