@@ -182,7 +182,7 @@ def is_blank(text: str) -> bool:
         return True
     if "\x1b" in text or "\b" in text:
         text = _without_terminal_signs(text)
-    return _SHOWN.search(text) is None
+    return "\0" not in text and _SHOWN.search(text) is None  # NUL bytes are no text
 
 
 def control_share(text: str) -> float:

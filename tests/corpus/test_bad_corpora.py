@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
     "no evaluation set": (nothing, {"decontaminate": {"sets": {}}}, r"decontaminate = .*no evaluation set is listed.*list one in `sets`"),
     "evaluation set that is missing": (nothing, exam(), r"evaluation set exam: list\.txt: cannot be read: No such file"),
     "evaluation set without its field": (of('{"q": "x"}\n'), exam(fields=["question"]), r"exam: list\.txt, line 1: no field question"),
-    "evaluation set that is no JSON": (of("what?\n"), exam(fields=["question"]), r"list\.txt, line 1: not JSON"),
+    "evaluation set that is no JSON": (of("what?\n"), exam(fields=["question"]), r"list\.txt: plain text; without `fields`"),
     "language model that is missing": (nothing, {"filters": {"language": {"backend": "fasttext", "model": "x.bin"}}}, r"x\.bin|fasttext"),
     "corpus file that is no YAML": (of("a: [", "corpus.yaml"), {}, r"corpus\.yaml, line .*not valid YAML"),
     "corpus file that is a list": (of("- 1\n", "corpus.yaml"), {}, r"corpus\.yaml"),
