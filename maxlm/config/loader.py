@@ -31,7 +31,7 @@ MOST_EXTENDS = 32  # configs that one extends, and one after another
 MOST_DEEP = 16  # sections inside each other; no setting lies deeper than 5
 Schema = TypeVar("Schema", bound=BaseModel)
 PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = (PACKAGE / "configs").resolve()  # in a clone a link to the folder beside the package
+SHIPPED = (PACKAGE / "configs").resolve()  # in a clone, a link to the repository's configs/
 
 
 @dataclass(frozen=True)

@@ -412,7 +412,7 @@ def _origin(plan: Plan, id: str) -> str | None:
 
 
 def _reasons(removed: list[dict[str, Any]], name: str) -> str:
-    """What was wrong with the records of a source, by their examples."""
+    """Faults of the records of a source, from the examples of removed records."""
     for one in removed:
         if one["reason"] == "missing_field":
             rows = f" ({one['detail']['rows']:,} rows)" if "rows" in one["detail"] else ""

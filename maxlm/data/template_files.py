@@ -15,7 +15,7 @@ from maxlm.data.tokenizer import read_if_present
 
 
 def template_of_config(config: PromptResponseConfig | ChatConfig | PreferencesConfig, files: dict[str, bytes]) -> ChatTemplate | None:
-    """The chat template that `config` names, or the one among the tokenizer's `files`; None if there is neither.
+    """The chat template that `config` names, or the one among the tokenizer's `files`; None if neither exists.
 
     Raises UserError: none is found for kind: chat, or the files are no JSON or no text.
     """
@@ -53,7 +53,7 @@ def with_template(files: dict[str, bytes], template: bytes | None) -> dict[str, 
 
 
 def find_template(files: Mapping[str, bytes], *, date: str | None, arguments: dict[str, Any]) -> ChatTemplate | None:
-    """The chat template among the `files` of a tokenizer. A file of its own comes before those of tokenizer_config.json; of several
+    """The chat template among the `files` of a tokenizer. A template file comes before templates of tokenizer_config.json; of several
     templates there, the default, and `tool_use` for conversations with tools.
     """
     settings = {name: fields_of(files[name], name) for name in ("special_tokens_map.json", "tokenizer_config.json") if name in files}

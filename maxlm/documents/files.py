@@ -29,7 +29,7 @@ DESCRIPTIONS = re.compile(
     r"_(success|metadata|common_metadata|(committed|started)_.*)|.*\.(md5|sha1|sha256|sha512|asc|sig)",
     re.IGNORECASE,
 )
-# Names with any suffix but that of records.
+# Names with any suffix except a suffix of records.
 DESCRIPTION_STEMS = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|authors|code_of_conduct|security|requirements|manifest|checksums?|"
     r"(md5|sha1|sha256|sha512)sums?)([._-].*)?",

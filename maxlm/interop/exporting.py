@@ -73,7 +73,7 @@ def export_model(
 
 
 def _notes(config: dict[str, Any], published: dict[str, Any] | None) -> Iterator[str]:
-    """What of the published model is not in the export."""
+    """Notes on parts of the published model that the export leaves out."""
     if config.get("auto_map"):
         yield "config.json names code of its source (auto_map), which is not exported: load it without trust_remote_code"
     was = None if published is None else published.get("model_type")

@@ -22,7 +22,7 @@ def went_back(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
 
 
 class Undone:
-    """Whether a result is of updates that a rollback or a restart has undone: its step is yet to come, or has come again since."""
+    """Test for results of updates that a rollback or a restart has undone: their step is to come, or has come again."""
 
     def __init__(self, events: Sequence[Event], last_step: int | None) -> None:
         """`last_step`: updates of the run that count; None where that is unknown."""
