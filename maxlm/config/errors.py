@@ -9,6 +9,7 @@ from typing import Any
 Problem = tuple[str, Any, str, str]  # a broken rule: field, value, rule, fix
 
 SHOWN = 80  # characters of a value that fit in a line
+NAME = 240  # characters of a name or path: a path is copied from the line, so it is cut only where it would fill the message
 LONGEST = 1000  # characters of a message
 BITS = 256  # of a whole number that is written out
 WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
@@ -68,7 +69,7 @@ def show(value: Any) -> str:
 
 def shorten(name: str) -> str:
     """A key, a name or a path, or its beginning and end where it is longer than fits in a line."""
-    return name if len(name) <= SHOWN else f"{name[: SHOWN - 43]}...{name[-40:]}"
+    return name if len(name) <= NAME else f"{name[: NAME - 123]}...{name[-120:]}"
 
 
 def quoted(name: str) -> str:

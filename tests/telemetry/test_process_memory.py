@@ -1,6 +1,7 @@
 """Memory of a run on a CPU is that of its arrays, by the growth of the process."""
 
 import sys
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -20,7 +21,10 @@ def test_arrays_before_and_after_are_seen():
     after = jnp.ones(SIZE // 4).block_until_ready()
     del after
     assert memory.peak() == pytest.approx(2 * SIZE, rel=0.1), "at most since the last call"
-    assert memory.peak() == pytest.approx(SIZE, rel=0.1)
+    deadline = time.monotonic() + 20  # the backend's own thread may be the last to let go of the array
+    while (peak := memory.peak()) > 1.1 * SIZE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert peak == pytest.approx(SIZE, rel=0.1), "what has gone counts no longer"
     del before
 
 
