@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+from jax.extend.backend import get_backend
 from jax.sharding import Mesh
 
 import maxlm
@@ -24,7 +25,7 @@ from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
 from maxlm.runtime import elastic, progress_file
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
 from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.metrics_port import metrics_server
@@ -131,7 +132,8 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     with phases("looking for devices"):
         enable_compilation_cache()
     if jax.process_count() > 1:
-        require_equal({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
+        facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
+        require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
     check_devices(config, jax.devices())
