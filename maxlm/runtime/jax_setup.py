@@ -68,7 +68,7 @@ def enable_compilation_cache() -> str | None:
     program has one per device, and devices may wait for each other for ever (seen with jax 0.10.2).
     """
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "maxlm" / "compiled")
-    compilation_cache.LRUCache = SealedCache
+    compilation_cache.LRUCache = SealedCache  # type: ignore[misc]  # jax has no setting for it
     unordered = jax.default_backend() == "cpu" and jax.device_count() > 1
     jax.config.update("jax_compilation_cache_dir", None if unordered else folder)
     return None if unordered else folder
