@@ -631,8 +631,7 @@ def _elastic(config: Config) -> Iterator[Problem]:
     """Problems of `elastic`: what would change the losses, or make no smaller mesh possible, when hosts are lost."""
     if config.elastic is None:
         return
-    router = None if config.model.moe is None else config.model.moe.router
-    if router is not None and router.balance_loss and router.balance_over == "batch":
+    if config.model.balances_microbatches:
         rule = "is a loss of a whole microbatch, and with elastic there are more and smaller ones while hosts are absent"
         yield "model.moe.router.balance_over", "batch", rule, "use sequence, or remove elastic"
     if config.mesh.slices > 1 and config.mesh.across_slices == "stage":

@@ -198,6 +198,12 @@ class ModelConfig(Section):
         return self.model_copy(update={"moe": self.moe.model_copy(update={"router": router})})
 
     @property
+    def balances_microbatches(self) -> bool:
+        """True if experts are balanced over each microbatch: then their number is part of the loss, and no mesh chooses it."""
+        router = None if self.moe is None else self.moe.router
+        return router is not None and router.balance_loss > 0 and router.balance_over == "batch"
+
+    @property
     def max_seq_len(self) -> int | None:
         """Positions of the learned table; None with RoPE, which has no limit."""
         return None if self.learned_positions is None else self.learned_positions.max_seq_len
@@ -645,11 +651,15 @@ class Config(Section):
         return BatchSizes(self.train.global_batch, ramp)
 
     def microbatches_of(self, size: int, mesh: Mapping[str, int]) -> int | None:
-        """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there."""
-        train, shards = self.train, mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there. No mesh changes a
+        number that is part of the loss.
+        """
+        train, shards, fixed = self.train, mesh["data"] * mesh["fsdp"] * mesh["expert"], self.model.balances_microbatches
         least = 1 if train.noise_scale is None else 2  # which compares them
-        pipeline = mesh["stage"] > 1
-        return microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=pipeline, least=least)
+        options = {"full": train.global_batch, "parts": train.microbatches, "least": least}
+        number = microbatches(size, shards=1 if fixed else shards, pipeline=mesh["stage"] > 1 and not fixed, **options)
+        rounds = mesh["stage"] if self.pipeline is not None and self.pipeline.chunks > 1 else 1
+        return None if number is None or size % (number * shards) or number % rounds else number
 
     @property
     def tokens_per_step(self) -> int:
