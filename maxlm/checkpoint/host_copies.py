@@ -167,6 +167,10 @@ class RunFolder:
         taken = sum(file.stat().st_size for folder in self._folders() for file in folder.iterdir())  # of other processes on this host too
         return shutil.disk_usage(self.path).free + taken
 
+    def total_bytes(self) -> int:
+        """Size of the file system, in bytes."""
+        return shutil.disk_usage(self.path).total
+
     def draft(self) -> "Draft":
         """A new copy, which `Draft.commit` completes."""
         return Draft(self.path / f"{_DRAFT}{self._token}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import error_kind
 from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo
 from maxlm.data.metadata import About, MetadataWriter
@@ -170,4 +170,4 @@ def load_progress(store: str) -> SavedProgress | None:
             return None
         return SavedProgress(**state, buffered=buffered)
     except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
+        raise error_kind(error)(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
