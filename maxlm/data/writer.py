@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.config import directory_lock
 from maxlm.config.errors import error_kind
 from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo
@@ -58,6 +59,7 @@ class FlatWriter:
         self._parts, self._buffered = [values], len(values)
 
     def _write(self, values: np.ndarray) -> None:
+        directory_lock.check()
         end = self.written + len(values)
         with storage.failures_named(self._folder, "write it"):
             self._array = self._array.resize(exclusive_max=[end], resize_metadata_only=True).result()

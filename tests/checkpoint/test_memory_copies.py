@@ -366,9 +366,9 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
     other.memory.close(remove=False)  # died
     assert len(list((work / "memory").glob("*/*"))) == 1
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        started = host_copies._started(supervisor.pid)
+        started = host_copies.process_started(supervisor.pid)
         (lost,) = (work / "memory").glob("*/*")
-        mark = {"owner": supervisor.pid, "started": started, "namespace": host_copies._namespace()}
+        mark = {"owner": supervisor.pid, "started": started, "namespace": host_copies.process_namespace()}
         (lost / ".lease-1").write_text(json.dumps(mark))
         shutil.rmtree(work / "checkpoints")
         third = opened(work)
@@ -397,7 +397,7 @@ def test_containers_that_share_a_folder_do_not_know_each_others_processes(tmp_pa
 
     away = host_copies.RunFolder(str(tmp_path), "away")
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(host_copies, "_namespace", lambda: "of another container")
+        elsewhere.setattr(host_copies, "process_namespace", lambda: "of another container")
         away.claim(os.getppid())
         assert away._lease is not None
         away._lease.close()  # its trainer died, and is to be started again
