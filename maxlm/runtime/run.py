@@ -26,7 +26,7 @@ from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
-from maxlm.runtime import cluster, deadline, elastic, progress_file
+from maxlm.runtime import cluster, deadline, elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import require_equal
 from maxlm.runtime.jax_setup import select_platform
@@ -357,7 +357,10 @@ def _on_all_hosts(predictor: Predictor | None, config: Config, hosts: Sequence[s
     try:
         predict = None if predictor is None else predictor(config, hosts)
     except UserError as error:
-        problem = error
+        if frozen.is_restart():
+            logging.getLogger(__name__).warning("steps are not predicted any more: %s", error)
+        else:
+            problem = error
     require_equal({}, problem)  # also without one: configs are compared later, and may differ here
     return predict
 
