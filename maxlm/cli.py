@@ -78,11 +78,11 @@ def options(
 @app.command()
 def train(config: ConfigName, overrides: Overrides = None, devices: Devices = None) -> None:
     """Train a model, or continue where the run stopped."""
-    from maxlm.config import load
     from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.runtime.frozen import load_frozen
 
     cluster, rest = split_arguments(overrides or [])
-    loaded = load(config, rest)
+    loaded = load_frozen(config, rest)
     settings = loaded.config
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)

@@ -19,7 +19,7 @@ from ruamel.yaml.error import YAMLError
 
 import maxlm
 from maxlm.config import assumed, explain, rules, schedule_rules
-from maxlm.config.errors import SHOWN, UserError, shorten, show
+from maxlm.config.errors import SHOWN, UserError, error_kind, shorten, show
 from maxlm.config.paths import expand_home
 from maxlm.config.schema import Config
 
@@ -274,7 +274,7 @@ class _Files:
             with path.open(encoding="utf-8") as stream:
                 text = stream.read(MOST_BYTES + 1)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
+            raise error_kind(error)(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
         values = self.parse(text, origin)
         if not isinstance(values, dict):
             holds = "nothing" if values is None else show(values)

@@ -1,5 +1,6 @@
 """`maxlm corpus run`, with a table of what each pass left, `maxlm corpus report` and `maxlm corpus train-classifier`."""
 
+import dataclasses
 import json
 import os
 from collections import Counter
@@ -27,8 +28,8 @@ def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSour
     plan = make_plan(settings, scorer)
     say(f"files: {len(plan.origins):,}; tasks: {len(plan.tasks):,}")
     try:
-        with directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder"):
-            report = run_passes(plan, executor)
+        with directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder") as lock:
+            report = run_passes(dataclasses.replace(plan, lock=lock), executor)
     except OSError as error:  # of the lock: the folder cannot be made or written
         raise as_user_error(error) from error
     render(report, plan.output)

@@ -53,6 +53,7 @@ class Plan:
     states: dict[str, list[Any]]  # size and time or version of each input file, when the plan was made
     fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
     scorer: ScorerSource | None = None  # of the perplexity filter's checkpoint
+    lock: directory_lock.Lock | None = None  # of the output, for the processes that run tasks
 
     @property
     def output(self) -> Path:
@@ -232,23 +233,25 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
-        _remove_marks(plan, number, task)
-        with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
-            documents = survivors(stream, kept, dropped)
-            if number + 1 < len(plan.names):
-                collected = plan.collected(number, task)
-                collected.parent.mkdir(parents=True, exist_ok=True)
-                plan.stages[number].collect(documents, collected)
-            for _ in documents:
-                pass
-        mark = {
-            "fingerprint": plan.fingerprints[number][task.number],
-            **tally.as_json(),
-            "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
-            "sha256": kept.digest,
-            "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
-        }
-        shards.finish(plan.mark_path(number, task), mark)
+        with directory_lock.working_for(plan.lock):
+            directory_lock.check(plan.output)
+            _remove_marks(plan, number, task)
+            with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
+                documents = survivors(stream, kept, dropped)
+                if number + 1 < len(plan.names):
+                    collected = plan.collected(number, task)
+                    collected.parent.mkdir(parents=True, exist_ok=True)
+                    plan.stages[number].collect(documents, collected)
+                for _ in documents:
+                    pass
+            mark = {
+                "fingerprint": plan.fingerprints[number][task.number],
+                **tally.as_json(),
+                "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
+                "sha256": kept.digest,
+                "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
+            }
+            shards.finish(plan.mark_path(number, task), mark)
     except OSError as error:
         raise as_user_error(error) from error
     return mark
@@ -348,13 +351,15 @@ def combine(plan: Plan, number: int, threads: int) -> None:
     folder = plan.folder(number)
     work = folder / "work"
     try:
-        (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        files = [plan.collected(number - 1, task) for task in plan.tasks]
-        plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-        shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
-        shutil.rmtree(work, ignore_errors=True)
+        with directory_lock.working_for(plan.lock):
+            directory_lock.check(plan.output)
+            (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            files = [plan.collected(number - 1, task) for task in plan.tasks]
+            plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
+            shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
+            shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise as_user_error(error) from error
 
@@ -388,6 +393,7 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
                 _check_sources(plan)
     report = summarize(plan)
     try:
+        directory_lock.check(plan.output)
         _remove_stale(plan)
         write_text(plan.output / "report.json", json.dumps(report, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
         write_text(plan.output / "report.html", page(report))

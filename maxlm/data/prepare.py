@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.config import directory_lock
-from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.config.errors import ConfigError, UserError, setting_error, show
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, marks, storage
@@ -314,7 +314,7 @@ def _locked(store: str) -> Iterator[None]:
         try:
             lock.enter_context(directory_lock.locked(folder, "data.store", LOCK_SECONDS, say, "wait for it to end"))
         except OSError as error:
-            raise ConfigError("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
+            raise setting_error(error)("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
         for left in folder.rglob("*.__lock"):  # by TensorStore, of a process that was killed while it wrote the file of that name
             left.unlink(missing_ok=True)
         yield

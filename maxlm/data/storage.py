@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from maxlm.config import directory_lock
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import is_transient
@@ -92,6 +93,7 @@ def read_bytes(folder: str, key: str) -> bytes | None:
 
 def write_bytes(folder: str, key: str, value: bytes) -> None:
     """Write the object `key`, atomically: readers see all of it or none."""
+    directory_lock.check(None if is_remote(folder) else Path(folder).expanduser())
     with failures_named(f"{folder}/{key}", "write it"):
         open_folder(folder).write(key, value).result()
 

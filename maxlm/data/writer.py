@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.config import directory_lock
+from maxlm.config.errors import error_kind
 from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo
 from maxlm.data.metadata import About, MetadataWriter
@@ -58,6 +59,7 @@ class FlatWriter:
         self._parts, self._buffered = [values], len(values)
 
     def _write(self, values: np.ndarray) -> None:
+        directory_lock.check()
         end = self.written + len(values)
         with storage.failures_named(self._folder, "write it"):
             self._array = self._array.resize(exclusive_max=[end], resize_metadata_only=True).result()
@@ -170,4 +172,4 @@ def load_progress(store: str) -> SavedProgress | None:
             return None
         return SavedProgress(**state, buffered=buffered)
     except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
+        raise error_kind(error)(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error

@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, cast
 
-from maxlm.config.errors import UnavailableError, UserError, shorten
+from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes_of
@@ -229,7 +229,7 @@ def _below(folder: str, source: str, hidden: list[str]) -> Iterator[str]:
             status = Path(current).stat()
             names = sorted(os.listdir(current), reverse=True)  # noqa: PTH208
         except OSError as error:
-            raise UserError(f"{source}: the folder {current} cannot be listed: {error.strerror or error}.") from error
+            raise error_kind(error)(f"{source}: the folder {current} cannot be listed: {error.strerror or error}.") from error
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))

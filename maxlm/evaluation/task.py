@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config.errors import UserError, shorten, show
+from maxlm.config.errors import UserError, error_kind, shorten, show
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
 from maxlm.config.rules import check_run_name
@@ -229,7 +229,7 @@ def read_items(path: Path) -> Iterator[Item]:
                 if line.strip():
                     yield Item(_object(line, f"{path}, line {number}"), f"line {number} of {path.name}")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+        raise error_kind(error)(f"{path}: cannot be read: {error.strerror or error}.") from None
 
 
 def _refuse(constant: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
@@ -216,7 +216,7 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     except UserError as error:
         return None, error
     except OSError as error:
-        return None, UserError(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
+        return None, error_kind(error)(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
     return (config, chart), None
 
 
@@ -265,7 +265,7 @@ def _write_config(path: Path, text: str, *, may_replace: bool) -> str:
             raise UserError(f"{path} exists and differs: give --out {path} to replace it, or another name.")
         write_text(path, text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
+        raise error_kind(error)(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
     return f"{path} {'replaced' if before is not None else 'written'}"
 
 

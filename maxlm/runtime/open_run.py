@@ -23,7 +23,7 @@ from maxlm.config.loader import dump, flatten
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import elastic, progress_file
+from maxlm.runtime import elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
@@ -264,6 +264,7 @@ def _open_tasks_on_all_hosts(
     opened, problem = None, None
     try:
         opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
+        frozen.check_unchanged({f"task {name}": asked for name, asked in opened.asked.items()})
     except (UserError, OSError) as error:
         problem = as_user_error(error)
     require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)

@@ -18,6 +18,7 @@ from maxlm.config.errors import UserError
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
+FROZEN_VARIABLE = "MAXLM_FROZEN_FILE"  # path of what holds for all attempts, see frozen.py; likewise
 GAVE_UP_VARIABLE = "MAXLM_GAVE_UP"  # why the supervisor gives up: this attempt only tells that to the other processes
 LAST_CODE_VARIABLE = "MAXLM_LAST_CODE"  # exit code of the attempt before (negative: by that signal); likewise
 

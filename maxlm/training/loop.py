@@ -19,6 +19,7 @@ import jax
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.checkpoints import STORE
 from maxlm.checkpoint.errors import CopyLostError
+from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
@@ -204,6 +205,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             if session.profiler is not None:
                 session.profiler.before(step, state, meter)
             reason = session.stop(step)
+            directory_lock.check()
             if end := _corrupted(session, step, state, now=saving.due(step) or saving.copy_due(step)):
                 return replace(end, eval_loss=eval_loss)
             if reason is None:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config.errors import UserError, as_user_error, error_kind, shorten
 from maxlm.corpus.dedup.minhash import band_hashes, ngram_hashes, samples
 from maxlm.corpus.dedup.settings import FORMAT, DedupSettings, signature_key
 from maxlm.corpus.dedup.words import hash_words
@@ -106,7 +106,7 @@ def read_columns(path: Path, settings: DedupSettings, columns: Sequence[str]) ->
             try:
                 yield file.read_row_group(group, columns=list(columns), use_threads=False)
             except (pa.ArrowException, OSError) as error:
-                raise UserError(f"{shorten(str(path))}: damaged signatures ({error}); make them again.") from None
+                raise error_kind(error)(f"{shorten(str(path))}: damaged signatures ({error}); make them again.") from None
 
 
 def _lists(rows: list[Any], dtype: type) -> pa.ListArray:
