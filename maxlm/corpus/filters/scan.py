@@ -27,7 +27,7 @@ N_LINES, LINE_CHARACTERS, REPEATED_LINES, REPEATED_LINE_CHARACTERS, N_PARAGRAPHS
 )
 
 # Hints of a text: what a search for personal data has to look for.
-HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_LABELLED_PHONE, HINT_TOKEN = 1, 2, 4, 8, 16
+HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_DIGITS, HINT_TOKEN = 1, 2, 4, 8, 16
 ALL_HINTS = 31
 
 NEWLINE, SPACE_SIGN, FULL_STOP, ELLIPSIS, HASH_SIGN = 0x0A, 0x20, 0x2E, 0x2026, 0x23
@@ -332,7 +332,7 @@ def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
     """Kinds of data that the text may contain, so that slow expressions are tried on few texts. Necessary conditions, not sufficient ones:
 
     IPv4: three full stops between digits in one word. IPv6: 2000 to 3fff before a colon. Phone: "+" before a digit, or three digits, one
-    character that is no digit, four digits. Labelled phone: six digits with at most five other characters between each two. Token: 12 or
+    character that is no digit, four digits. Digits: six digits with at most five other characters between each two. Token: 12 or
     more of the characters that tokens have, with a digit among them or 20 long.
     """
     hints, stops, digits, gap, run, run_has_digit, length = 0, 0, 0, 0, 0, False, 0
@@ -343,7 +343,7 @@ def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
         if digit:
             digits, gap, length = (digits + 1 if gap <= 5 else 1), 0, length + 1
             if digits >= 6:
-                hints |= HINT_LABELLED_PHONE
+                hints |= HINT_DIGITS
             four = length == 4 and i >= 7 and is_digit(codes[i - 5], classes) and is_digit(codes[i - 6], classes)
             if four or (i > 0 and codes[i - 1] == 0x2B):
                 hints |= HINT_PHONE

@@ -158,12 +158,16 @@ class BoilerplateSettings(Section):
 
 
 class PersonalDataSettings(Section):
-    """Personal data are replaced by placeholders: <EMAIL>, <IP_ADDRESS>, <PHONE>, <KEY>."""
+    """Personal data are replaced by placeholders: <EMAIL>, <IP_ADDRESS>, <PHONE>, <IBAN>, <CARD>, <KEY>."""
 
-    email: bool = Field(True, description="E-mail addresses.")
-    ip: bool = Field(True, description="Public IPv4 and IPv6 addresses; private and reserved ones stay.")
-    phone: bool = Field(True, description="Telephone numbers: international, North American, and those that are labelled (Tel., phone).")
-    key: bool = Field(True, description="Private keys, and tokens and passwords of known form.")
+    email: bool = Field(True, description="E-mail addresses; logins (user@host:path) stay.")
+    ip: bool = Field(True, description="Public IPv4 and IPv6 addresses; private, loopback, reserved and documentation addresses stay.")
+    phone: bool = Field(
+        True, description="Telephone numbers of a numbering plan: international, North American, in national groups, and labelled (Tel.)."
+    )
+    iban: bool = Field(True, description="Bank account numbers with right check digits (ISO 13616).")
+    card: bool = Field(True, description="Payment card numbers with a right check digit, in groups or after a word for a card.")
+    key: bool = Field(True, description="Private keys, tokens and passwords of known form, passwords in URLs.")
 
 
 class ClassifierSettings(Section):
