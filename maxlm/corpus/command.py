@@ -97,6 +97,7 @@ def render(report: dict[str, Any], output: Path) -> None:
     for one in report["passes"]:
         reasons = sorted(one["removed"].items(), key=lambda item: (-item[1], item[0]))
         most = [f"{count:,} {reason.partition('/')[2]}" for reason, count in reasons[:4]]
+        most += [f"{count:,} tagged: {reason}" for reason, count in sorted(one["tagged"].items())]
         most += [f"{count:,} cut: {reason.removeprefix(one['name'] + '/')}" for reason, (count, _) in sorted(one["cut"].items())]
         counts = (f"{one['documents']:,}", megabytes(one["bytes"]), f"{sum(one['removed'].values()):,}")
         table.add_row(one["name"], *counts, "\n".join(most))

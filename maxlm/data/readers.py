@@ -33,8 +33,8 @@ SAID = {
     "null_text": "the field {field} is null; take such rows out of the file, or give them an empty text",
     "too_large": "is longer than {limit:,} bytes, the limit of one document; split it into documents, one a line of JSON or one a file",
     "truncated": "is not whole, it ends in the middle ({example}); make or download it again",
-    "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .parquet, .arrayrecord, .txt, .md, .html, source "
-    "code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
+    "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .csv, .parquet, .arrayrecord, .txt, .md, .html, "
+    "source code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
     "unreadable": "cannot be read: {example}",
 }
 DETAIL = {"format": "control characters", "error": "", "type": "value", "field": "", "suffix": "", "limit": DEFAULTS.max_record_bytes}

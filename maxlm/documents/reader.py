@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, cast
 
 from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
 from maxlm.config.transient import first_line, is_transient
+from maxlm.documents.csv_records import read_csv
 from maxlm.documents.files import open_input
 from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, Format, foreign_format, format_by_name, format_of, suffix_of
 from maxlm.documents.html import of_html
@@ -130,6 +131,8 @@ def _forward(path: str, head: bytes, stream: ByteStream, wanted: Wanted) -> Iter
         return read_jsonl(stream, wanted)
     if kind == "json":
         return read_json(stream, wanted)
+    if kind in ("csv", "tsv"):
+        return read_csv(stream, wanted, "," if kind == "csv" else "\t")
     if kind == "unknown":
         return iter([defect(0, "", "unknown_format", head.decode("utf-8", "replace"), suffix=suffix_of(path))])
     if wanted.text_field is None:

@@ -23,11 +23,11 @@ from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, run_filters
 from maxlm.corpus.filters.classifier import LinearClassifier, train_classifier, train_from_files
 from maxlm.corpus.filters.language import sample_text
-from maxlm.corpus.filters.lists import split_url
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
 from maxlm.corpus.filters.phones import REGIONS
 from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.filters.statistics import TextStatistics
+from maxlm.corpus.urls import split_url
 
 
 def judge(text, settings, scorer=None, **metadata):

@@ -1,9 +1,6 @@
 """Rules with lists given as files: bad words, domains, URLs."""
 
-import contextlib
-import re
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -14,9 +11,7 @@ from maxlm.corpus.filters.protocol import removed
 from maxlm.corpus.filters.scan import Hashes
 from maxlm.corpus.filters.settings import BadWordsSettings, UrlSettings
 from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
-
-# What urlsplit() splits in the same way, at seven times the speed.
-PLAIN_URL = re.compile(r"https?://([A-Za-z0-9.-]+)(?::[0-9]{0,4})?((?:/[!-\"$->@-~]*)?)(?:[?#][!-~]*)?\Z")
+from maxlm.corpus.urls import split_url
 
 
 def read_entries(path: str) -> list[str]:
@@ -86,20 +81,3 @@ class UrlFilter:
                 return removed(document, self.name, "url_domain", url=url[:300], domain=domain)
             domain = domain.partition(".")[2]
         return document
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """Host (ASCII, lower case, without www.) and path (without / at the end) of a URL or of a host name; empty where it has none."""
-    plain = PLAIN_URL.match(url)
-    if plain is not None:
-        return plain[1].rstrip(".").lower().removeprefix("www."), plain[2].rstrip("/")
-    url = url.strip()
-    try:
-        parts = urlsplit(url if "://" in url else f"//{url.removeprefix('//')}")
-        host = (parts.hostname or "").rstrip(".")
-    except ValueError:
-        return "", url
-    if not host.isascii():
-        with contextlib.suppress(UnicodeError):  # no name that a resolver knows: compared as it is
-            host = host.encode("idna").decode("ascii")
-    return host.lower().removeprefix("www."), parts.path.rstrip("/")
