@@ -224,6 +224,9 @@ def _latent(model: ModelConfig) -> Iterator[Problem]:
     if latent.rope_dim % 2:
         yield "model.latent.rope_dim", latent.rope_dim, "must be even, since RoPE turns pairs", "use an even rope_dim"
     dim = latent.nope_dim + latent.rope_dim
+    if latent.value_dim > dim:
+        rule = f"is above nope_dim + rope_dim = {dim}, and no attention kernel takes values that are wider than keys"
+        yield "model.latent.value_dim", latent.value_dim, rule, f"use {dim} at most, or a larger nope_dim"
     wanted = {
         "head_dim": (dim, f"model.latent has heads of nope_dim + rope_dim = {dim}"),
         "n_kv_heads": (model.n_heads, f"model.latent gives each of model.n_heads = {model.n_heads} its own keys and values"),
