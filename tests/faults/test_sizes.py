@@ -200,7 +200,6 @@ STORED: list[dict[str, Any]] = [
     *COMPRESSED,
     *({"optimizer": {"name": name}} for name in OPTIMIZERS if name != "schedule_free"),
     {"optimizer": {"name": "schedule_free", "schedule": "constant"}},
-    *({"optimizer": {"state": {"moments": moments}}} for moments in ("bfloat16", "int8")),
     {"optimizer": {"state": {"second_moment": "factored", "masters": "split24"}}, "precision": {"compute": "bfloat16"}},
     {"ema": {"decay": 0.99}},
     {**BALANCED, "mesh": {"expert": 2}},

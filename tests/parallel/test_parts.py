@@ -54,6 +54,8 @@ CUTS = {  # mesh, other sections
     "a replay of one period": ({"fsdp": 2}, {"integrity": {"replay_every": 5}}),
 }
 
+IN_SUITE = {("everything", "4 stages"), ("everything", "2 stages of 2 chunks")}
+
 
 def numbers(module: nnx.Module) -> Iterator[tuple[str, str]]:
     """Everything that the module and the modules in it compute with, but for arrays; of parameters the initial values they declare."""
@@ -104,11 +106,7 @@ def whole_blocks(config):
 
 @pytest.mark.parametrize(
     ("kind", "cut"),
-    [
-        pytest.param(kind, cut, marks=[] if kind == "everything" and "stage" in cut else [pytest.mark.soak])
-        for kind in MODELS
-        for cut in CUTS
-    ],
+    [pytest.param(kind, cut, marks=[] if (kind, cut) in IN_SUITE else [pytest.mark.soak]) for kind in MODELS for cut in CUTS],
 )
 def test_every_layer_of_a_part_computes_with_the_numbers_of_the_whole_model(kind, cut, run_blocks):
     mesh, sections = CUTS[cut]
