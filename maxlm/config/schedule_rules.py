@@ -127,7 +127,7 @@ def _ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         if config.microbatches_of(size, sizes) is not None:
             continue
         if config.model.balances_microbatches:
-            rule = f"does not split over the {shards} shards of mesh data x fsdp x expert in the microbatches of every mesh, each of which"
+            rule = f"does not split over the {shards} shards of mesh data x fsdp x expert in the microbatches of any mesh, each of which"
             found = (f"use {n}" for n in range(size + 1, train.global_batch) if config.microbatches_of(n, sizes) is not None)
             fix = f"{next(found, 'use fewer shards')}, or model.moe.router.balance_over=sequence"
             yield f"train.batch_ramp.{number}.global_batch", size, f"{rule} model.moe.router.balance_over = batch balances", fix

@@ -200,8 +200,7 @@ class ModelConfig(Section):
     @property
     def balances_microbatches(self) -> bool:
         """True if experts are balanced over each microbatch: then their number is part of the loss, and no mesh chooses it."""
-        router = None if self.moe is None else self.moe.router
-        return router is not None and router.balance_loss > 0 and router.balance_over == "batch"
+        return self.moe is not None and self.moe.router.balance_loss > 0 and self.moe.router.balance_over == "batch"
 
     @property
     def max_seq_len(self) -> int | None:
@@ -651,15 +650,11 @@ class Config(Section):
         return BatchSizes(self.train.global_batch, ramp)
 
     def microbatches_of(self, size: int, mesh: Mapping[str, int]) -> int | None:
-        """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there. No mesh changes a
-        number that is part of the loss.
-        """
-        train, shards, fixed = self.train, mesh["data"] * mesh["fsdp"] * mesh["expert"], self.model.balances_microbatches
+        """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there."""
+        train, chunked = self.train, self.pipeline is not None and self.pipeline.chunks > 1
         least = 1 if train.noise_scale is None else 2  # which compares them
-        options = {"full": train.global_batch, "parts": train.microbatches, "least": least}
-        number = microbatches(size, shards=1 if fixed else shards, pipeline=mesh["stage"] > 1 and not fixed, **options)
-        rounds = mesh["stage"] if self.pipeline is not None and self.pipeline.chunks > 1 else 1
-        return None if number is None or size % (number * shards) or number % rounds else number
+        options = {"full": train.global_batch, "parts": train.microbatches, "least": least, "fixed": self.model.balances_microbatches}
+        return microbatches(size, shards=mesh["data"] * mesh["fsdp"] * mesh["expert"], stages=mesh["stage"], chunked=chunked, **options)
 
     @property
     def tokens_per_step(self) -> int:

@@ -27,12 +27,18 @@ PATTERN = {
     "tie_embeddings": True,
     "parametrization": {"kind": "completep", "base_width": 32, "base_depth": 2},
 }  # the last period is cut short
+EXPERTS = {
+    "n_layers": 4,
+    "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_shared": 1},
+    "parametrization": {"kind": "completep", "base_width": 32, "base_depth": 2},
+}
 LAYOUTS = {  # devices, model, mesh, other sections
     "stage, fewer microbatches than stages": (8, DEEP, {"stage": 8, "fsdp": 1}, {"train": {"microbatches": 4}}),
     "stage x data, as many, a pattern": (4, PATTERN, {"stage": 2, "data": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
     "stage x fsdp x tensor": (8, DEEP, {"stage": 2, "fsdp": 2, "tensor": 2}, {"train": {"microbatches": 4}}),
     "stage x fsdp, more, uneven": (8, UNEVEN, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 8}}),
     "interleaved": (8, DEEP, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 4}, "pipeline": {"chunks": 2}}),
+    "experts": (2, EXPERTS, {"stage": 2, "fsdp": 1}, {"train": {"microbatches": 4}}),
     "gpipe": (4, UNEVEN, {"stage": 4, "fsdp": 1}, {"train": {"microbatches": 8}, "pipeline": {"schedule": "gpipe"}}),
 }
 
