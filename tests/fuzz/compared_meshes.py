@@ -108,6 +108,12 @@ def program_of(values: Values) -> Program:
     return _program(build(values).model_dump_json(exclude_unset=True))
 
 
+def forget() -> None:
+    """Free all programs: those of one case are of no use to the next."""
+    _program.cache_clear()
+    jax.clear_caches()
+
+
 def batch_of(program: Program, number: int) -> Any:
     """Batch `number` of random documents, conversations or pairs, with rows that are full, half full, and one that is empty."""
     sized = program.of_size(program.config.batch_sizes.of(number))

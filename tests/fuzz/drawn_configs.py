@@ -320,8 +320,8 @@ OTHERS = tuple(key for key in SETTINGS if key not in MESH)
 def drawn(rng: random.Random) -> Values:
     """Settings of a valid config on a mesh of 2 to 8 devices."""
     while True:
-        values = with_changes(rng, copy.deepcopy(BASE), OTHERS, rng.randint(8, 24))
+        values = with_changes(rng, copy.deepcopy(BASE), OTHERS, rng.randint(4, 16))
         values = with_changes(rng, values, MESH, 12)
-        values = with_changes(rng, values, (*OTHERS, *MESH), 8)
+        values = with_changes(rng, values, (*OTHERS, *MESH), 6)
         if devices_of(build(values)) > 1:
             return values

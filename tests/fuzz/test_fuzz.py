@@ -2,15 +2,16 @@
 
 import random
 
+import fuzz
 import jax
 import pytest
-import run
 from compared_meshes import CHECKS, STEPS, Case, Failure, Judged, draw_case, on_one_device, same_on_the_mesh, sees_microbatches, updates
 from drawn_configs import BASE, NOT_DRAWN, SETTINGS, VALUES, CannotDrawError, build, changed, devices_of, draw_field, get, settings
 
 from maxlm.config.schema import Config
 
 CHUNKS, CASES = 6, 29  # of a day: 200 in a week
+CHUNK_S = 200.0  # of processor time, after which a chunk begins no further case
 SECTIONS_THAT_STAY = {"checkpoint", "run"}
 
 
@@ -18,8 +19,8 @@ SECTIONS_THAT_STAY = {"checkpoint", "run"}
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_configs_on_random_meshes(chunk):
     """The cases of a day: its date is their seed, or MAXLM_FUZZ_SEED."""
-    found = run.run(run.SEED, range(chunk, CASES, CHUNKS))
-    assert not found, f"{len(found)} failures of the seed {run.SEED}, in {run.FOLDER}:\n" + "\n".join(found)
+    found = fuzz.run(fuzz.SEED, range(chunk, CASES, CHUNKS), seconds=CHUNK_S)
+    assert not found, f"{len(found)} failures of the seed {fuzz.SEED}, in {fuzz.FOLDER}:\n" + "\n".join(found)
 
 
 def test_every_setting_is_drawn_or_listed_with_a_reason():
@@ -61,12 +62,12 @@ def test_a_failure_is_reduced_to_what_it_needs(tmp_path):
     values = {**case.values, "model": {**BASE["model"], **window}, "mesh": {"fsdp": 2, "context": 4}, "ema": {"decay": 0.5}}
     values |= {name: BASE[name] for name in ("data", "train", "optimizer")}
     other = {"mesh": {"fsdp": 1, "tensor": 4}}
-    least = run.reduced(Case(values, other), lambda case: bool(get(case.values, "model.window")) and get(case.values, "mesh.context") == 4)
-    assert set(run.leaves(least.values)) == {"model.layer_pattern", "model.window", "mesh.context"}
+    least = fuzz.reduced(Case(values, other), lambda case: bool(get(case.values, "model.window")) and get(case.values, "mesh.context") == 4)
+    assert set(fuzz.leaves(least.values)) == {"model.layer_pattern", "model.window", "mesh.context"}
     assert least.other == {"mesh": {"fsdp": 1, "tensor": 1}}
     file = tmp_path / "failed.yml"
-    file.write_text(run.text_of(least, Failure("resumed", "loss: 1.0e-02"), "a seed-0"), encoding="utf-8")
-    assert run.read(file) == least
+    file.write_text(fuzz.text_of(least, Failure("resumed", "loss: 1.0e-02"), "a seed-0"), encoding="utf-8")
+    assert fuzz.read(file) == least
 
 
 def test_a_fixed_case_passes_and_notices_a_change_of_the_mesh():

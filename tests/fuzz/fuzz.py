@@ -1,7 +1,7 @@
 """Draw cases of a seed, check them, and reduce each failure to a small config.
 
-python tests/fuzz/run.py [--seed 2026-11-28] [--first 0] [--cases 29] [--checks same_on_the_mesh,resumed]
-python tests/fuzz/run.py --file FAILED.yml
+python tests/fuzz/fuzz.py [--seed 2026-11-28] [--first 0] [--cases 29] [--checks same_on_the_mesh,resumed]
+python tests/fuzz/fuzz.py --file FAILED.yml
 """
 
 import argparse
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import conftest  # noqa: F401 -- eight CPU devices
 
-from compared_meshes import CHECKS, Case, Failure, draw_case, failures
+from compared_meshes import CHECKS, Case, Failure, draw_case, failures, forget
 from drawn_configs import BASE, Values, get, problem, put
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -126,11 +126,17 @@ def still_fails(check: str) -> Callable[[Case], bool]:
     return fails
 
 
-def run(seed: str, numbers: Iterable[int], checks: tuple[str, ...] = tuple(CHECKS)) -> list[str]:
-    """Check the cases of these numbers; returns the failures as config files, which are in `FOLDER` as well."""
+def run(seed: str, numbers: Iterable[int], checks: tuple[str, ...] = tuple(CHECKS), seconds: float = float("inf")) -> list[str]:
+    """Check the cases of these numbers; returns the failures as config files, which are in `FOLDER` as well. After so many seconds of
+    processor time no further case is begun.
+    """
     found: list[str] = []
+    began = time.process_time()
     for number in numbers:
         name, started = f"{seed}-{number}", time.process_time()
+        if started - began > seconds:
+            print(f"no time for case {name} and those after it", flush=True)
+            break
         case = draw_case(name)
         try:
             failed = list(failures(case, checks))
@@ -144,6 +150,7 @@ def run(seed: str, numbers: Iterable[int], checks: tuple[str, ...] = tuple(CHECK
             FOLDER.mkdir(parents=True, exist_ok=True)
             (FOLDER / f"{name}-{failure.check}.yml").write_text(found[-1], encoding="utf-8")
             print(found[-1], flush=True)
+        forget()
     return found
 
 
