@@ -443,7 +443,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", fix
         if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
             rule = f"the {optimizer.schedule} schedule has no decay of its own"
-            yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use schedule: wsd or remove it"
+            yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use optimizer.schedule=wsd, or remove it"
     averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
     if optimizer.muon is not None:
         averages["muon.momentum"] = optimizer.muon.momentum
