@@ -135,7 +135,12 @@ def _naming_writer(file: Path) -> Iterator[None]:
     except UserError as error:
         try:
             first = file.read_text(encoding="utf-8").partition("\n")[0]
-        except (OSError, UnicodeDecodeError):
+        except UnicodeDecodeError:
+            run = f"run.dir={file.parent.parent} run.name={file.parent.name}"
+            raise UserError(
+                f"{error} It is damaged: train with the config that was given first, and {run}."
+            ) from None
+        except OSError:
             raise error from None
         version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
         if version == maxlm.__version__:

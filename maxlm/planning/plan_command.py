@@ -258,8 +258,8 @@ def as_yaml(
 def _write_config(path: Path, text: str, *, may_replace: bool) -> str:
     """Write `text`; returns what was done. An existing file that differs is replaced only if `may_replace`, else UserError."""
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else None
-        if before == text:
+        before = path.read_bytes() if path.exists() else None
+        if before == text.encode():
             return f"{path} is up to date"
         if before is not None and not may_replace:
             raise UserError(f"{path} exists and differs: give --out {path} to replace it, or another name.")
