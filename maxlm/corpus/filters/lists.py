@@ -2,12 +2,13 @@
 
 import contextlib
 import re
-from pathlib import Path
+from io import TextIOWrapper
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config.paths import open_regular
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.protocol import removed
@@ -22,7 +23,8 @@ PLAIN_URL = re.compile(r"https?://([A-Za-z0-9.-]+)(?::[0-9]{0,4})?((?:/[!-\"$->@
 def read_entries(path: str) -> list[str]:
     """Lines of a UTF-8 file without white space at their ends, empty ones and comments (#). Raises UserError."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            text = file.read()
     except UnicodeDecodeError:
         raise UserError(f"{shorten(path)}: is not UTF-8; convert the list.") from None
     except OSError as error:
