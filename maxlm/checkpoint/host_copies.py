@@ -205,7 +205,7 @@ class RunFolder:
         lease.flush()
         new.rename(self._lease_of(self._token))  # locked and complete from the moment that others look for it
         for before in self.path.glob(f"{_LEASE}*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
                 if not _is_locked(before) and before.read_text() == text:  # of an attempt that the same owner has started
                     before.unlink()
         return lease
@@ -303,7 +303,7 @@ def _in_use(folder: Path, *, owners: bool = True) -> bool:
     for lease in folder.glob(f"{_LEASE}*"):
         if _is_locked(lease):
             return True
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             body = json.loads(lease.read_text())
             if not (owners and body["started"]):
                 continue

@@ -83,9 +83,8 @@ class Lock:
         """Raise an error of the kind `taken` if another process has taken the folder. A file that cannot be read proves nothing; one that
         was removed is made again.
         """
-        if every_s and time.monotonic() < self._checked + every_s:
+        if not self.is_due(every_s):
             return
-        self._checked = time.monotonic()
         if not self._path.exists():
             self._restore()
         holder = {}
@@ -96,6 +95,12 @@ class Lock:
                 f"{self._field} = {self.folder}: {_named(holder)} has taken over: this process ends, and writes nothing more there; "
                 "let one process at a time use it."
             )
+
+    def is_due(self, every_s: float) -> bool:
+        """True unless the last check was less than `every_s` seconds ago."""
+        due = not every_s or time.monotonic() >= self._checked + every_s
+        self._checked = time.monotonic() if due else self._checked
+        return due
 
     def release(self) -> None:
         """Give up the folder."""

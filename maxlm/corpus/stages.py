@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow.parquet as pq
 
 from maxlm.config.conditions import Kind
+from maxlm.config.errors import UserError
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
 from maxlm.corpus.dedup.clusters import cluster
 from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_occurrences
@@ -193,7 +194,11 @@ class Decontaminate(Stage):
         return Decontaminator(EvalIndex.load(folder / "index.npz")).run(documents)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        return {"sets": json.loads((folder / "sets.json").read_text("utf-8"))}
+        path = folder / "sets.json"
+        try:
+            return {"sets": json.loads(path.read_text("utf-8"))}
+        except ValueError:
+            raise UserError(f"{path}: damaged; remove the folder {folder} and run again.") from None
 
 
 class ParquetColumns(Stage):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -303,11 +304,35 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
                 break
 
 
+class _Owner(directory_lock.Lock):
+    """A store in a bucket, which has no locks: a token in it names the process that writes there."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(Path(store), "data.store")
+        self._store, self._own = store, secrets.token_hex(16).encode()
+        storage.write_bytes(store, directory_lock.NAME, self._own)
+
+    def check(self, every_s: float = 0.0) -> None:
+        """Raise UserError if another process has written its token."""
+        if self.is_due(every_s) and storage.read_bytes(self._store, directory_lock.NAME) not in (self._own, None):
+            raise UserError(
+                f"data.store = {self._store}: another process has begun to write it: this one ends, and writes nothing more there; "
+                "let one process at a time use it."
+            )
+
+    def release(self) -> None:
+        """Remove the token."""
+        storage.delete(self._store, directory_lock.NAME)
+
+
 @contextlib.contextmanager
 def _locked(store: str) -> Iterator[None]:
-    """Lock the store against other processes of this machine. The lock ends with its process."""
+    """Lock the store against other processes. The lock ends with its process; of a bucket, the last process to take it has it."""
     if is_remote(store):
-        yield
+        owner = _Owner(store)
+        with directory_lock.working_for(owner):
+            yield
+        owner.release()
         return
     folder, say = Path(store).expanduser(), Console(stderr=True, highlight=False, soft_wrap=True).print
     with contextlib.ExitStack() as lock:

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
+from maxlm.config.paths import read_regular
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.calibration import FIELD, calibrated, of_config
@@ -258,8 +259,8 @@ def as_yaml(
 def _write_config(path: Path, text: str, *, may_replace: bool) -> str:
     """Write `text`; returns what was done. An existing file that differs is replaced only if `may_replace`, else UserError."""
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else None
-        if before == text:
+        before = read_regular(path) if path.exists() else None
+        if before == text.encode():
             return f"{path} is up to date"
         if before is not None and not may_replace:
             raise UserError(f"{path} exists and differs: give --out {path} to replace it, or another name.")

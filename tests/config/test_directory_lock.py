@@ -18,7 +18,7 @@ from tiny import tiny_config
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
-from maxlm.data import storage
+from maxlm.data import prepare, storage
 from maxlm.data.writer import FlatWriter
 from maxlm.runtime import run
 from maxlm.telemetry import atomic
@@ -263,3 +263,18 @@ def test_two_runs_on_two_machines_never_mix(tmp_path, how):
     assert ("the file system has no locks" in said) == (how == "no locks")
     steps = [record["step"] for record in metrics(folder)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_two_processes_that_make_one_store_in_a_bucket_never_mix(monkeypatch):
+    """There are no locks: the second takes it, and the first ends before it writes again."""
+    bucket = {}
+    monkeypatch.setattr(storage, "read_bytes", lambda store, name: bucket.get(name))
+    monkeypatch.setattr(storage, "write_bytes", lambda store, name, value: bucket.update({name: value}))
+    monkeypatch.setattr(storage, "delete", lambda store, name: bucket.pop(name, None))
+    with prepare._locked("gs://bucket/store"):
+        directory_lock.check()
+    assert not bucket
+    with pytest.raises(UserError, match="another process has begun to write it"), prepare._locked("gs://bucket/store"):
+        bucket[directory_lock.NAME] = b"of another process"
+        directory_lock.check()
+    assert bucket == {directory_lock.NAME: b"of another process"}

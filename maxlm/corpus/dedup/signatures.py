@@ -95,12 +95,15 @@ def open_signatures(path: Path, settings: DedupSettings) -> pq.ParquetFile:
     metadata = file.schema_arrow.metadata or {}
     if METADATA not in metadata:
         raise UserError(f"{shorten(str(path))}: not a file of signatures.")
-    stored = json.loads(metadata[METADATA])
-    if stored["format"] != FORMAT:
-        raise UserError(f"{shorten(str(path))}: signatures of format {stored['format']}, and this version reads {FORMAT}: make them again.")
-    if stored["settings"] != signature_key(settings):
+    try:
+        stored = dict(json.loads(metadata[METADATA]))
+    except (ValueError, TypeError, RecursionError):
+        stored = {}
+    if (number := stored.get("format")) != FORMAT:
+        raise UserError(f"{shorten(str(path))}: signatures of format {number}, and this version reads {FORMAT}: make them again.")
+    if stored.get("settings") != signature_key(settings):
         raise UserError(
-            f"{shorten(str(path))}: signatures made with {stored['settings']}, and the settings are {signature_key(settings)}: "
+            f"{shorten(str(path))}: signatures made with {stored.get('settings')}, and the settings are {signature_key(settings)}: "
             "use the same settings, or make the signatures again."
         )
     return file

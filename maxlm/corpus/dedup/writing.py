@@ -50,7 +50,7 @@ def row_groups(path: Path, name: bytes, made_with: str, columns: list[str] | Non
     """Tables of a file whose schema says `made_with` under `name`. Raises UserError: it says otherwise, or is damaged."""
     try:
         with pq.ParquetFile(path) as file:
-            stored = (file.schema_arrow.metadata or {}).get(name, b"").decode()
+            stored = (file.schema_arrow.metadata or {}).get(name, b"").decode(errors="replace")
             if stored != made_with:
                 raise UserError(
                     f"{shorten(str(path))}: made with {stored or 'another program'}, and the settings are {made_with}: "

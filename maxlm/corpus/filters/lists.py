@@ -1,10 +1,11 @@
 """Rules with lists given as files: bad words, domains, URLs."""
 
-from pathlib import Path
+from io import TextIOWrapper
 
 import numpy as np
 
 from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config.paths import open_regular
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.protocol import removed
@@ -17,7 +18,8 @@ from maxlm.corpus.urls import split_url
 def read_entries(path: str) -> list[str]:
     """Lines of a UTF-8 file without white space at their ends, empty ones and comments (#). Raises UserError."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        with TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            text = file.read()
     except UnicodeDecodeError:
         raise UserError(f"{shorten(path)}: is not UTF-8; convert the list.") from None
     except OSError as error:
