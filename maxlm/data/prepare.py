@@ -161,7 +161,7 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
         return None
     for name in dict.fromkeys([*settings, *info.settings]):
         was, now = info.settings.get(name), settings.get(name)
-        if was != now and (name != CONTENT or info.format == manifest.FORMAT):  # the format before digested less of the sources
+        if was != now and (name != CONTENT or info.format != manifest.WITHOUT_CHECKSUMS):  # that format digested less of the sources
             rule = f"was made with {name} = {show(was)}, and now it is {show(now)}"
             if name == CONTENT:
                 rule = f"was made when {name} was different"
