@@ -38,7 +38,7 @@ def is_html(head: bytes) -> bool:
 def of_html(number: int, unit: str, data: bytes, metadata: dict[str, Any], declared: str | None = None) -> Found:
     """The record of the main content of a page in any encoding. Adds title, language and encoding to `metadata`."""
     stated = _CHARSET.search(data[:PRESCAN])
-    decoded = decode(data, declared or (stated[1].decode() if stated else None))
+    decoded = decode(data, declared, stated[1].decode() if stated else None)
     if decoded is None:
         return defect(number, unit, "encoding", data[:EXAMPLE].decode("latin-1"))
     if decoded.encoding != "utf-8":

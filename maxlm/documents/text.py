@@ -1,9 +1,11 @@
 """Text of bytes in any encoding, and its normal form."""
 
+import codecs
 import importlib
 import re
 import unicodedata
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 from maxlm.config.errors import UserError
@@ -33,16 +35,25 @@ _C1_SIGN = re.compile("[\x80-\x9f]")
 _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
 # Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
-# then encodings of one byte a letter for other scripts are out, and the rarest ones for Latin.
+# then encodings of one byte a letter for other scripts are out.
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
 _LATIN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]+|[\x80-\xff]+[A-Za-z]")
-_OTHER_SCRIPTS = {
-    *("cp874", "cp1251", "cp1253", "cp1255", "cp1256", "koi8-r", "koi8-u", "tis-620"),
-    *(f"iso8859-{part}" for part in (3, 4, 5, 6, 7, 8, 10, 11, 14, 16)),
-}
+_OTHER_SCRIPTS = {*(f"cp{page}" for page in (866, 874, 1251, 1253, 1255, 1256)), *(f"iso8859-{part}" for part in (5, 6, 7, 8))}
+_OTHER_SCRIPTS |= {"koi8-r", "koi8-u", "mac-cyrillic"}
+# Of the encodings of DOS and old Macintoshes, those that texts are found in, and the bytes beyond ASCII from which one of them is told.
+_OLD = re.compile(r"cp(?!874)[1-8]\d\d|cp1006|cp1125|mac-.*|kz1048|ptcp154|koi8-t|hp-roman8")
+_OLD_FOUND = ("cp437", "cp850", "cp852", "cp857", "cp858", "cp866", "mac-roman", "mac-latin2", "mac-cyrillic")
+OLD_BYTES = 12
 # Capital letters of one of these are small letters of the other, and texts in capitals are taken for it: the letters decide, not case.
-_CYRILLIC = ("cp1251", "koi8-r", "koi8-u")
+_CYRILLIC = ("cp1251", "koi8-r", "koi8-u", "cp866", "iso8859-5", "mac-cyrillic")
 _FREQUENT = "оаеинтрсвлкі"  # three quarters of the letters of Russian, Ukrainian, Bulgarian and Belarusian texts
+# Encodings by the names of smaller ones, which pages state for them (WHATWG Encoding, "Names and labels").
+_WIDER = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874", "big5": "cp950"}
+_WIDER |= {"shift_jis": "cp932", "euc_kr": "cp949", "gb2312": "gb18030", "gbk": "gb18030", "iso2022_jp": "iso2022_jp_ext"}
+_ESCAPED = {b"\x1b$)C": "iso2022_kr", b"\x1b$@": "iso2022_jp_ext", b"\x1b$B": "iso2022_jp_ext", b"\x1b$(": "iso2022_jp_ext"}
+_SEVEN_BITS = ("iso2022_jp_ext", "iso2022_kr", "hz")
+TIE = 0.999  # of the likeliest encoding's confidence, from which Windows-1252 is taken
+SURE = 0.5  # of the likeliest encoding's confidence, which a stated encoding has where it is the right one
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 
 # UTF-8 read as another encoding leaves a lead byte with a continuation byte after it, both as characters of that encoding. Clean text
@@ -103,17 +114,21 @@ def wide_encoding(head: bytes) -> str | None:
     return None
 
 
-def decode(data: bytes, declared: str | None = None) -> Decoded | None:
+def decode(data: bytes, *declared: str | None) -> Decoded | None:
     """Decode `data` of any encoding; None if none fits.
 
-    In order: byte order mark; UTF-8; UTF-16 and UTF-32 by their NUL bytes; UTF-8 with a few wrong bytes; `declared` (of an HTTP header or a
-    <meta> tag); chardet, which named 19 of 19 samples of legacy encodings where charset-normalizer named 15.
+    In order: byte order mark; the escape sequences of ISO-2022; UTF-8; UTF-16 and UTF-32 by their NUL bytes; UTF-8 with a few wrong bytes;
+    the first of `declared` (of an HTTP header, then of a <meta> tag) that chardet does not find unlikely; chardet's likeliest. One that
+    fails on some bytes is left for the next. docs/corpus.md has the shares of texts that come out as they were written.
     """
     marked = bom_encoding(data)
     if marked is not None:
         data = data[marked[1] :]
         if marked[0] != "utf-8":
             return _lossy(data, marked[0])
+    stated = list(dict.fromkeys(codec for name in declared if (codec := _codec(name)) not in (None, "utf-8")))
+    if data.isascii() and (seven := _seven_bits(data, stated)) is not None:
+        return seven
     try:
         return Decoded(data.decode(), "utf-8", 0)
     except UnicodeDecodeError:
@@ -125,12 +140,24 @@ def decode(data: bytes, declared: str | None = None) -> Decoded | None:
     ascii_bytes = len(data.translate(None, _HIGH))
     if len(lenient.text) - ascii_bytes - lenient.replaced >= UTF8_SHARE * lenient.replaced:
         return lenient
-    for encoding in (_codec(declared), _detected(data)):
-        if encoding is not None:
-            found = _lossy(data, encoding)
-            if found.replaced <= REPLACED_SHARE * len(found.text):
-                return found
-    return lenient if lenient.replaced <= REPLACED_SHARE * len(lenient.text) else None
+    best = lenient
+    for encoding in _candidates(data, stated):
+        found = _lossy(data, encoding)
+        best = found if found.replaced < best.replaced else best
+        if not best.replaced:
+            break
+    return best if best.replaced <= REPLACED_SHARE * len(best.text) else None
+
+
+def _seven_bits(data: bytes, stated: list[str]) -> Decoded | None:
+    """Text in an encoding whose bytes are ASCII, by its escape sequences or because it is stated; None if it is plain ASCII."""
+    if b"\x1b$" not in data and (b"~{" not in data or "hz" not in stated):
+        return None
+    for encoding in [*(codec for sign, codec in _ESCAPED.items() if sign in data), *(one for one in stated if one in _SEVEN_BITS)]:
+        found = _lossy(data, encoding)
+        if found.replaced <= (REPLACED_SHARE * len(found.text) if encoding in stated else 0):
+            return found
+    return None
 
 
 def normalise(text: str) -> str:
@@ -251,11 +278,17 @@ def _repaired(line: str) -> str:
 def _lossy(data: bytes, encoding: str) -> Decoded:
     text = data.decode(encoding, "replace")
     there_before = data.count(b"\xef\xbf\xbd") if encoding == "utf-8" else 0
-    return Decoded(text, encoding, text.count(_REPLACEMENT) - there_before)
+    replaced = text.count(_REPLACEMENT) - there_before
+    if replaced and encoding == "cp950":  # Hong Kong's characters are in another extension of Big5
+        other = _lossy(data, "big5hkscs")
+        return other if other.replaced < replaced else Decoded(text, encoding, replaced)
+    return Decoded(text, encoding, replaced)
 
 
-def _detected(data: bytes) -> str | None:
-    """Encoding by chardet, from the lines that are not ASCII."""
+def _candidates(data: bytes, stated: list[str]) -> Iterator[str]:
+    """Encodings to try, the likeliest first: of `stated`, those that chardet does not find unlikely by the lines that are not ASCII, then
+    chardet's own.
+    """
     chardet = optional("chardet", "text that is not UTF-8")
     lines, size = [], 0
     for line in re.findall(rb"[^\n]*[\x80-\xff][^\n]*\n?", data[: 64 * SAMPLE]):
@@ -264,15 +297,23 @@ def _detected(data: bytes) -> str | None:
         if size >= SAMPLE:
             break
     sample = b"".join(lines) or data[:SAMPLE]
-    ranked = chardet.detect_all(sample, encoding_era=chardet.EncodingEra.MODERN_WEB | chardet.EncodingEra.LEGACY_ISO, ignore_threshold=True)
-    found = [(codec, one["confidence"]) for one in ranked if (codec := _codec(one["encoding"])) is not None]
+    ranked = chardet.detect_all(sample, encoding_era=~chardet.EncodingEra.MAINFRAME, ignore_threshold=True)
+    found: dict[str, float] = {}
+    for one in ranked:
+        if (codec := _codec(one["encoding"])) is not None and (codec in _OLD_FOUND or not _OLD.fullmatch(codec)):
+            found.setdefault(codec, one["confidence"])
+    most = max(found.values(), default=0.0)
+    yield from (codec for codec in stated if codec not in _SEVEN_BITS and found.get(codec, 0.0) >= SURE * most)
     if 2 * len(_LATIN_WORD.findall(sample)) >= len(_HIGH_RUN.findall(sample)):
-        found = [(codec, share) for codec, share in found if codec not in _OTHER_SCRIPTS]
-    if not found:
-        return None
-    western = next((share for codec, share in found if codec == "cp1252"), 0.0)
-    best = "cp1252" if western and western >= 0.97 * found[0][1] else found[0][0]
-    return max((best, *_CYRILLIC), key=lambda codec: _frequent(sample, codec)) if best in _CYRILLIC else best
+        found = {codec: share for codec, share in found.items() if codec not in _OTHER_SCRIPTS}
+    if len(sample) - len(sample.translate(None, _HIGH)) < OLD_BYTES:
+        found = {codec: share for codec, share in found.items() if codec not in _OLD_FOUND}
+    if found:
+        best = max(found, key=lambda codec: found[codec])
+        if found.get("cp1252", 0.0) >= TIE * found[best]:
+            best = "cp1252"
+        yield max((best, *_CYRILLIC), key=lambda codec: _frequent(sample, codec)) if best in _CYRILLIC else best
+    yield from stated
 
 
 def _frequent(sample: bytes, encoding: str) -> int:
@@ -281,15 +322,14 @@ def _frequent(sample: bytes, encoding: str) -> int:
     return sum(text.count(letter) for letter in _FREQUENT)
 
 
+@cache
 def _codec(name: str | None) -> str | None:
-    """The Python codec of `name` that decodes text; Windows-1252 for Latin-1 and ASCII, as WHATWG's Encoding standard has it."""
-    import codecs
-
+    """The Python codec that decodes text stated to be in `name`, a label of WHATWG's Encoding standard or a name of Python's."""
+    label = (name or "").strip()
+    whatwg = optional("resiliparse.parse.encoding", "text that is not UTF-8").map_encoding_to_html5
     try:
-        found = codecs.lookup(name or "").name
+        found = codecs.lookup(whatwg(label, False) or label.removeprefix("x-")).name
         "".encode(found)
     except (LookupError, ValueError):  # ValueError: a NUL in the name
         return None
-    if found in _NO_CHARSETS:
-        return None
-    return "cp1252" if found in ("iso8859-1", "ascii") else found
+    return None if found in _NO_CHARSETS else _WIDER.get(found, found)

@@ -370,3 +370,92 @@ def test_a_pointer_is_no_set(tmp_path, fields, pack):
     (tmp_path / "set.jsonl").write_bytes(pack(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"))
     with pytest.raises(UserError, match=r"evaluation set s: .*git lfs pull"):
         read_items(DecontaminateSettings(sets={"s": EvalSet(path=str(tmp_path / "set.jsonl"), fields=fields)}))
+
+
+CASES = Path(__file__).parents[1] / "cases" / "corpus"
+NAMES = [
+    "Ada",
+    "Bruno",
+    "Carla",
+    "Dmitri",
+    "Elena",
+    "Farid",
+    "Greta",
+    "Hiro",
+    "Ingrid",
+    "Jamal",
+    "Katya",
+    "Luis",
+    "Mina",
+    "Nadia",
+    "Omar",
+    "Priya",
+    "Rosa",
+    "Sven",
+    "Tomas",
+    "Ursula",
+]
+PROBLEMS = (
+    "{a} picked {m} apples in the morning and {n} in the afternoon, and gave {k} of them to {b}. How many apples does {a} have left?",
+    "A train leaves {b} at {k} o'clock and travels at {m} km per hour for {n} hours before it stops. How far has the train gone by then?",
+    "There are {m} students in {a}'s class, and each of them brings {k} pencils. If {n} pencils are lost, how many pencils are left?",
+    "Who wrote the report on the {m} trees of {a} that {b} planted between {n} and {k}?",
+)
+
+
+def build_choices(folder: Path, items: list[dict], documents: list[str]) -> EvalIndex:
+    """Index of multiple-choice items, with the frequencies of `documents`."""
+    (folder / "set.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    settings = DecontaminateSettings(sets={"exam": EvalSet(path=str(folder / "set.jsonl"), fields=("question",), options=("choices",))})
+    return EvalIndex.build(settings, Frequencies.learn(settings, [Document(f"{n}", text) for n, text in enumerate(documents)]))
+
+
+def test_short_items_with_short_options(tmp_path):
+    """Options of a word or two are part of no run of words: their weight is no reason to look past a question that stands verbatim."""
+    items = [json.loads(line) for line in (CASES / "short_items.jsonl").read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in (CASES / "short_items_documents.jsonl").read_text().splitlines()]
+    index = build_choices(tmp_path, items, texts)
+    assert index.report() == {"exam": {"searched": 5}}
+    assert [holds(index, text) for text in texts] == [any(item["question"] in text for item in items) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda question, options: "\n".join([*(f"- {one}" for one in options), f"These are the answers to: {question}"]),
+        lambda question, options: "\n".join([question, *(f"Answer choice {n}: {one}" for n, one in enumerate(reversed(options)))]),
+        lambda question, options: "> " + "\n> ".join(" ".join([question, *options]).split()),
+        lambda question, options: question.replace("?", "？").replace(" ", "\u00a0") + "".join(f"（{one}）、" for one in options),
+    ],
+    ids=["answers first", "labels of words", "a word in each line", "other punctuation"],
+)
+@pytest.mark.parametrize("count", [4, 10])
+def test_layouts_of_short_items(layout, count, tmp_path):
+    """An item is found in each layout however many short options it has, and not where only its options stand."""
+    options = [
+        f"{one} {NAMES[n]}" for n, one in enumerate(("New", "Old", "Upper", "Lower", "Great", "Port", "Saint", "Fort", "Lake", "Mount"))
+    ]
+    item = {"question": "What is the capital of Peru?", "choices": options[:count]}
+    index = build_choices(tmp_path, [item], [FILLER, FILLER * 2])
+    assert holds(index, FILLER * 5 + layout(item["question"], item["choices"]) + FILLER * 5)
+    assert not holds(index, FILLER * 5 + layout("Where did they go?", item["choices"]) + FILLER * 5)
+    assert not holds(index, FILLER * 5 + layout("What is the capital of Fiji?", [f"{one} Suva" for one in "abcdefghij"[:count]]) + FILLER)
+
+
+def test_other_numbers_and_names_are_another_item(tmp_path):
+    """Items of one template are told by their numbers and names, in digits or spelled out; the item itself, also reworded, is found."""
+    draw = random.Random(3)
+
+    def fill(template: str, numbers: list) -> str:
+        a, b = draw.sample(NAMES, 2)
+        m, n, k = draw.sample(numbers, 3)
+        return template.format(a=a, b=b, m=m, n=n, k=k)
+
+    kinds = (list(range(11, 400)), ["three", "four", "five", "six", "seven", "eight", "nine", "eleven", "twelve", "fifteen", "twenty"])
+    items = [fill(template, numbers) for template in PROBLEMS for numbers in kinds for _ in range(6)]
+    others = [fill(template, numbers) for template in PROBLEMS for numbers in kinds for _ in range(25)]
+    index = build(tmp_path, *items)
+    reworded = [item.replace("How", "Tell me: how").replace(" in the ", " during the ").replace("that it", "it") for item in items]
+    assert all(holds(index, FILLER + item + FILLER) for item in (*items, *reworded))
+    false = [one for one in others if holds(index, FILLER + one + FILLER)]
+    assert len(false) <= 0.02 * len(others), false

@@ -131,3 +131,56 @@ def test_shortcut_by_bytes_misses_nothing():
                     seen.add(number)
                     assert any(sign.search(text.encode()) for sign in signs), (text, pattern)
     assert len(seen) == len(_SIGNS)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "declared"),
+    [
+        *((SENTENCES[encoding], encoding, "utf-8") for encoding in ("cp1252", "cp1251", "koi8-r", "cp1250", "shift_jis", "big5", "euc_kr")),
+        ("A page of English with one café in it. " * 9, "cp1252", "utf-8"),  # few accents: they stayed U+FFFD
+        (SENTENCES["cp1251"], "cp1251", "iso-8859-1"),  # a server's default
+        (SENTENCES["koi8-r"], "koi8-r", "windows-1251"),
+        (SENTENCES["cp1252"], "cp1252", "windows-1251"),
+        (SENTENCES["shift_jis"], "euc_jp", "x-sjis"),
+    ],
+)
+def test_a_wrong_declaration_does_not_hide_the_encoding(text, encoding, declared):
+    decoded = decode(text.encode(encoding), declared)
+    assert decoded is not None and (decoded.text, decoded.replaced) == (text, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "label"),
+    [
+        (SENTENCES["shift_jis"], "iso2022_jp", "ISO-2022-JP"),
+        (SENTENCES["shift_jis"], "iso2022_jp", None),
+        (SENTENCES["euc_kr"], "iso2022_kr", None),
+        (SENTENCES["gb18030"], "hz", "hz-gb-2312"),
+        (SENTENCES["koi8-r"], "cp866", "ibm866"),
+        (SENTENCES["koi8-r"], "cp866", None),
+        (SENTENCES["koi8-r"], "mac-cyrillic", "x-mac-cyrillic"),
+        (SENTENCES["shift_jis"] + "①㈱", "cp932", "x-sjis"),
+        (SENTENCES["gb18030"] + "镕", "gb18030", "gb2312"),
+        (SENTENCES["big5"] + "碁喺", "big5hkscs", "big5"),
+        ("Česká káva za 5 € — žádná", "cp1250", "x-cp1250"),
+        ("สวัสดีชาวโลก “ประเทศไทย”", "cp874", "tis-620"),
+        ("So für 5 €", "iso8859-15", "iso-8859-15"),
+    ],
+)
+def test_labels_of_pages_are_those_of_the_standard(text, encoding, label):
+    """Labels of WHATWG's Encoding standard, the wider encoding that each one means, and those that tell by their bytes."""
+    decoded = decode(text.encode(encoding), label)
+    assert decoded is not None and (decoded.text, decoded.replaced) == (text, 0)
+
+
+def test_of_two_declarations_the_likely_one_counts():
+    """HTTP header and <meta>: the header's, unless the bytes say that it is wrong."""
+    russian, german = SENTENCES["cp1251"].encode("cp1251"), "Größe: fünf Euro für die Äpfel".encode("cp1252")
+    assert decode(russian, "iso-8859-1", "windows-1251") == (SENTENCES["cp1251"], "cp1251", 0)
+    assert decode(russian, "windows-1251", "utf-8") == (SENTENCES["cp1251"], "cp1251", 0)
+    assert decode(german, "iso-8859-1", "windows-1251") == (german.decode("cp1252"), "cp1252", 0)
+
+
+def test_terminal_escapes_are_not_japanese():
+    """A log that switches character sets has no text in ISO-2022."""
+    assert decode(b"\x1b(B\x1b[m plain \x1b$ text") == ("\x1b(B\x1b[m plain \x1b$ text", "utf-8", 0)

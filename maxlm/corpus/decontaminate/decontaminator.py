@@ -6,15 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, cut
-from maxlm.corpus.decontaminate.index import EvalIndex
+from maxlm.corpus.decontaminate.index import SAME_SHARE, EvalIndex
 from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, clean, words
 from maxlm.corpus.document import Document, Removed, Value
 
 STAGE = "decontaminate"
 REASON = "contaminated"
-SEED_SHARE = 0.2  # of an item's weight must be in runs of words of the document before the two are compared in detail
+SEED_SHARE = 0.2  # of the weight of an item's runs of words must be in the document before the two are compared in detail
 WORD_SHARE = 0.7  # of the share of weight that is needed: share of words that is needed, so that a rare name alone is no match
-SLACK = 16  # words of a window before the first run, and after one and a half times the item's length
 CHARACTERS = 32  # of a word, at most, in the part that two pieces of a long document share
 EXAMPLE = 300  # characters of an example
 
@@ -39,7 +38,7 @@ class Decontaminator:
         sizes = np.diff(index.bound_K)
         self._item_W = np.repeat(np.arange(len(sizes)), sizes)
         longest = int(sizes.max(initial=0))
-        self._overlap = CHARACTERS * (2 * longest + 2 * SLACK)
+        self._overlap = CHARACTERS * (2 * longest + 2 * int(index.slack_K.max(initial=0)))
         self._piece = max(PIECE, 4 * self._overlap)
 
     def __call__(self, document: Document) -> Document | Removed:
@@ -98,7 +97,7 @@ class Decontaminator:
         _, once = np.unique(text * len(index.hash_W) + word, return_index=True)
         all_pairs = text * len(index.names_K) + item
         pairs, inverse = np.unique(all_pairs[once], return_inverse=True)
-        share = np.bincount(inverse, value[once]) / index.evidence_K[pairs % len(index.names_K)]
+        share = np.bincount(inverse, value[once]) / index.seed_K[pairs % len(index.names_K)]
         chosen = pairs[share >= SEED_SHARE]
         if not len(chosen):
             return
@@ -116,19 +115,21 @@ class Decontaminator:
         index = self.index
         begin, end = np.searchsorted(found.owner_T, [text, text + 1])
         length = int(index.bound_K[item + 1] - index.bound_K[item])
-        reach, stride = length + length // 2 + SLACK, max(1, length // 8)
+        slack = int(index.slack_K[item])
+        reach, stride = length + length // 2 + slack, max(1, length // 8)
         total = np.concatenate([[0.0], np.cumsum(value)])
         stop = np.searchsorted(place, place + reach)
-        enough = total[stop] - total[:-1] >= SEED_SHARE * index.evidence_K[item] - 1e-9
+        enough = total[stop] - total[:-1] >= SEED_SHARE * index.seed_K[item] - 1e-9
         best: Match | None = None
         following = -1
         for start in place[enough].tolist():
             if start < following:
                 continue
             following = start + stride
-            low, high = max(int(begin), start - SLACK), min(int(end), start + reach)
-            at = index.align(item, found.hash_T[low:high])
-            if at.score < index.required_K[item] or at.words < index.required_K[item] * (1.0 if index.strict_K[item] else WORD_SHARE):
+            low, high = max(int(begin), start - slack), min(int(end), start + reach)
+            at = index.align(item, found, low, high)
+            needed = index.required_K[item]
+            if at.score < needed or at.words < needed * (1.0 if index.strict_K[item] else WORD_SHARE) or at.same < SAME_SHARE:
                 continue
             name, number = index.names_K[item]
             passage = found.text[found.start_T[low + at.first] : found.end_T[low + at.last]]

@@ -14,21 +14,26 @@ from maxlm.config.errors import UserError, shorten
 from maxlm.corpus.decontaminate.frequencies import Frequencies, item_words, load_arrays, save_arrays
 from maxlm.corpus.decontaminate.items import Item, read_items
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings
-from maxlm.corpus.decontaminate.tokens import F64, I64, U64, Words, gram_hashes
+from maxlm.corpus.decontaminate.tokens import F64, I64, U64, Words, gram_hashes, kinds
 
 ITEM_SHARE = 0.005  # of all items: an n-gram in as many of them is part of a template, as one in `common_documents` of them
 SHORT = 2  # times `shortest` words: items of fewer are short
+SLACK = 16  # words of a window before the first run, and after one and a half times the item's length
+LABEL = 2  # words that a layout may put before a question or an option, such as "Answer A:"
+SAME_SHARE = 0.7  # of the numbers and names that an item and a window have at one place must be equal in both
 FADE = 4  # an n-gram in 1 / FADE of the documents that make it common has its full weight
 
 
 @dataclass(frozen=True)
 class Found:
-    """Place of an item's words in a window of a document. `score`: share of the item's weight; `words`: share of its words; `first` and
-    `last`: numbers of the words of the window between which they are.
+    """Place of an item's words in a window of a document. `score`: share of the item's weight; `words`: share of its words; `same`: of the
+    item's numbers and names, each once, that have a number or name at their place in the window, the share that is equal; `first` and
+    `last`: numbers of the words of the window between which all are.
     """
 
     score: float
     words: float
+    same: float
     first: int
     last: int
 
@@ -40,7 +45,9 @@ class EvalIndex:
     `names_K`: set and number of each item, in order; words `bound_K[k]` to `bound_K[k + 1]` are item k's, `segment_W` the text of the item
     that each is from. `grams`: sorted hashes of informative n-grams, whose postings are `posting_bound[g]` to `posting_bound[g + 1]`: first
     word `word_P`, and weight of the run `value_P`. `left_out`: numbers of items that are not searched, by set and reason: `empty`,
-    `duplicate` of an item before, `short` (no run of `ngram` words), `common` (nothing in it is rare).
+    `duplicate` of an item before, `short` (no run of `ngram` words), `common` (nothing in it is rare). `seed_K`: weight of all runs that
+    can be looked up, up to the item's evidence: options of a word or two are part of none. `slack_K`: words that a layout may put
+    among the item's own. `kind_W`: NUMBER, NAME or 0, and `lower`: sorted hashes of words that are no names.
     """
 
     digest: str
@@ -54,6 +61,10 @@ class EvalIndex:
     required_K: F64
     evidence_K: F64
     strict_K: NDArray[np.bool_]
+    seed_K: F64
+    slack_K: I64
+    kind_W: I64
+    lower: U64
     grams: U64
     posting_bound: I64
     word_P: I64
@@ -112,6 +123,12 @@ class EvalIndex:
             sizes, SHORT * np.array([settings.shortest, 2 * settings.shortest]), [settings.short_threshold, settings.threshold]
         )
         needed = np.where(sizes < settings.shortest, 1.0, ramp)
+        item_W = np.repeat(np.arange(len(sizes)), sizes)
+        evidence = np.array([all_weights[one].sum() for one in chosen], np.float64)
+        part_W, words_of = np.unique(segment_W, return_inverse=True, return_counts=True)[1:]
+        in_short = np.bincount(item_W, words_of[part_W] < n, minlength=len(sizes))
+        parts = np.bincount(item_W, 1 / words_of[part_W], minlength=len(sizes))
+        lower = _common_nouns(found)
         return cls(
             digest=digest,
             ngram=n,
@@ -122,8 +139,12 @@ class EvalIndex:
             segment_W=segment_W,
             bound_K=bound_K,
             required_K=needed,
-            evidence_K=np.array([all_weights[one].sum() for one in chosen], np.float64),
+            evidence_K=evidence,
             strict_K=sizes < SHORT * settings.shortest,
+            seed_K=np.minimum(evidence, np.bincount(item_W[first], value, minlength=len(sizes))),
+            slack_K=np.round(SLACK + in_short + LABEL * parts).astype(np.int64),
+            kind_W=kinds(found, words, lower),
+            lower=lower,
             grams=grams,
             posting_bound=np.append(start, len(hashes)),
             word_P=first[order],
@@ -131,25 +152,35 @@ class EvalIndex:
             texts=[" ".join(item.question + item.options) for item in items],
         )
 
-    def align(self, item: int, window: U64) -> Found:
-        """Find words of `item` in a window of a document: those in runs of `ngram` words that both have, in any order, and those next to
-        such a run that stand at their place, give or take two.
+    def align(self, item: int, found: Words, low: int, high: int) -> Found:
+        """Find words of `item` in a window, words `low` to `high` of documents: those in runs of `ngram` words that both have, in any
+        order, and those next to such a run that stand at their place, give or take two.
         """
         begin, end = int(self.bound_K[item]), int(self.bound_K[item + 1])
+        window = found.hash_T[low:high]
         grams = gram_hashes(window, self.ngram)
         order = np.argsort(grams, kind="stable")
         segment = self.segment_W[begin:end]
         cuts = [0, *(np.flatnonzero(np.diff(segment)) + 1).tolist(), end - begin]
-        matched, places = np.zeros(end - begin, bool), []
-        for start, stop in itertools.pairwise(cuts):
-            at = _aligned(self.hash_W[begin + start : begin + stop], window, grams[order], order, self.ngram)
-            matched[start:stop] = at >= 0
-            places.append(at[at >= 0])
-        place = np.concatenate(places)
-        if not len(place):
-            return Found(0.0, 0.0, 0, 0)
+        place = np.concatenate(
+            [
+                _aligned(self.hash_W[begin + start : begin + stop], window, grams[order], order, self.ngram)
+                for start, stop in itertools.pairwise(cuts)
+            ]
+        )
+        matched = place >= 0
+        if not matched.any():
+            return Found(0.0, 0.0, 0.0, 0, 0)
         score = float(self.weight_W[begin:end][matched].sum() / self.evidence_K[item])
-        return Found(round(score, 6), round(float(matched.mean()), 6), int(place.min()), int(place.max()))
+        kind, words = self.kind_W[begin:end], self.hash_W[begin:end]
+        equal = set(words[matched & (kind > 0)].tolist())
+        differ: set[int] = set()
+        if not matched[kind > 0].all():
+            others = kinds(found, np.arange(low, high), self.lower)
+            for start, stop in itertools.pairwise(cuts):
+                differ.update(words[start + one] for one in _replaced(place[start:stop], kind[start:stop], others))
+        same = len(equal) / max(1, len(equal | differ)) if differ else 1.0
+        return Found(round(score, 6), round(float(matched.mean()), 6), round(same, 6), int(place[matched].min()), int(place.max()))
 
     def report(self) -> dict[str, dict[str, int]]:
         """For each set: items that are searched, and items left out by reason."""
@@ -175,7 +206,7 @@ class EvalIndex:
 
 
 _ARRAYS = tuple(
-    name for name in EvalIndex.__dataclass_fields__ if name.endswith(("_W", "_K", "_P", "grams", "bound")) and name != "names_K"
+    name for name in EvalIndex.__dataclass_fields__ if name.endswith(("_W", "_K", "_P", "grams", "bound", "lower")) and name != "names_K"
 )
 
 
@@ -245,6 +276,14 @@ def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: l
     return np.round(idf * np.where(counts > 0, sums / np.maximum(counts, 1), 1.0), 9)
 
 
+def _common_nouns(found: Words) -> U64:
+    """Words that items begin in lower case more often than with a capital inside a sentence, sorted."""
+    text, start = found.text, found.start_T.tolist()
+    votes = np.array([1 if text[at].islower() else -1 if at > 1 and text[at - 1] == " " and text[at - 2].isalnum() else 0 for at in start])
+    words, inverse = np.unique(found.hash_T, return_inverse=True)
+    return words[np.bincount(inverse, votes, minlength=len(words)) > 0] if len(words) else words
+
+
 def _rarity(count: I64, common: float) -> F64:
     return np.clip(np.log(common / np.maximum(count, 1)) / np.log(FADE), 0, 1)
 
@@ -282,5 +321,24 @@ def _aligned(text: U64, window: U64, sorted_grams: U64, order: I64, n: int) -> I
     return at
 
 
+def _replaced(at: I64, kind: I64, others: I64) -> list[int]:
+    """Words of a text, whose places in a window are `at`, that are numbers or names and have another one at their place: `others` are the
+    kinds of the window's words.
+    """
+    known = np.flatnonzero(at >= 0)
+    out = []
+    for one in np.flatnonzero((at < 0) & (kind > 0)).tolist() if len(known) else []:
+        right = int(np.searchsorted(known, one))
+        before, after = (int(known[right - 1]) if right else -1), (int(known[right]) if right < len(known) else -1)
+        low = at[before] + 1 if before >= 0 else at[after] - (after - one) - 1
+        high = at[after] if after >= 0 else at[before] + (one - before) + 2
+        near = before < 0 or after < 0 or 0 < high - low <= after - before + REACH
+        edge = min(one - before if before >= 0 else REACH, after - one if after >= 0 else REACH) <= NEXT
+        if near and edge and (others[max(0, low) : max(0, high)] == kind[one]).any():
+            out.append(one)
+    return out
+
+
+NEXT = 3  # words from one that both texts have, within which another number or name stands for the item's
 SHIFTS = np.array([0, -1, 1, -2, 2])[:, None, None]  # words that were inserted or left out
 REACH = 4  # words from a run of words that both texts have, within which single words are matched

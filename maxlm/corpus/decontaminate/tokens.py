@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = f"1/{unicodedata.unidata_version}"  # of the hashes: part of every digest
+VERSION = f"2/{unicodedata.unidata_version}"  # of the hashes and kinds: part of every digest
 BASE = 0x9E6D62D06F6A9A9B  # odd, so that it has an inverse modulo 2**64
 GRAM_BASE = 0xD1342543DE82EF95
 SEPARATOR = "\n"
@@ -29,6 +29,11 @@ SPACELESS: tuple[tuple[int, int], ...] = (
     (0xF900, 0xFAFF),
     (0x20000, 0x3FFFF),
 )  # Thai, Lao, Burmese, Khmer, Japanese and Chinese
+NUMBER, NAME = 1, 2  # kinds of words
+NUMBER_WORDS = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty "
+    "thirty forty fifty sixty seventy eighty ninety hundred thousand million dozen half twice thrice quarter third"
+)
 INVISIBLE = "\u00ad\u200b\u200c\u200d\u2060\ufeff"  # may stand inside words
 
 U64 = NDArray[np.uint64]
@@ -95,6 +100,17 @@ def words(texts: Sequence[str]) -> Words:
     return Words(text, hash_T, start_T, end_T, np.repeat(np.arange(len(texts)), counts))
 
 
+def kinds(found: Words, at: I64, lower: U64) -> I64:
+    """Kind of each of the words `at`: NUMBER, NAME, or 0. A name begins with a capital and is not one of `lower`, the hashes of
+    words that are written in lower case; the letter of an option is none.
+    """
+    start, hash_T = found.start_T[at], found.hash_T[at]
+    first = [found.text[one] for one in start.tolist()]
+    number = np.array([char.isnumeric() for char in first], bool) | np.isin(hash_T, _number_words())
+    name = np.array([char.isupper() for char in first], bool) & (found.end_T[at] - start > 1) & ~np.isin(hash_T, lower)
+    return np.where(number, NUMBER, np.where(name, NAME, 0))
+
+
 def gram_hashes(hash_T: U64, n: int) -> U64:
     """Hashes of all runs of `n` words, one for each first word."""
     count = max(0, len(hash_T) - n + 1)
@@ -140,6 +156,11 @@ def _value(code: int) -> int:
 @cache
 def _ascii_values() -> U64:
     return np.array([_value(code) for code in range(128)], np.uint64)
+
+
+@cache
+def _number_words() -> U64:
+    return words(NUMBER_WORDS.split()).hash_T
 
 
 @cache
