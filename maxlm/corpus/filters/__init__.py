@@ -11,6 +11,7 @@ from maxlm.corpus.filters.perplexity import PerplexityFilter
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
 from maxlm.corpus.filters.protocol import Filter, Scorer, ScorerSource, run_filters, run_together, takes_many
 from maxlm.corpus.filters.quality import FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, LengthFilter
+from maxlm.corpus.filters.released import RELEASED
 from maxlm.corpus.filters.settings import FilterSettings
 
 __all__ = ["Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "run_filters", "run_together", "takes_many"]
@@ -32,5 +33,7 @@ def build_filters(settings: FilterSettings, scorer: Scorer | None = None) -> lis
         "perplexity": partial(PerplexityFilter, scorer=scorer),
         "personal_data": PersonalDataFilter,
     }
-    sections = ((name, getattr(settings, name)) for name in type(settings).model_fields)
+    if settings.rules == "fineweb":
+        makers |= RELEASED
+    sections = ((name, getattr(settings, name)) for name in makers)
     return [makers[name](section) for name, section in sections if section is not None]
