@@ -11,6 +11,7 @@ from maxlm.corpus.filters.perplexity import PerplexityFilter
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
 from maxlm.corpus.filters.protocol import Filter, Scorer, ScorerSource, TagFilter, removed, run_filters, run_together, takes_many
 from maxlm.corpus.filters.quality import FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, LengthFilter
+from maxlm.corpus.filters.released import RELEASED
 from maxlm.corpus.filters.settings import FilterSettings
 
 __all__ = ["Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "removed", "run_filters", "run_together", "takes_many"]
@@ -34,6 +35,8 @@ def build_filters(settings: FilterSettings, scorer: Scorer | None = None, taggin
         "perplexity": partial(PerplexityFilter, scorer=scorer),
         "personal_data": PersonalDataFilter,
     }
-    sections = ((name, getattr(settings, name)) for name in type(settings).model_fields)
+    if settings.rules == "fineweb":
+        makers |= RELEASED
+    sections = ((name, getattr(settings, name)) for name in makers)
     made = [makers[name](section) for name, section in sections if section is not None]
     return [TagFilter(one) if one.name in tagging else one for one in made]
