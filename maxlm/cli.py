@@ -268,19 +268,6 @@ def report_corpus(output: Annotated[Path, typer.Argument(metavar="FOLDER", help=
     report(output, typer.echo)
 
 
-@corpus_app.command("train-classifier")
-def train_corpus_classifier(
-    wanted: Annotated[str, typer.Argument(metavar="WANTED", help="Documents of the kind that stays: a folder, file, glob or URL.")],
-    unwanted: Annotated[str, typer.Argument(metavar="UNWANTED", help="Documents of the other kind.")],
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The file to write, .npz.")],
-    text_field: Annotated[str, typer.Option(metavar="FIELD", help="The field of the text in JSON, Parquet and ArrayRecord.")] = "text",
-) -> None:
-    """Train the quality classifier of a corpus file's `filters.classifier` on documents of two kinds."""
-    with _needs_corpus():
-        from maxlm.corpus.command import train_classifier
-    train_classifier(wanted, unwanted, model, typer.echo, text_field)
-
-
 @contextmanager
 def _needs_corpus() -> Iterator[None]:
     if missing := [name for name in CORPUS_PACKAGES if importlib.util.find_spec(name) is None]:

@@ -33,7 +33,6 @@ class Condition(NamedTuple):
             return [BOOLEANS[value.lower()] for value in self.values]
         return [_number(value) for value in self.values]
 
-
     def meets(self, value: str | float | bool | None) -> bool:
         """True if a document with `value` in the field meets the condition; False also for a value of a kind that cannot be compared."""
         if value is None:

@@ -352,7 +352,7 @@ class PrepareConfig(Section):
     """Source of the text of `data.store`."""
 
     sources: Annotated[tuple[ReadPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
-    text_field: Text = "text"  # of JSON, Parquet and ArrayRecord documents
+    text_field: Text = "text"  # of JSON, CSV, Parquet and ArrayRecord documents
     # Absent: documents are texts.
     conversations: Annotated[PromptResponseConfig | ChatConfig | PreferencesConfig, Field(discriminator="kind")] | None = None
     eval_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.02  # of documents, held out by a hash of their text

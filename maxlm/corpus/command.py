@@ -1,8 +1,7 @@
-"""`maxlm corpus run`, with a table of what each pass left, `maxlm corpus report` and `maxlm corpus train-classifier`."""
+"""`maxlm corpus run`, with a table of what each pass left, and `maxlm corpus report`."""
 
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
-from maxlm.corpus.filters.classifier import LinearClassifier, train_from_files
 from maxlm.corpus.page import megabytes, page, searched, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
@@ -64,26 +62,6 @@ def report(output: Path, say: Callable[[str], None]) -> None:
         raise as_user_error(error) from error
     render(known, output)
     say(f"report: {output / 'report.html'}")
-
-
-def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str], None], text_field: str = "text") -> None:
-    """Train the model of `filters.classifier` on documents of both classes and write it. Raises UserError."""
-    try:
-        model.parent.mkdir(parents=True, exist_ok=True)
-        if model.is_dir() or not os.access(model.parent, os.W_OK):
-            raise UserError(f"{model}: cannot be written; give the path of a file.")
-        if model.exists() and not LinearClassifier.is_in(model):
-            raise UserError(f"{model}: it exists and is no classifier; give the path of a new file, after the two of texts.")
-        trained = train_from_files(wanted, unwanted, text_field=text_field)
-        trained.classifier.save(model)
-    except OSError as error:
-        raise as_user_error(error) from error
-    say(f"{model}: trained on {trained.wanted:,} wanted and {trained.unwanted:,} unwanted documents")
-    if trained.held_out:
-        say(f"test: {trained.right:,} of {trained.held_out:,} told right that were held out from a first training")
-    else:
-        say("test: there are too few documents to hold any out")
-    say(f"to use it, in a corpus file: filters: {{classifier: {{model: {model}, min_score: 0.5}}}}")
 
 
 def render(report: dict[str, Any], output: Path) -> None:

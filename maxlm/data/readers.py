@@ -25,7 +25,7 @@ SAID = {
     "encoding": "is not UTF-8 text; convert it, or clean it by `maxlm corpus run`, which finds the encoding",
     "foreign_value": "holds a value that cannot be read here ({example}); convert or drop the column",
     "missing_field": "has no field {field}; set data.prepare.text_field to one of its fields: {example}",
-    "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), Parquet or ArrayRecord: convert it, or leave it out",
+    "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), CSV, Parquet or ArrayRecord: convert or leave it out",
     "not_a_file": "is a folder, a pipe or a device, and a file is read; give a file",
     "not_json": "is not JSON: {error}",
     "not_object": "is a JSON {type}, not an object",

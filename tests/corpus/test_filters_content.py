@@ -1,33 +1,28 @@
 """Filters of content: lists, personal data, language, classifier, perplexity, and the settings of all."""
 
-import gzip
-import json
 import math
 import random
-import re
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import phonenumbers
 import pytest
 from filter_texts import NOUNS, prose, sentence
 from pydantic import ValidationError
 
 from maxlm.config.errors import UserError
-from maxlm.corpus.command import train_classifier as train_classifier_command
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, run_filters
-from maxlm.corpus.filters.classifier import LinearClassifier, train_classifier, train_from_files
 from maxlm.corpus.filters.language import sample_text
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
 from maxlm.corpus.filters.phones import REGIONS
 from maxlm.corpus.filters.settings import PersonalDataSettings
-from maxlm.corpus.filters.statistics import TextStatistics
 from maxlm.corpus.urls import split_url
+
+CASES = Path(__file__).parents[1] / "cases/corpus"
 
 
 def judge(text, settings, scorer=None, **metadata):
@@ -324,67 +319,25 @@ def junk(seed):
     return " ".join(rng.choice(["buy", "cheap", "click", "offer", "now", "free", rng.choice(NOUNS), "shipping", "deal"]) for _ in range(80))
 
 
-@pytest.fixture(scope="module")
-def classifier():
-    return train_classifier([prose(i, 2) for i in range(60)], [junk(i) for i in range(30)], bits=14)
+def test_a_classifier_of_fasttext_keeps_documents_of_its_label():
+    """A model of two labels, hq and lq, that fastText trained on prose() and junk()."""
+    pytest.importorskip("fasttext")
+    section = {"classifier": {"model": str(CASES / "quality.ftz"), "label": "hq"}}
+    assert all(judge(prose(1000 + i, 2), section).metadata["classifier_score"] > 0.5 for i in range(20))
+    assert {reason(junk(1000 + i), section) for i in range(20)} == {"classifier_score"}
+    other = {"classifier": {"model": str(CASES / "quality.ftz"), "label": "lq"}}
+    assert judge(junk(7), other).metadata["classifier_score"] > 0.5 and reason(prose(7), other) == "classifier_score"
+    assert reason(f"{junk(7)}\n\ud800{junk(8)}", section) == "classifier_score", "line feeds, at which fastText ends a text, and surrogates"
+    with pytest.raises(UserError, match=r"filters\.classifier\.label: .*quality\.ftz has no label good; it has hq, lq"):
+        judge("text", {"classifier": section["classifier"] | {"label": "good"}})
 
 
-def test_a_classifier_separates_unseen_texts(classifier):
-    assert min(classifier.probability(TextStatistics(prose(1000 + i, 2))) for i in range(50)) > 0.5
-    assert max(classifier.probability(TextStatistics(junk(1000 + i))) for i in range(50)) < 0.5
-    assert 0.0 < classifier.probability(TextStatistics("")) < 1.0
-
-
-def test_training_and_files_are_the_same_bytes(classifier, tmp_path):
-    again = train_classifier([prose(i, 2) for i in range(60)], [junk(i) for i in range(30)], bits=14)
-    for name, model in (("a.npz", classifier), ("b.npz", again)):
-        model.save(tmp_path / name)
-    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
-    loaded = LinearClassifier.load(tmp_path / "a.npz")
-    assert loaded.probability(TextStatistics(junk(5))) == classifier.probability(TextStatistics(junk(5)))
-    section = {"classifier": {"model": str(tmp_path / "a.npz")}}
-    assert reason(junk(99), section) == "classifier_score"
-    assert judge(prose(99), section).metadata["classifier_score"] > 0.5
-
-
-def test_training_reads_two_folders_of_any_format(tmp_path, capsys):
-    for name, make in (("good", prose), ("bad", junk)):
-        (tmp_path / name / "inner").mkdir(parents=True)
-        for i in range(30):
-            (tmp_path / name / ("inner" if i % 2 else "") / f"{i}.txt").write_text(make(i))
-        (tmp_path / name / "more.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": make(77)}).encode() + b"\nno JSON\n"))
-    model = tmp_path / "models" / "quality.npz"
-    train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model, print)
-    printed = capsys.readouterr().out
-    right, held_out = map(int, re.search(r"(\d+) of (\d+) told right", printed).groups())
-    assert "31 wanted and 31 unwanted" in printed
-    assert held_out > 2
-    assert right >= held_out - 1
-    loaded = LinearClassifier.load(model)
-    assert loaded.probability(TextStatistics(prose(50))) > 0.5 > loaded.probability(TextStatistics(junk(50)))
-    with pytest.raises(UserError, match="models: cannot be written"):
-        train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model.parent, print)
-    train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), model, print)  # again, over the first
-    texts = tmp_path / "bad" / "more.jsonl.gz"
-    before = texts.read_bytes()
-    with pytest.raises(UserError, match="it exists and is no classifier"):
-        train_classifier_command(str(tmp_path / "good"), str(tmp_path / "bad"), texts, print)
-    assert texts.read_bytes() == before
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty"):
-        train_from_files(str(tmp_path / "good"), str(tmp_path / "empty"))
-
-
-def test_a_broken_classifier_is_one_line(tmp_path, classifier):
-    (tmp_path / "text.npz").write_text("no model")
-    classifier.save(tmp_path / "whole.npz")
-    (tmp_path / "half.npz").write_bytes((tmp_path / "whole.npz").read_bytes()[:500])
-    np.savez(tmp_path / "other.npz", format=1, weights=np.zeros(3, np.float32), bias=0.0, order=2)
-    np.savez(tmp_path / "old.npz", format=0)
-    (tmp_path / "empty.npz").write_bytes(b"")
-    for name in ("text", "half", "other", "old", "missing", "empty"):
-        with pytest.raises(UserError, match=name):
-            judge("text", {"classifier": {"model": str(tmp_path / f"{name}.npz")}})
+def test_a_broken_classifier_is_one_line(tmp_path):
+    pytest.importorskip("fasttext")
+    (tmp_path / "text.bin").write_text("no model")
+    for name in ("text", "missing"):
+        with pytest.raises(UserError, match=rf"{name}\.bin: "):
+            judge("text", {"classifier": {"model": str(tmp_path / f"{name}.bin"), "label": "hq"}})
 
 
 # Perplexity
@@ -514,7 +467,7 @@ def test_results_do_not_depend_on_the_hash_seed():
     program = (
         "from filter_texts import prose; from test_filters_content import *\n"
         "s = dict.fromkeys(['boilerplate', 'c4', 'gopher_quality', 'gopher_repetition', 'fineweb', 'personal_data'], {})\n"
-        "print([judge(prose(i) + MASKED[i][0], s) for i in range(10)], train_classifier([prose(1)], [junk(1)], bits=8).weights.sum())"
+        "print([judge(prose(i) + MASKED[i][0], s) for i in range(10)])"
     )
     here = Path(__file__).parent
     outputs = {
@@ -540,15 +493,3 @@ def test_random_characters_never_crash_a_filter():
         text = "".join(chr(rng.choice((rng.randrange(128), rng.randrange(0x110000)))) for _ in range(200)) + sentence(rng)
         for each in filters:
             assert isinstance(each(Document("f#0", text)), Document | Removed)
-
-
-def test_a_classifier_says_which_records_it_could_not_read(tmp_path, caplog):
-    """Examples in another field, damaged lines, and a folder without a document."""
-    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
-    good.write_text("".join(json.dumps({"body": prose(i, 2)}) + "\n" for i in range(4)) + '{"body": \n')
-    bad.write_text("".join(json.dumps({"body": junk(i)}) + "\n" for i in range(4)))
-    trained = train_from_files(str(good), str(bad), text_field="body", bits=10, epochs=1)
-    assert (trained.wanted, trained.unwanted) == (4, 4)
-    assert "1 not_json" in caplog.text and f"the first {good}#5" in caplog.text and "bad.jsonl" not in caplog.text
-    with pytest.raises(UserError, match=r"good\.jsonl: no document .*4 missing_field.*no field text: name theirs by --text-field"):
-        train_from_files(str(good), str(bad))

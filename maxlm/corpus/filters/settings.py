@@ -175,10 +175,11 @@ class PersonalDataSettings(Section):
 
 
 class ClassifierSettings(Section):
-    """A linear classifier on hashed word n-grams, that `maxlm corpus train-classifier` trained."""
+    """A classifier of fastText, as `fasttext supervised` trains it and others publish theirs."""
 
-    model: str = Field(description="Path of a classifier's .npz file.")
-    min_score: Fraction = Field(0.5, description="Probability of the wanted class that a document has at least.")
+    model: str = Field(min_length=1, description="Path of a fastText model (.bin or .ftz).")
+    label: str = Field(min_length=1, description="The wanted label, without __label__.")
+    min_score: Fraction = Field(0.5, description="Probability of this label that a document has at least.")
 
 
 class PerplexitySettings(Section):
