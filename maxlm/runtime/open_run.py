@@ -93,10 +93,10 @@ class OpenRun:
 
 
 def open_run(
-    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[], None]
+    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[Config], None]
 ) -> OpenRun:
-    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called once the data is open. Raises UserError, in all
-    processes alike.
+    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called with the config for them once the data is open.
+    Raises UserError, in all processes alike.
     """
     config = elastic.on_present(asked, here)
     with elastic.waiting_if_too_large(here):
@@ -104,7 +104,7 @@ def open_run(
     if here.absent and phases.primary:
         phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
     data = open_data_on_all_hosts(config, phases)
-    on_data()
+    on_data(config)
     program = build_program(config, build_mesh(config))
     config = _with_possible_checks(config, program, here, phases)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)

@@ -18,7 +18,7 @@ from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError
-from maxlm.config.loader import saved_text
+from maxlm.config.loader import dump, saved_text
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.data.turns import turn_ends
@@ -28,7 +28,7 @@ from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.runtime import cluster, deadline, elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import require_equal
+from maxlm.runtime.consistency import digest, require_equal
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.runtime.launch import NO_RESTART
 from maxlm.runtime.observing import observing
@@ -139,7 +139,7 @@ def _run(
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
     predict = _on_all_hosts(predictor, asked, here.hosts)
-    run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
+    run = open_run(asked, phases, goodput, open_tasks, here, functools.partial(_follow, watchdog, goodput))
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
         checkpoints.claim()
@@ -163,6 +163,13 @@ def _run(
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
             _conclude(run, phases.console, outcome, stopped, bill)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
+
+
+def _follow(watchdog: Watchdog, goodput: Goodput, config: Config) -> None:
+    """Watch the run of `config`. Its operations take as long as in earlier attempts with the same config on the same devices."""
+    device = jax.devices()[0].device_kind
+    layout = digest(f"{jax.device_count()} {device} {jax.process_count()} {dump(config)}")
+    watchdog.follow(goodput, RunDirectory(Path(config.run.dir) / config.run.name, jax.process_index() == 0), layout)
 
 
 def _bill(run: OpenRun, phases: Phases) -> Bill:

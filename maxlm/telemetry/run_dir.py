@@ -36,6 +36,7 @@ class RunDirectory:
     routing = _Entry("routing.jsonl")
     events = _Entry("events.jsonl")
     heartbeat = _Entry("heartbeat.json")
+    lengths = _Entry("watchdog.json")  # of steps, saves, waits for data: the watchdog's limits follow from them
     supervisor = _Entry("supervisor.jsonl")  # the one file that the supervisor writes, and not the primary process
     alerts = _Entry("alerts.json")  # when alerts were sent, which limits their number
     log = _Entry("log.txt")
@@ -82,7 +83,7 @@ class RunDirectory:
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
         files = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report)
-        names = (*files, self.roll_backs, self.integrity, self.unhealthy_hosts)
+        names = (*files, self.lengths, self.roll_backs, self.integrity, self.unhealthy_hosts)
         for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
             temporary.unlink(missing_ok=True)
 
