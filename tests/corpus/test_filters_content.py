@@ -1,5 +1,6 @@
 """Filters of content: lists, personal data, language, classifier, perplexity, and the settings of all."""
 
+import json
 import math
 import random
 import subprocess
