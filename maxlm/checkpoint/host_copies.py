@@ -30,6 +30,7 @@ from maxlm.checkpoint import manifest
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.manifest import Manifest
 from maxlm.checkpoint.tiles import Tiling
+from maxlm.config import directory_lock
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.hardware.host import process_namespace, process_started
 
@@ -248,7 +249,7 @@ class Draft:
         self.size += content.size
 
     def commit(self, layout: str, name: str) -> None:
-        """Complete the copy as `name`, instead of one of that name. Raises OSError."""
+        """Complete the copy as `name`, instead of one of that name. Raises OSError, and UserError once another start has the run."""
         self._file.flush()
         os.fsync(self._file.fileno())  # free in memory; on a disk it may fail only here
         self._file.close()
@@ -258,6 +259,7 @@ class Draft:
             file.flush()
             os.fsync(file.fileno())
         target = self._folder.with_name(name)
+        directory_lock.check()
         _remove(target)
         self._folder.rename(target)
 

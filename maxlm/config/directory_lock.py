@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,9 +37,11 @@ class Lock:
         self._file: IO[str] | None = None  # None without locks
         self._process = os.getpid()
         self._checked = 0.0
+        self._watched = self._released = False
+        self._lost: UserError | None = None  # found by the thread of `watch`
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_file": None}  # a worker process asks by the token
+        return {**vars(self), "_file": None, "_watched": False}  # a worker process asks by the token
 
     def acquire(self, seconds: float, say: Callable[[str], None], fix: str) -> None:
         """Wait until no other process holds the folder, for so many seconds at most. Raises UserError, OSError."""
@@ -81,11 +84,15 @@ class Lock:
 
     def check(self, every_s: float = 0.0) -> None:
         """Raise an error of the kind `taken` if another process has taken the folder. A file that cannot be read proves nothing; one that
-        was removed is made again.
+        was removed is made again. `every_s`: seconds for which the last check is good.
         """
+        if self._watched and every_s:
+            if self._lost is not None:
+                raise self._lost
+            return
         if not self.is_due(every_s):
             return
-        if not self._path.exists():
+        if not os.path.exists(self._path):  # noqa: PTH110 - of a storage that fails, Path.exists raises
             self._restore()
         holder = {}
         with contextlib.suppress(OSError), self._path.open(encoding="utf-8") as file:
@@ -96,6 +103,19 @@ class Lock:
                 "let one process at a time use it."
             )
 
+    def watch(self) -> None:
+        """Check in a thread from now on: where storage hangs, a loop that checks every second must not wait for it."""
+        self._watched = True
+        threading.Thread(target=self._watch, name="directory-lock", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._released and self._lost is None:
+            try:
+                self.check()
+            except UserError as error:
+                self._lost = error
+            time.sleep(_CHECK_SECONDS)
+
     def is_due(self, every_s: float) -> bool:
         """True unless the last check was less than `every_s` seconds ago."""
         due = not every_s or time.monotonic() >= self._checked + every_s
@@ -104,6 +124,7 @@ class Lock:
 
     def release(self) -> None:
         """Give up the folder."""
+        self._released = True
         with contextlib.suppress(OSError):
             with self._path.open(encoding="utf-8") as file:
                 ours = _read(file).get("token", self._token if self._file is not None else "") == self._token

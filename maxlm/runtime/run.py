@@ -232,7 +232,8 @@ def _owning(run: OpenRun) -> Callable[[], None]:
     owner = Ownership(folder, _superseded(run.asked)) if needs_token else None
 
     def check() -> None:
-        directory_lock.check()
+        for path in (run.directory.path, *([] if is_remote(str(folder)) else [Path(folder)])):
+            directory_lock.check(path)
         if owner is not None:
             owner.check()
 
@@ -400,7 +401,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         try:
             seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
             for folder, field in folders.items() if jax.process_index() == 0 else ():
-                locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken))
+                locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
         except UserError as error:
             problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
         except OSError as error:

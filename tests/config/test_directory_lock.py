@@ -164,6 +164,28 @@ def test_two_writers_never_mix(tmp_path, monkeypatch, how, write):
     assert not (folder / directory_lock.NAME).exists()
 
 
+def _until(there, seconds=900):
+    until = time.monotonic() + seconds
+    while not there() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert there()
+
+
+def test_a_loop_does_not_wait_for_a_storage_that_hangs(tmp_path, monkeypatch, how):
+    """A thread looks; the loop learns of it, and never asks the file system itself."""
+    monkeypatch.setattr(directory_lock, "_CHECK_SECONDS", 0.01)
+    with directory_lock.locked(tmp_path / "run", "run.dir", 0, print, "end that first") as lock:
+        lock.watch()
+        directory_lock.check()
+        with second_writer(tmp_path / "run", monkeypatch, how) if how != "removed" else contextlib.nullcontext():
+            if how == "removed":  # it would make the file again
+                (tmp_path / "run" / directory_lock.NAME).write_text('{"token": "of another process"}')
+            _until(lambda: lock._lost is not None)
+            with monkeypatch.context() as hangs, pytest.raises(UserError, match="has taken over"):
+                hangs.setattr(directory_lock, "_read", lambda file: pytest.fail("the loop reads"))
+                directory_lock.check()
+
+
 def test_the_first_does_not_free_what_the_second_holds(tmp_path, monkeypatch, how):
     with contextlib.ExitStack() as second:
         with directory_lock.locked(tmp_path / "run", "run.dir", 0, print, "end that first"):
@@ -225,13 +247,6 @@ directory_lock.process_namespace = lambda: str(os.getpid())
 from maxlm.__main__ import main
 main()
 """
-
-
-def _until(there, seconds=900):
-    until = time.monotonic() + seconds
-    while not there() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert there()
 
 
 @pytest.mark.soak
