@@ -129,4 +129,3 @@ class ElasticConfig(Section):
     min_hosts: Annotated[int, Strict(), Field(ge=1, le=15_000)]
     wait_s: PositiveFloat = 300.0  # that hosts are waited for
     grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
-    compile_ahead: Bool = False  # compile the step for one host less beside training (docs/elastic.md)

@@ -45,16 +45,7 @@ def enable_compilation_cache() -> str | None:
     Returns None, without a cache, for several CPU devices: XLA:CPU orders collectives through objects shared by all devices, a loaded
     program has one per device, and devices may wait for each other for ever (seen with jax 0.10.2).
     """
-    folder = cache_folder() if may_load_programs(jax.device_count()) else None
-    jax.config.update("jax_compilation_cache_dir", folder)
-    return folder
-
-
-def cache_folder() -> str:
-    """Folder of compiled programs, which the environment may set; it may be in a bucket."""
-    return os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "maxlm" / "compiled")
-
-
-def may_load_programs(devices: int) -> bool:
-    """False for several CPU devices, see `enable_compilation_cache`."""
-    return devices == 1 or jax.default_backend() != "cpu"
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "maxlm" / "compiled")
+    unordered = jax.default_backend() == "cpu" and jax.device_count() > 1
+    jax.config.update("jax_compilation_cache_dir", None if unordered else folder)
+    return None if unordered else folder

@@ -22,7 +22,7 @@ from maxlm.config.loader import dump, flatten
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import elastic, progress_file, smaller_program
+from maxlm.runtime import elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
@@ -105,7 +105,6 @@ def open_run(
     data = open_data_on_all_hosts(config, phases)
     on_data(config)
     program = build_program(config, build_mesh(config))
-    smaller_program.use_compiled(program, here)
     config = _with_possible_checks(config, program, here, phases)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
     flips = bit_flips.from_environment(directory.path)

@@ -26,7 +26,7 @@ from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
-from maxlm.runtime import cluster, deadline, elastic, progress_file, smaller_program
+from maxlm.runtime import cluster, deadline, elastic, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import digest, require_equal
 from maxlm.runtime.jax_setup import select_platform
@@ -210,7 +210,6 @@ def _train(
         start = _record_start(run)
         facts = _facts(run, here, bill) | _predicted(run, predict) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=facts))
-        smaller_program.compile_ahead(run.asked, here)
         if run.flips is not None:
             bit_flips.inject(run.program, run.flips)
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"

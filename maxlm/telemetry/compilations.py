@@ -21,7 +21,6 @@ _TRACE, _LOWER = "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/ja
 _COMPILE = "/jax/core/compile/backend_compile_duration"  # sent for a program from the cache, too
 _HIT, _MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 
-AHEAD = "it is for a mesh of fewer hosts, ahead of time"  # a reason that is no alarm
 _reason = threading.local()
 
 
@@ -86,7 +85,7 @@ class Compilations:
         with self._lock:
             programs, trace_s, lower_s = self._programs, self._trace_s, self._lower_s
             compile_s = sum(program.seconds for program in programs)
-            again = [program for program in programs if program.name == STEP and program.reason != AHEAD] if self._running else []
+            again = [program for program in programs if program.name == STEP] if self._running else []
             if (programs and not self._running) or again or trace_s + lower_s + compile_s >= WORTH_S:
                 self._programs, self._trace_s, self._lower_s = [], 0.0, 0.0
             else:

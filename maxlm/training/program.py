@@ -215,10 +215,6 @@ class Program:
         compiled = self.compiled()
         return compiled if self.nvme is None else self.nvme.with_gradients(compiled)
 
-    def use_step(self, compiled: jax.stages.Compiled) -> None:
-        """Use this update, compiled elsewhere for the same config and mesh, instead of compiling one."""
-        self.__dict__["step"] = compiled
-
     def compiled(self) -> jax.stages.Compiled:
         """The update that `lower` describes, compiled."""
         return self.lower().compile(compiler_options=self.compiler_options)
