@@ -22,6 +22,7 @@ from maxlm.runtime.hang import MAX_WHERE, Frame
 
 _OURS, _JAX = Path(maxlm.__file__).parent, Path(jax.__file__).parent
 _COMPILER = tuple(_JAX / "_src" / name for name in ("compiler.py", "interpreters/mlir.py", "interpreters/partial_eval.py"))
+_COMPILER_NAMES = frozenset(map(str, _COMPILER))
 _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
 SENDING_SECONDS = 0.5
 # Numbers of the system calls write, writev, sendto, sendmsg and sendmmsg.
@@ -52,7 +53,7 @@ def main_frame() -> Frame:
 
 def compiling() -> bool:
     """True if the main thread traces, lowers or compiles a program: then it waits for no other process."""
-    return any(Path(one.f_code.co_filename) in _COMPILER for one in _main_frames())
+    return any(one.f_code.co_filename in _COMPILER_NAMES for one in _main_frames())
 
 
 def sending_threads() -> set[str]:

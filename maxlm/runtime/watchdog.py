@@ -322,8 +322,8 @@ class Age:
 
     def update(self, elapsed: float, limits: Limits) -> Operation:
         """The operation now. `elapsed`: seconds since the last call; beyond two looks, the process was stopped, and that does not count."""
-        progress, (part, since) = self._progress, self._goodput.current
-        part = SELDOM if progress.seldom else str(part)
+        progress, (running, since) = self._progress, self._goodput.current
+        part = SELDOM if progress.seldom else str(running)
         ran = min(elapsed, 2 * TICK_SECONDS)
         key = (part, since, progress.moved, progress.dispatched, progress.finished)
         limits.begin_size(progress.sequences)
