@@ -23,8 +23,8 @@ def config(folder, output, **changed):
         write_corpus(raw)
         fields = [
             {"score": 3, "url": "https://a.b/c", "ok": True},
-            {"score": 0.5, "deep": {"a": 1}},
-            {"ok": "yes", "n": 2**70, "title": "é\udc80"},
+            {"score": 0.5, "deep": {"a": 1}, "order": "text"},
+            {"ok": "yes", "n": 2**70, "order": True, "title": "é\udc80"},
         ]
         for number, more in enumerate(fields):
             lines = [
@@ -50,7 +50,8 @@ def test_rows_are_the_lines_with_one_kind_a_field(made):
     (schema,) = {str(parquet.read_schema(file)) for file in files}
     kinds = {field.name: str(field.type) for field in parquet.read_schema(files[0]).field("metadata").type}
     assert kinds == {
-        "license": "string", "n": "string", "ok": "string", "score": "double", "source": "string", "title": "string", "url": "string"
+        "license": "string", "n": "string", "ok": "string", "order": "string", "score": "double", "source": "string",
+        "title": "string", "url": "string",
     }, schema  # fmt: skip
     rows = parquet.read_table(made / "rows" / "documents").to_pylist()
     wanted = records(made / "lines" / "documents")

@@ -17,7 +17,10 @@ STAGES = ("length", "gopher_quality", "deduplicate", "repeated_lines", "repeated
 def config(tmp_path, output, **changed):
     """Every kind of stage; the second filter changes nothing and removes some documents of those that the first one would remove."""
     base = settings(tmp_path, tmp_path / output).model_dump()
-    base["filters"] = {"length": {"min_words": 12}, "gopher_quality": {"min_words": 50, "min_stop_words": 0, "min_alphabetic_words": 0}}
+    base["filters"] = {
+        "length": {"min_words": 12},
+        "gopher_quality": {"min_words": 50, "max_words": 200, "min_stop_words": 0, "min_alphabetic_words": 0},
+    }
     return CorpusSettings.model_validate(base | changed)
 
 
@@ -26,6 +29,9 @@ def made(tmp_path_factory):
     """A folder with a corpus, its run without tags in `remove`, and with all of them in `tag`; and both reports."""
     folder = tmp_path_factory.mktemp("tags")
     write_corpus(folder / "raw")
+    words = [f"other{number}" for number in range(215)]  # a long document that a filter removes, of which a shorter one is a near copy
+    lines = [json.dumps({"text": " ".join(some)}) + "\n" for some in (words, words[:190])]
+    (folder / "raw" / "9.jsonl").write_text("".join(lines))
     return folder, run(config(folder, "remove")), run(config(folder, "tag", tag=STAGES))
 
 
@@ -97,7 +103,7 @@ def test_a_later_run_selects_by_tags_and_replaces_its_own(made, tmp_path):
         one["text"] for one in records(folder / "remove" / "documents")
     ]
     (removed,) = (one["removed"] for one in report["passes"])
-    assert set(removed) == {"where/not_met"} and report["passes"][0]["came"]["tagged"][0] == 72
+    assert set(removed) == {"where/not_met"} and report["passes"][0]["came"]["tagged"][0] == 74
     assert {one["detail"]["condition"] for one in report["passes"][0]["examples"]["where/not_met"]} <= set(where)
     again = {"output": str(tmp_path / "again"), "sources": {"tagged": source | {"where": []}}, "filters": {"length": {}}, "tag": ["length"]}
     run(CorpusSettings.model_validate(again))
