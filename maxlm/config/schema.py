@@ -653,8 +653,9 @@ class Config(Section):
         """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there."""
         train, chunked = self.train, self.pipeline is not None and self.pipeline.chunks > 1
         least = 1 if train.noise_scale is None else 2  # which compares them
-        options = {"full": train.global_batch, "parts": train.microbatches, "least": least, "fixed": self.model.balances_microbatches}
-        return microbatches(size, shards=mesh["data"] * mesh["fsdp"] * mesh["expert"], stages=mesh["stage"], chunked=chunked, **options)
+        full = {"full": train.global_batch, "parts": train.microbatches, "least": least}
+        split = {"shards": mesh["data"] * mesh["fsdp"] * mesh["expert"], "stages": mesh["stage"]}
+        return microbatches(size, **full, **split, chunked=chunked, fixed=self.model.balances_microbatches)
 
     @property
     def tokens_per_step(self) -> int:
