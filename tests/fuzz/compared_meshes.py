@@ -302,6 +302,7 @@ def failures(case: Case, names: tuple[str, ...] = tuple(CHECKS)) -> Iterator[Fai
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__} in {last.name}: {str(error)[:300]}"
+            yield Failure(name, f"{type(error).__name__} in {last.name}: {str(error)[:300]}")
+            return  # a program that cannot be built fails in every check
         if told:
             yield Failure(name, told)

@@ -11,7 +11,7 @@ from drawn_configs import BASE, NOT_DRAWN, SETTINGS, VALUES, CannotDrawError, bu
 from maxlm.config.schema import Config
 
 CHUNKS, CASES = 6, 29  # of a day: 200 in a week
-CHUNK_S = 200.0  # of processor time, after which a chunk begins no further case
+CHUNK_S = 160.0  # of processor time, after which a chunk begins no further case
 SECTIONS_THAT_STAY = {"checkpoint", "run"}
 
 
