@@ -29,7 +29,7 @@ from maxlm.config import UserError
 
 SEED = os.environ.get("MAXLM_FUZZ_SEED") or str(datetime.datetime.now(datetime.UTC).date())
 FOLDER = Path(os.environ.get("MAXLM_FUZZ_FOLDER") or Path(tempfile.gettempdir()) / "maxlm-fuzz")  # of the configs of failures
-REDUCING_S = 240.0  # for one failure
+REDUCING_S = 120.0  # of processor time, for one failure
 REDUCED = 2  # failures of one call that are reduced; the others are written as they were drawn
 
 
@@ -46,13 +46,13 @@ def leaves(values: Values, prefix: str = "") -> Iterator[str]:
 
 def reduced(case: Case, fails: Callable[[Case], bool], seconds: float = REDUCING_S) -> Case:
     """A smaller case that fails: settings as in `BASE` one by one and half of them at a time, and smaller meshes, until none can go."""
-    until = time.monotonic() + seconds
+    until = time.process_time() + seconds
     keys = list(leaves(case.values))
     size = max(len(keys) // 2, 1)
-    while keys and time.monotonic() < until:
+    while keys and time.process_time() < until:
         for start in range(0, len(keys), size):
             smaller = _without(case, keys[start : start + size])
-            if smaller is not None and time.monotonic() < until and fails(smaller):
+            if smaller is not None and time.process_time() < until and fails(smaller):
                 case, keys = smaller, list(leaves(smaller.values))
                 size = min(size, max(len(keys) // 2, 1))
                 break
@@ -61,8 +61,8 @@ def reduced(case: Case, fails: Callable[[Case], bool], seconds: float = REDUCING
                 break
             size = size // 2
     for smaller in _smaller_meshes(case):
-        if time.monotonic() < until and fails(smaller):
-            return reduced(smaller, fails, until - time.monotonic())
+        if time.process_time() < until and fails(smaller):
+            return reduced(smaller, fails, until - time.process_time())
     return case
 
 
