@@ -6,6 +6,7 @@ that is `{}` on the command line: by its defaults.
 """
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,7 +21,7 @@ from ruamel.yaml.error import YAMLError
 import maxlm
 from maxlm.config import assumed, explain, rules, schedule_rules
 from maxlm.config.errors import SHOWN, UserError, shorten, show
-from maxlm.config.paths import expand_home
+from maxlm.config.paths import expand_home, irregular, open_regular
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
@@ -188,7 +189,8 @@ def find(name: str) -> Path:
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
     near = inside or closest or [config for config in known if config.startswith("runs/")]
-    problem = f"is a folder without {RUN_CONFIG}" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
+    kind = next(filter(None, map(irregular, candidates)), "")
+    problem = f"is a folder without {RUN_CONFIG}" if kind == "a folder" else f"is {kind}" if kind else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
 
 
@@ -271,7 +273,7 @@ class _Files:
     def _read(self, path: Path) -> dict[str, Any]:
         origin = shorten(str(path))
         try:
-            with path.open(encoding="utf-8") as stream:
+            with io.TextIOWrapper(open_regular(path), encoding="utf-8") as stream:
                 text = stream.read(MOST_BYTES + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None

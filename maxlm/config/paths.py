@@ -1,7 +1,10 @@
 """Paths in settings: `~` expanded, and unsupported storage refused before anything is opened."""
 
-import os.path
+import errno
+import os
 import re
+import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,6 +81,47 @@ def is_inside(path: str, folder: str) -> bool:
     """True if `path` is `folder` or below it, as far as their names and links tell."""
     inner, outer = same_place(path), same_place(folder).rstrip("/")
     return inner == outer or inner.startswith(f"{outer}/")
+
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def irregular(path: str | Path) -> str:
+    """Kind of what is at `path`, such as a named pipe; "" for a regular file and where nothing is found."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")  # noqa: PTH116  # str or Path
+    except (OSError, ValueError):
+        return ""
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for what is no regular file: a pipe
+    would wait for a writer, and a device never ends.
+    """
+    kind = irregular(path)  # before it is opened, which some devices act upon
+    if not kind:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode), "")
+        if not kind:
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    raise IsADirectoryError(errno.EISDIR, f"it is {kind}, and not a regular file", str(path))
+
+
+def read_file(path: str | Path, most: int) -> bytes:
+    """The content of a file that is read whole, of at most `most` bytes. Raises as `open_regular`, and UserError for more."""
+    with open_regular(path) as file:
+        large = os.fstat(file.fileno()).st_size > most
+        content = b"" if large else file.read(most + 1)
+    if large or len(content) > most:
+        raise UserError(f"{shorten(str(path))} has more than {most:,} bytes, which no such file has.")
+    return content
 
 
 def refuse(rule: str, fix: str) -> NoReturn:

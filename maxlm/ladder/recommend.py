@@ -14,6 +14,7 @@ import numpy as np
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import COMMAND_LINE, load
+from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
@@ -22,6 +23,8 @@ from maxlm.ladder.ladder_command import RESULT
 from maxlm.ladder.settings import SizeConfig
 from maxlm.models.counts import token_flops
 from maxlm.telemetry.formatting import count
+
+MOST_BYTES = 2**26  # of a fitted ladder
 
 UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
 LARGEST = 65_536  # width
@@ -93,7 +96,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
 def _read(folder: Path) -> dict[str, Any]:
     file = folder / RESULT
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = json.loads(read_file(file, MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise UserError(f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted.") from error

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config.paths import open_regular
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.protocol import removed, replace_text
 from maxlm.corpus.filters.scan import STEP, Hashes
@@ -47,7 +48,7 @@ class LinearClassifier:
     def is_in(path: Path) -> bool:
         """True if the file holds a classifier, of whatever version. Raises OSError."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
                 return {"format", "weights", "bias", "order"} <= set(arrays.files)
         except (ValueError, EOFError, AttributeError, zipfile.BadZipFile):
             return False
@@ -56,7 +57,7 @@ class LinearClassifier:
     def load(cls, path: Path) -> "LinearClassifier":
         """Raises UserError."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
                 if int(arrays["format"]) != FORMAT:
                     raise UserError(f"{shorten(str(path))}: is of another version; train the classifier again.")
                 weights, bias, order = arrays["weights"], float(arrays["bias"]), int(arrays["order"])
