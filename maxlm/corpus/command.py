@@ -88,8 +88,9 @@ def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str
 
 def render(report: dict[str, Any], output: Path) -> None:
     """Print what each pass left and removed."""
-    from rich.console import Console
     from rich.table import Table
+
+    from maxlm.config.console import Console
 
     came, size = total(report["passes"][0]["came"])
     table = Table("pass", "left", "text left", "removed", "most frequent reasons")

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from maxlm.config import Config, UserError
+from maxlm.config.console import Console
 from maxlm.config.paths import read_file
 from maxlm.config.rules import most_generated
 from maxlm.config.schema import ModelConfig, WeightsKind

@@ -164,6 +164,7 @@ def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packi
     model = saved.directory / MODEL
     if model.is_file():
         said = html.escape(model.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()[:300], quote=False)
+        said = said.replace("[", "&#91;").replace("|", "&#124;")  # no link, picture or cell of a table by the name of a folder
     else:
         said, rows = "Trained with maxlm.", rows | _training(saved.trained, step)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
