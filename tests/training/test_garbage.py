@@ -57,7 +57,7 @@ def garbage(kind, windows, dice):
 
 def train(store, steps, planted, *, seed=0, mixture=None, **optimizer):
     """(alarms of the run, its losses)."""
-    data = {"store": store, "seq_len": SEQ} if mixture is None else {"mixture": mixture, "seq_len": SEQ}
+    data = {"store": store, "seq_len": SEQ} if mixture is None else {"store": None, "mixture": mixture, "seq_len": SEQ}
     program = tiny_program(
         1,
         model=SIZES,
