@@ -86,8 +86,7 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
     settings = loaded.config
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    from rich.console import Console
-
+    from maxlm.config.console import Console
     from maxlm.telemetry.phases import Phases
 
     phases = Phases(Console())

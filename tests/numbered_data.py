@@ -26,5 +26,11 @@ class NumberedData:
     def batches(self, start, sharding, stop):
         return Batches(lambda step, spans: self.batch(batch_number(step, self.left_out), sharding), range(start, stop), self.ahead)
 
+    def stage_begins(self, step):
+        return False
+
+    def described(self, step):
+        return f"batch {batch_number(step, self.left_out)}"
+
     def take_problems(self):
         return []

@@ -424,8 +424,8 @@ def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], No
         for number in range(trials):
             chance = random.Random(f"{seed} {number}")
             target = targets[number % len(targets)]
-            damages = OF_FILES if target.name == "memory" else OF_FILES + OF_FOLDERS  # a copy is two files
-            damages += OF_STORES if target.name == "store" else ()
+            further = {"store": OF_FOLDERS + OF_STORES, "checkpoint": OF_FOLDERS, "memory": ()}[target.name]  # a copy is two files
+            damages = (*OF_FILES, *further)
             damage = damages[number // len(targets) % len(damages)]
             what = damage(target, chance)
             try:

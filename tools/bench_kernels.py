@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict
 
 import jax
-from rich.console import Console
 
+from maxlm.config.console import Console
 from maxlm.hardware.chips import chip_of
 from maxlm.kernel_lab import measured
 from maxlm.kernel_lab.problems import PROBLEMS, shape_names

@@ -32,13 +32,18 @@ class ExitCode(IntEnum):
     UNAVAILABLE = 7  # storage, a credential or another service failed in a way that may pass
 
 
+def printable(text: str) -> str:
+    """`text` with all characters that are not printable, such as escape, written out."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 class UserError(Exception):
     """The user's input cannot be honoured. `str(error)` is one printable line somebody can act on."""
 
     exit_code = ExitCode.WRONG_INPUT
 
     def __init__(self, message: str) -> None:
-        text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(message[: 8 * LONGEST].split()))
+        text = printable(" ".join(message[: 8 * LONGEST].split()))
         super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST - 304]} ... {text[-299:]}")
 
 

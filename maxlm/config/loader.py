@@ -6,6 +6,7 @@ that is `{}` on the command line: by its defaults.
 """
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,7 +21,7 @@ from ruamel.yaml.error import YAMLError
 import maxlm
 from maxlm.config import assumed, explain, rules, schedule_rules
 from maxlm.config.errors import SHOWN, UserError, error_kind, shorten, show
-from maxlm.config.paths import expand_home, read_regular
+from maxlm.config.paths import expand_home, irregular, open_regular, read_file
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
@@ -134,7 +135,7 @@ def _naming_writer(file: Path) -> Iterator[None]:
         yield
     except UserError as error:
         try:
-            first = read_regular(file).decode().partition("\n")[0]
+            first = read_file(file).decode().partition("\n")[0]
         except UnicodeDecodeError:
             run = f"run.dir={file.parent.parent} run.name={file.parent.name}"
             raise UserError(f"{error} It is damaged: train with the config that was given first, and {run}.") from None
@@ -191,7 +192,8 @@ def find(name: str) -> Path:
     inside = [config for config in known if config.startswith(f"{name.strip('/')}/")]
     closest = get_close_matches(name.removesuffix(".yml")[:SHOWN], known, n=3, cutoff=0.4)
     near = inside or closest or [config for config in known if config.startswith("runs/")]
-    problem = f"is a folder without {RUN_CONFIG}" if any(_is(candidate.is_dir) for candidate in candidates) else "does not exist"
+    kind = next(filter(None, map(irregular, candidates)), "")
+    problem = f"is a folder without {RUN_CONFIG}" if kind == "a folder" else f"is {kind}" if kind else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
 
 
@@ -274,7 +276,7 @@ class _Files:
     def _read(self, path: Path) -> dict[str, Any]:
         origin = shorten(str(path))
         try:
-            with path.open(encoding="utf-8") as stream:
+            with io.TextIOWrapper(open_regular(path), encoding="utf-8") as stream:
                 text = stream.read(MOST_BYTES + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise error_kind(error)(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None

@@ -37,26 +37,6 @@ def local(path: str) -> str:
     return _expanded(path)
 
 
-def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file of this machine to read its bytes. Raises OSError; IsADirectoryError also for a pipe and a device, which would never
-    end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))  # a pipe would wait for a writer
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise IsADirectoryError(errno.EISDIR, "a folder, a pipe or a device, and not a file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def read_regular(path: str | Path) -> bytes:
-    """The bytes of a small file, as those that hold the state of a run. Raises OSError as `open_regular`, and for more than MOST_BYTES."""
-    with open_regular(path) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes, which no such file is", str(path))
-    return content
-
-
 def is_remote(path: str) -> bool:
     """True for a URL such as gs://bucket/folder, False for a path of this machine."""
     return "://" in path
@@ -102,6 +82,47 @@ def is_inside(path: str, folder: str) -> bool:
     """True if `path` is `folder` or below it, as far as their names and links tell."""
     inner, outer = same_place(path), same_place(folder).rstrip("/")
     return inner == outer or inner.startswith(f"{outer}/")
+
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def irregular(path: str | Path) -> str:
+    """Kind of what is at `path`, such as a named pipe; "" for a regular file and where nothing is found."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")  # noqa: PTH116  # str or Path
+    except (OSError, ValueError):
+        return ""
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for what is no regular file: a pipe
+    would wait for a writer, and a device never ends.
+    """
+    kind = irregular(path)  # before it is opened, which some devices act upon
+    if not kind:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode), "")
+        if not kind:
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    raise IsADirectoryError(errno.EISDIR, f"it is {kind}, and not a regular file", str(path))
+
+
+def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a file that is read whole, of at most `most` bytes. Raises OSError as `open_regular`, and for more bytes."""
+    with open_regular(path) as file:
+        large = os.fstat(file.fileno()).st_size > most
+        content = b"" if large else file.read(most + 1)
+    if large or len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, which no such file has", str(path))
+    return content
 
 
 def refuse(rule: str, fix: str) -> NoReturn:

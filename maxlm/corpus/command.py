@@ -9,6 +9,7 @@ from typing import Any
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError, as_user_error
+from maxlm.config.paths import read_file
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
@@ -48,7 +49,7 @@ def report(output: Path, say: Callable[[str], None]) -> None:
     """Write `report.html` of a finished run anew, from its `report.json`. Raises UserError."""
     path = output / "report.json"
     try:
-        known = json.loads(path.read_text("utf-8"))
+        known = json.loads(read_file(path, 2**30))
         if known["format"] != FORMAT:
             raise UserError(f"{path}: it has format {known['format']}, and this version reads {FORMAT}; run `maxlm corpus run` again.")
         write_text(output / "report.html", page(known))
@@ -66,8 +67,9 @@ def report(output: Path, say: Callable[[str], None]) -> None:
 
 def render(report: dict[str, Any], output: Path) -> None:
     """Print what each pass left and removed."""
-    from rich.console import Console
     from rich.table import Table
+
+    from maxlm.config.console import Console
 
     came, size = total(report["passes"][0]["came"])
     table = Table("pass", "left", "text left", "removed", "most frequent reasons")

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import Achieved
 from maxlm.hardware.cpu_speeds import CpuSpeeds, Rate
 from maxlm.hardware.topologies import Topology
 
 OPTION, FIELD = "--calibration", "cost.calibration"
+MOST_BYTES = 2**20  # of a file
 MOST = 1.2  # a share above 1 is a chip above its nominal clock; far above, a wrong chip or a wrong measurement
 Share = Annotated[float, Field(gt=0, le=MOST)]
 
@@ -58,7 +59,7 @@ class Calibration(_Record):
 def read(path: Path, asked_by: str = OPTION) -> Calibration:
     """The calibration in the file `path`, which `asked_by` names. Raises UserError, which names the field, for anything else."""
     try:
-        return Calibration.model_validate_json(read_regular(path))
+        return Calibration.model_validate_json(read_file(path, MOST_BYTES))
     except OSError as error:
         raise error_kind(error)(f"{asked_by} {path} cannot be read: {error.strerror}; give a file of `maxlm plan --calibrate`.") from None
     except ValidationError as error:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from maxlm.config import assumed, load, rules
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import LoadedConfig, flatten
 from maxlm.cost import calibration

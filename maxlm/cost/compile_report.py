@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from maxlm.compiler.aot import CompiledStep, build
+from maxlm.config.console import Console
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprises

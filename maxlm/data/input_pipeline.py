@@ -31,6 +31,7 @@ from maxlm.data.wait_causes import Batches, Spans
 if TYPE_CHECKING:
     import jax
 
+NAMED = 3  # sources, and documents of each, in the description of a batch
 STORES = "stores"  # entry of a checkpoint's data position: each store, as the config names it -> digest of its tokens
 
 # (windows [B, T], tokens in each [B], number of each in the stream of samples [B], end of document) -> a NamedTuple of arrays, rows first
@@ -156,6 +157,29 @@ class Pipeline:
     def end_sample(self, step: int) -> int:
         """Number of the sample after the last of batch `step`."""
         return self.batch_sizes.before(batch_number(step, self.left_out) + 1)
+
+    def stage_begins(self, step: int) -> bool:
+        """True if a later stage of the mixture begins within batch `step`: it is of other data than those before."""
+        first, end = self.first_sample(step), self.end_sample(step)
+        return self.plan is not None and any(max(first, 1) <= stage.first < end for stage in self.plan.stages)
+
+    def described(self, step: int) -> str:
+        """Sources and first documents of batch `step`, for an alarm."""
+        ids = self.sample_ids(step)
+        found: dict[str, list[int]] = {}
+        for window in ids[ids != PADDING].tolist():
+            found.setdefault(self.source_of(window)[0].name, []).append(window)
+        parts = [f"{len(windows)} rows of {name} {self._documents_named(windows[:NAMED])}" for name, windows in found.items()]
+        more = f" and {len(parts) - NAMED} more sources" if len(parts) > NAMED else ""
+        return f"batch {batch_number(step, self.left_out)} holds {', '.join(parts[:NAMED])}{more}"
+
+    def _documents_named(self, windows: Sequence[int]) -> str:
+        store = self.source_of(windows[0])[0].store
+        try:
+            documents = [store.document_at(self.token_parts(window)[0][0]) for window in windows]
+        except UserError as error:
+            return f"({error})"
+        return f"({store.path}, documents {', '.join(f'{number:,}' for number in documents)} ...)"
 
     @property
     def seq_len(self) -> int:

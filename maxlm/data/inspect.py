@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from maxlm.config.errors import printable
 from maxlm.data import marks
 from maxlm.data.manifest import SPLITS
 from maxlm.data.selection import Metadata, has_metadata, values_line
@@ -68,15 +69,15 @@ def _fields_table(split: str, fields: dict[str, Any]) -> Table:
 
 def _name(sample: dict[str, Any]) -> str:
     """Name of the sample's document, where the store keeps it."""
-    return f" ({sample['metadata']['id']})" if "metadata" in sample else ""
+    return f" ({printable(sample['metadata']['id'])})" if "metadata" in sample else ""
 
 
 def _quoted(sample: dict[str, Any]) -> str:
     """The text of a sample, and of a conversation what counts in it."""
-    text = json.dumps(sample["text"], ensure_ascii=False)
+    text = printable(json.dumps(sample["text"], ensure_ascii=False))
     if "counted" not in sample:
         return text
-    return f"{text}; {sample['tokens_counted']:,} of its tokens count: {json.dumps(sample['counted'], ensure_ascii=False)}"
+    return f"{text}; {sample['tokens_counted']:,} of its tokens count: {printable(json.dumps(sample['counted'], ensure_ascii=False))}"
 
 
 def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:

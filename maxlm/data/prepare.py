@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.config import directory_lock
+from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError, UserError, setting_error, show
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig

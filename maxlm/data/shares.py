@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from maxlm.config.errors import printable
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import PADDING, SampleOrder, batch_number, counts_at
 from maxlm.data.selection import Metadata, has_metadata
@@ -99,7 +100,8 @@ def render_batch(described: dict[str, Any]) -> RenderableType:
             about = document.get("metadata", {})
             facts = [f"document {document['document']:,} of {document['store']} ({document['split']})"]
             facts += [f"{name}: {about[name]}" for name in NAMED if name in about]
-            text = Text(str(about.get("id", "")), "bold").append(("  " if about else "") + "  ".join(facts), "not bold")
+            said = printable(("  " if about else "") + "  ".join(facts))
+            text = Text(printable(str(about.get("id", ""))), "bold").append(said, "not bold")
             table.add_row(str(row["row"]), row["source"], f"{start:,}-{stop:,}", text)
     return table
 

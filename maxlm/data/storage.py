@@ -114,14 +114,14 @@ def delete_folder(folder: str) -> None:
 DIGEST_BYTES = 16
 
 
-def digest(content: bytes | np.ndarray) -> bytes:
+def digest(content: bytes | memoryview) -> bytes:
     """SHA-256 of a chunk's elements in little-endian order, or of the digests of a shard, cut to DIGEST_BYTES."""
     return hashlib.sha256(content).digest()[:DIGEST_BYTES]
 
 
 def chunk_digests(values: np.ndarray, layout: ArrayLayout) -> bytes:
     """Digests of the chunks of one shard, in order; its last chunk may be shorter."""
-    return b"".join(digest(values[start : start + layout.chunk]) for start in range(0, len(values), layout.chunk))
+    return b"".join(digest(values[start : start + layout.chunk].data) for start in range(0, len(values), layout.chunk))
 
 
 def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.TensorStore:

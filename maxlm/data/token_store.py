@@ -213,7 +213,7 @@ class _FlatArray:
                     reads = [self._array[chunk * size : min((chunk + 1) * size, self._length)].read(batch=batch) for chunk in chunks]
                 loaded = [np.asarray(read.result()) for read in reads]
             for chunk, values, digest in zip(chunks, loaded, recorded, strict=True):
-                if digest not in (None, storage.digest(values)):
+                if digest not in (None, storage.digest(values.data)):
                     shard, number = divmod(chunk, self._per_shard)
                     raise self._damaged(f"c/{shard}, chunk {number}, is not what was written: its digest differs from the recorded one")
                 self._context.keep((self._folder, chunk), values)

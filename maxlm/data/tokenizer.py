@@ -10,13 +10,14 @@ import numpy as np
 from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.paths import is_remote, open_regular
+from maxlm.config.paths import is_remote, read_file
 from maxlm.data import manifest, storage
 from maxlm.data.sources import read_url, reading
 from maxlm.data.text_frame import FRAME, TextFrame, started_frame
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
+MOST_BYTES = 2**29  # of a tokenizer's file
 _BEFORE = "\n.x0"  # characters that a continuation may follow, the first that gives a token of its own
 PIECE_CHARS = 2**20  # longer texts are encoded in pieces: an encoding costs some 100 bytes a token while it is made
 
@@ -238,7 +239,7 @@ def read_if_present(path: str) -> bytes | None:
     """The file at `path`, local or a URL; None if there is none."""
     file = Path(path).expanduser()
     with reading(path):
-        return read_url(path) if is_remote(path) else open_regular(file).read() if file.exists() else None
+        return read_url(path) if is_remote(path) else read_file(file, MOST_BYTES) if file.exists() else None
 
 
 def _read(path: str) -> bytes:

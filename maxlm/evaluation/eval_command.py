@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError
 from maxlm.config.schema import WeightsKind
 from maxlm.evaluation.opening import Opened, open_model

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import open_regular
+from maxlm.config.paths import read_file
 from maxlm.data.token_store import TokenStore
 from maxlm.evaluation import template
 from maxlm.evaluation.language_model import LanguageModel, Rehearsal
@@ -18,6 +18,8 @@ from maxlm.evaluation.results import Figure, Result
 from maxlm.evaluation.statistics import SEED, standard_error
 from maxlm.evaluation.task import ExactMatchTask, MultipleChoiceTask, PerplexityTask, Task
 from maxlm.training.fits import Part
+
+MOST_TEXT = 2**30  # bytes of a file that is one text
 
 TOGETHER = 2**20  # tokens of documents that are scored together
 
@@ -117,7 +119,7 @@ def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator
             yield _Document(whole, len((spaces + text).encode()))
         return
     try:
-        text = open_regular(path).read().decode()  # with its line ends
+        text = read_file(path, MOST_TEXT).decode()  # with its line ends
     except (OSError, UnicodeDecodeError) as error:
         raise error_kind(error)(f"task {task.name}: {path} cannot be read as UTF-8 text: {error}.") from None
     yield _Document(Request((model.prefix,), model.encode(text)), len(text.encode()))

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from maxlm.config import Config, UserError
+from maxlm.config.console import Console
+from maxlm.config.paths import read_file
 from maxlm.config.rules import most_generated
 from maxlm.config.schema import ModelConfig, WeightsKind
 from maxlm.config.without_training import command_line, without_training
@@ -27,6 +28,7 @@ from maxlm.training.saved_run import TOKENIZER, SavedRun, open_run
 _log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16")
 MOST_PROMPTS = 2**16  # of a file
+MOST_BYTES = 2**28  # of a file of prompts
 
 
 def generate_from_run(
@@ -144,9 +146,10 @@ def read_prompts(file: Path) -> list[Prompt]:
     if kind == ".json":
         raise UserError(f"--prompts {file} would be read as lines of text: write JSON lines, and name the file .jsonl.")
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines(), which also cuts at characters that JSON texts may hold
+        text = read_file(file, MOST_BYTES).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         raise UserError(f"--prompts {file} is not UTF-8 text: save it as such.") from None
+    lines = text.split("\n")  # not splitlines(), which also cuts at characters that JSON texts may hold
     prompts = [_prompt(line, f"--prompts {file}, line {n}", kind == ".jsonl") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise UserError(f"--prompts {file} holds no prompt: write one a line.")

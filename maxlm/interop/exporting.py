@@ -165,6 +165,7 @@ def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packi
     if model.is_file():
         text = model.read_text(encoding="utf-8", errors="replace")
         said = html.escape(text.partition("\n")[0].removeprefix("#").strip()[:300], quote=False)
+        said = said.replace("[", "&#91;").replace("|", "&#124;")  # no link, picture or cell of a table by the name of a folder
     else:
         said, rows = "Trained with maxlm.", rows | _training(saved.trained, step)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,11 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
 from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
+from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.text_frame import FRAME
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.tokenizer import MOST_BYTES, Tokenizer
 from maxlm.interop import packed, published_files, weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import has_towers, read_config, text_tower
@@ -145,13 +145,13 @@ def _with_further_modules(values: dict[str, Any], section: dict[str, Any], files
 
 def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_document: list[int]) -> list[str]:
     """Copy the tokenizer, if the source has one that the tokenizers library reads. Returns notes. `end_of_document`: ids of config.json."""
-    if not (source / "tokenizer.json").is_file():
+    if not (source / "tokenizer.json").exists():
         return ["the source has no tokenizer.json, so there is no tokenizer: give ids to what needs one"]
     folder.mkdir()
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
+        if (source / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, folder / name)
+            (folder / name).write_bytes(read_file(source / name, MOST_BYTES))
     tokenizer = Tokenizer(
         (folder / "tokenizer.json").read_bytes(), _end_of_document(source, end_of_document), str(source / "tokenizer.json")
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError, shorten
+from maxlm.config.paths import read_file
 from maxlm.data import manifest
 
 CONFIG, GENERATION = "config.json", "generation_config.json"  # as transformers names them
@@ -52,7 +53,7 @@ def copy_further_files(published: Path, folder: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(read_file(file, _MAX_BYTES)).hexdigest()
 
 
 def _copy_templates(source: Path, folder: Path) -> None:
@@ -64,10 +65,9 @@ def _copy_templates(source: Path, folder: Path) -> None:
 
 def read_object(path: Path) -> Json:
     """The JSON object in a file. Raises UserError, FileNotFoundError."""
-    if path.stat().st_size > _MAX_JSON:
-        raise UserError(f"{path} has more than 64 MiB, which no such file has.")
+    content = read_file(path, _MAX_JSON)
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {str(error).splitlines()[0]}.") from error
     if not isinstance(values, dict):
@@ -86,7 +86,7 @@ def ends_of(values: Json, path: Path) -> list[int]:
 
 def object_or_none(path: Path) -> Json | None:
     """The JSON object in a file; None if there is none. Raises UserError."""
-    return read_object(path) if path.is_file() else None
+    return read_object(path) if path.exists() else None
 
 
 def write_object(path: Path, values: Json, source: Path | None = None) -> None:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from maxlm.config.errors import UserError, error_kind
+from maxlm.config.paths import open_regular, read_file
 from maxlm.config.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
@@ -26,6 +27,7 @@ _PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
 _SHOWN = 3
+_MOST_HEADER = 100_000_000  # bytes of JSON before the tensors, the format's own bound; an index is held to it too
 _COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
 _DTYPES = ("F32", "BF16", "F16")
@@ -256,10 +258,10 @@ def some(names: list[str]) -> str:
 def _listed(folder: Path) -> dict[str, Path]:
     """Name -> file, as the index of a folder says; empty without one."""
     index = folder / INDEX
-    if not index.is_file():
+    if not index.exists():
         return {}
     try:
-        entries = json.loads(index.read_bytes())["weight_map"]
+        entries = json.loads(read_file(index, _MOST_HEADER))["weight_map"]
         names = {str(name): str(file) for name, file in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is no index of safetensors files: {type(error).__name__}.") from error
@@ -290,7 +292,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _refuse_others(file: Path) -> None:
-    with _told(file), file.open("rb") as stream:
+    with _told(file), open_regular(file) as stream:
         start = stream.read(9)
     if start[8:] != b"{" and (start[:4] == _ZIP or start[:1] == _PICKLE):  # a safetensors file has 8 bytes of length, then a JSON object
         raise UserError(f"{file} is a pickle file, which can run code when it is read: use a source with safetensors files.")

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError
 from maxlm.hardware.chips import chip_named
 from maxlm.kernel_lab import hopper

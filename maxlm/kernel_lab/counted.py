@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError
 from maxlm.hardware.topologies import parse
 from maxlm.kernel_lab.problems import OPERATIONS

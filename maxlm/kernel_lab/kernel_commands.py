@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError
 from maxlm.hardware import chips as hardware
 from maxlm.kernel_lab import compiled, counted, measured

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 
+from maxlm.config.console import Console
 from maxlm.hardware.chips import chip_named, chip_of
 from maxlm.kernel_lab.counted import table
 from maxlm.kernel_lab.problems import PROBLEMS, Problem, shape_of

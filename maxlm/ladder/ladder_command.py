@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from maxlm.config.console import Console
 from maxlm.config.directory_lock import locked
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load_as

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, load
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
@@ -23,6 +23,8 @@ from maxlm.ladder.ladder_command import RESULT
 from maxlm.ladder.settings import SizeConfig
 from maxlm.models.counts import token_flops
 from maxlm.telemetry.formatting import count
+
+MOST_BYTES = 2**26  # of a fitted ladder
 
 UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
 LARGEST = 65_536  # width
@@ -94,7 +96,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
 def _read(folder: Path) -> dict[str, Any]:
     file = folder / RESULT
     try:
-        result = json.loads(read_regular(file))
+        result = json.loads(read_file(file, MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise error_kind(error)(

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.calibration import FIELD, calibrated, of_config
@@ -259,7 +259,7 @@ def as_yaml(
 def _write_config(path: Path, text: str, *, may_replace: bool) -> str:
     """Write `text`; returns what was done. An existing file that differs is replaced only if `may_replace`, else UserError."""
     try:
-        before = read_regular(path) if path.exists() else None
+        before = read_file(path) if path.exists() else None
         if before == text.encode():
             return f"{path} is up to date"
         if before is not None and not may_replace:

@@ -6,9 +6,9 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
+from maxlm.config.console import Console
 from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line

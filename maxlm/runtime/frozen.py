@@ -13,7 +13,7 @@ from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import LoadedConfig, load, validate
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.runtime.progress_file import FROZEN_VARIABLE
 from maxlm.telemetry.atomic import write_text
 
@@ -61,7 +61,7 @@ def check_unchanged(facts: Mapping[str, str]) -> None:
 def _read() -> dict[str, Any]:
     path = os.environ.get(FROZEN_VARIABLE)
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(read_regular(path))) if path else {}
+        return dict(json.loads(read_file(path))) if path else {}
     return {}
 
 

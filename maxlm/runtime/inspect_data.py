@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError
 from maxlm.config.loader import RUN_CONFIG, find, load
 from maxlm.config.paths import is_remote, store_argument

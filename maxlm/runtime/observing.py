@@ -4,9 +4,8 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
 from maxlm.config import Config
+from maxlm.config.console import Console
 from maxlm.runtime import progress_file
 from maxlm.telemetry.alerts import AlertObserver
 from maxlm.telemetry.bill import Bill

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
@@ -64,7 +64,7 @@ def read(path: Path) -> Progress:
     installed while the supervisor ran, are left out.
     """
     try:
-        recorded = json.loads(read_regular(path))
+        recorded = json.loads(read_file(path))
         known = {name: recorded[name] for name in Progress.__dataclass_fields__ if name in recorded}
     except (OSError, ValueError, TypeError, RecursionError):
         return Progress()

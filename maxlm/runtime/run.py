@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-from rich.console import Console
 
 import maxlm
 from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
+from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump, saved_text
 from maxlm.config.paths import is_remote

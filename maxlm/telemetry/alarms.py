@@ -1,5 +1,6 @@
 """Alarms, each raised once: figures that jump and stay there; routers that collapse, idle experts, logits that are not finite."""
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -20,6 +21,10 @@ JUMP_WINDOW = 100  # recent values from which median and spread are taken
 JUMP_FEWEST = 20  # of them, before a spread is estimated
 JUMP_SPREADS = 8.0  # above the median. For normal noise a chance of 1e-15; losses have longer tails, hence also:
 JUMP_STEPS = 5  # in a row: one hard batch, or two, is no alarm
+ODD = 2.0  # times JUMP_SPREADS: distance at which one batch is an alarm
+LOW = 2.0  # times that distance below: a loss may fall fast by itself
+RECENT = 10  # newest values, from which a single one is far
+NAMED = 3  # single values in a row of which each is an alarm
 LEAST_LOSS_SPREAD = 0.05  # nats; with JUMP_SPREADS a jump is at least 0.4 nats
 LEAST_NORM_SPREAD = 0.3  # of the natural logarithm of a gradient norm; with JUMP_SPREADS a jump is at least elevenfold
 
@@ -30,7 +35,7 @@ class JumpAlarm:
     """Call `update` with a figure of every update. A value far above its own recent spread, `JUMP_STEPS` times in a row, is an alarm.
 
     The spread is the median absolute deviation, which a few outliers do not move. After an alarm the new level is the usual one, so a
-    lasting change raises one alarm.
+    lasting change raises one alarm. With `odd` a single value that is far from the newest ones is an alarm at once.
     """
 
     def __init__(
@@ -42,12 +47,14 @@ class JumpAlarm:
         logarithmic: bool = False,
         spreads: float = JUMP_SPREADS,
         steps: int = JUMP_STEPS,
+        odd: str = "",
     ) -> None:
         """`least_spread`: a smaller one counts as this, so that a flat curve raises no alarm by a hair; in the unit of the values, or
-        of their natural logarithm if the figure is judged by that.
+        of their natural logarithm if the figure is judged by that. `odd`: cause of the alarm on a single value, "" for none.
         """
         self._cause, self._name, self._least, self._logarithmic = cause, name, least_spread, logarithmic
-        self._spreads, self._steps = spreads, steps
+        self._spreads, self._steps, self._odd = spreads, steps, odd
+        self._low = 0  # step of the newest single value that was far below
         self._usual: deque[float] = deque(maxlen=JUMP_WINDOW)
         self._above: list[float] = []
         self.since = 0  # step of the first value of those that were far above, in a row until now or until the last alarm
@@ -67,22 +74,28 @@ class JumpAlarm:
         self._usual.extend(window[0])
         self._above, self.since = list(window[1]), window[2]
 
+    def forget(self) -> None:
+        """Know no value yet, as at a planned change of the data."""
+        self._usual.clear()
+        self._above.clear()
+
     def update(self, step: int, value: float) -> list[Event]:
-        """The alarm of this step, if any. `value` must be finite, and positive if its logarithm is judged."""
+        """The alarms of this step. `value` must be finite, and positive if its logarithm is judged."""
         value = math.log(value) if self._logarithmic else value
         if len(self._usual) < JUMP_FEWEST:
             self._usual.append(value)
             return []
         median = statistics.median(self._usual)
         spread = max(1.4826 * statistics.median(abs(value - median) for value in self._usual), self._least)  # 1.4826: of a normal deviation
+        odd = self._single(step, value)
         if value <= median + self._spreads * spread:
             self._usual.append(value)
             self._above.clear()
-            return []
+            return odd
         self.since = self.since if self._above else step
         self._above.append(value)
         if len(self._above) < self._steps:
-            return []
+            return odd
         before, after = (math.exp(level) if self._logarithmic else level for level in (median, statistics.median(self._above)))
         reason = (
             f"the {self._name} jumped from {before:.4g} to {after:.4g} and stayed there for {self._steps} steps; "
@@ -91,7 +104,21 @@ class JumpAlarm:
         self._usual.clear()
         self._usual.extend(self._above)
         self._above.clear()
-        return [Event("alarm", step, data={"cause": self._cause, "reason": reason})]
+        return [*odd, Event("alarm", step, data={"cause": self._cause, "reason": reason})]
+
+    def _single(self, step: int, value: float) -> list[Event]:
+        """The alarm on this value alone: far from the newest ones, in deviations of neighbours, in which a trend does not count. Above the
+        usual the first NAMED in a row; below once in RECENT steps, since a lower level becomes the usual.
+        """
+        recent = statistics.median(list(self._usual)[-RECENT:])
+        noise = statistics.median(abs(after - before) for before, after in itertools.pairwise(self._usual)) * 1.4826 / math.sqrt(2)
+        distance = ODD * self._spreads * max(noise, self._least)
+        low = value < recent - LOW * distance
+        if not self._odd or not (low or value > recent + distance) or (self._low > step - RECENT if low else len(self._above) >= NAMED):
+            return []
+        self._low = step if low else self._low
+        reason = f"the {self._name} of update {step:,} is {value:.4g}, where it was {recent:.4g}"
+        return [Event("alarm", step, data={"cause": self._odd, "reason": reason})]
 
 
 class RoutingAlarms:

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from maxlm.config.console import Console
 from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import WAIT_CAUSES, count, duration, percent, sentence

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.telemetry.strict_json import dumps, is_finite, is_number, read_objects
 
 BEAT_S = 5.0  # between two heartbeats
@@ -58,7 +58,7 @@ class Process(NamedTuple):
 def read_beat(path: Path) -> Beat | None:
     """The last heartbeat; None if there is none that can be read."""
     try:
-        item = json.loads(read_regular(path))
+        item = json.loads(read_file(path))
         attempt, when, goodput = item["attempt"], item["time"], item["goodput"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

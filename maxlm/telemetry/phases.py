@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+from maxlm.config.console import Console
 
 SHORT_S = 1.0  # a shorter phase leaves no line on a terminal
 

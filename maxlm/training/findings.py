@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.unhealthy_hosts import STRIKES
@@ -117,7 +117,7 @@ class Findings:
 def read(run: RunDirectory) -> dict[str, Any]:
     """The record of earlier attempts; {} if there is none, or none that can be read, which is logged."""
     try:
-        record = json.loads(read_regular(run.integrity))
+        record = json.loads(read_file(run.integrity))
         Findings(record, run)
     except FileNotFoundError:
         return {}

@@ -20,6 +20,7 @@ LEARNED = 1.0  # nats below ln(vocabulary) from which learning can be lost; the 
 LOST = 0.9  # of the way back to ln(vocabulary); a model that still knows the frequency of tokens stays below
 SMOOTHED = 10  # losses of which the median is a level
 REPLAYS = 3  # of updates that were not finite, until the end or the next roll back: each compiles a program or two
+ODD_BATCH = "odd_batch"  # cause of an alarm on a single batch
 HISTORY = 60  # newest updates that a page of evidence shows
 
 
@@ -63,7 +64,7 @@ class Health:
         self._recent: deque[float] = deque(maxlen=SMOOTHED)
         spreads, steps = (JUMP_SPREADS, JUMP_STEPS) if settings is None else (settings.spreads, settings.spike_steps)
         self._jumps = (
-            JumpAlarm("loss_jump", "loss", LEAST_LOSS_SPREAD, spreads=spreads, steps=steps),
+            JumpAlarm("loss_jump", "loss", LEAST_LOSS_SPREAD, spreads=spreads, steps=steps, odd=ODD_BATCH),
             JumpAlarm("gradient_jump", "gradient norm", LEAST_NORM_SPREAD, logarithmic=True, spreads=spreads, steps=steps),
         )
         for alarm, window in zip(self._jumps, known.get("windows", ()), strict=False):
@@ -111,7 +112,7 @@ class Health:
         self.unhealthy = self.unhealthy or reason
 
     def state_not_finite(self, reason: str) -> None:
-        """Report that the state itself holds values that are not finite. No checkpoint does, so it may go back to the newest."""
+        """Report that the state itself holds values that are not finite, or absurd. No checkpoint does, so it may go back to the newest."""
         newest = self.history[-1].step if self.history else 0
         self._give_up(reason, "not_finite", newest + 2, newest)
 
@@ -144,10 +145,14 @@ class Health:
         refused: bool = False,
         overflowed: bool = False,
         layers: LayerFigures | None = None,
+        other_data: bool = False,
     ) -> list[Event]:
         """Judge update `step`; returns alarms. Loss in nats a token, norm before clipping; `cause`: why one is not finite, if known;
-        `refused`: it was not applied, since it was a spike; `overflowed`: nor was it, and the loss's scale is halved: no fault.
+        `refused`: it was not applied, since it was a spike; `overflowed`: nor was it, and the loss's scale is halved: no fault;
+        `other_data`: a stage of the mixture begins with it, so that another loss is no jump.
         """
+        for alarm in self._jumps if other_data else ():
+            alarm.forget()
         self._updates += 1
         self.history.append(Judged(step, loss, grad_norm, refused))
         self.layers = layers
@@ -189,7 +194,7 @@ class Health:
         for alarm, value in zip(self._jumps, (loss, max(grad_norm, 1e-30)), strict=True):
             for event in alarm.update(step, value):
                 alarms.append(event)
-                if self._settings is not None and self._settings.spike == "roll_back":
+                if event.data["cause"] != ODD_BATCH and self._settings is not None and self._settings.spike == "roll_back":
                     self._go_back(event.data["reason"], "spike", alarm.since, step)
         return alarms
 

@@ -16,6 +16,7 @@ from maxlm.telemetry.layer_alarms import LayerFigures
 from maxlm.telemetry.metric import Metric
 from maxlm.training.step import GradFn
 
+MOST = 1e14  # the sum of the squares of so large entries stays finite up to 3e10 of them
 GRADIENT, RATIO = "layer_gradient", "layer_ratio"
 
 # G layers in depth order, those of multi-token prediction after them, then the parameters outside of layers by name
@@ -38,14 +39,14 @@ def _outside(config: ModelConfig) -> tuple[str, ...]:
 
 
 def squares(config: ModelConfig, tree: Parameters) -> Float[Array, " G"]:
-    """Sum of the squares of each layer's entries of a tree like the parameters, in float32."""
+    """Sum of the squares of each layer's entries of a tree like the parameters, in float32; entries beyond MOST count as that."""
     outside, layers = _outside(config), config.n_layers + config.mtp_depth
     sums_G = jnp.zeros(layers + len(outside), jnp.float32)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = tuple(str(entry.key) for entry in path)
         place = within_layer(config, name)
         depths = np.array(layers + outside.index(name[0])) if place is None else place[1]
-        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(depths.ndim, leaf.ndim)))
+        square = jnp.sum(jnp.square(jnp.clip(leaf.astype(jnp.float32), -MOST, MOST)), axis=tuple(range(depths.ndim, leaf.ndim)))
         sums_G = sums_G.at[depths.reshape(-1)].add(square.reshape(-1))
     return sums_G
 

@@ -129,6 +129,7 @@ def _train_from(session: Session, start: Start, *, went_back: bool = False) -> O
         skipped=skipped,
         left_out=start.left_out,
         compilations=session.compilations,
+        data=session.data,
     )
     from_memory = start.restored is not None and start.restored.get("source", STORE) != STORE
     saving = Saving(session, meter, start.step, saved=not from_memory)

@@ -4,10 +4,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 
+from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number, sequences_before
 from maxlm.data.wait_causes import Cause
 from maxlm.hardware.chips import chip_of
@@ -20,7 +22,7 @@ from maxlm.telemetry.device_memory import memory_use
 from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.telemetry.process_memory import ProcessMemory
-from maxlm.training.health import Health
+from maxlm.training.health import ODD_BATCH, Health
 from maxlm.training.layer_figures import figures_of, layer_names
 from maxlm.training.layer_probe import WEIGHT, with_updates
 from maxlm.training.loss_scale import overflow
@@ -51,12 +53,15 @@ class Meter:
         skipped: int = 0,
         left_out: Sequence[int] = (),
         compilations: Compilations | None = None,
+        data: Pipeline | None = None,
     ) -> None:
-        """`levels`: as in `Health`; `skipped`: updates that the state of `start` has skipped; `left_out`: as in `Pipeline`."""
+        """`levels`: as in `Health`; `skipped`: updates that the state of `start` has skipped; `left_out`: as in `Pipeline`; `data`: what
+        is trained on, for alarms on batches.
+        """
         self._progress = LoopProgress() if progress is None else progress
         config = program.config
         chip = chip_of(jax.devices()[0].device_kind)
-        self._observers, self._compilations = observers, compilations
+        self._observers, self._compilations, self._data = observers, compilations, data
         self._log_every = config.run.log_every
         self._total = config.total_steps
         self._sizes, self._left_out, self._seq_len = config.batch_sizes, tuple(left_out), config.data.seq_len
@@ -183,5 +188,10 @@ class Meter:
             reason = f"a spike: loss {loss:.4g}, gradient norm {grad_norm:.4g}; {int(metrics.skipped)} skipped so far"
             self._observers.on_event(Event("skip", step, data={"reason": reason, "cause": "spike"}))
         layers = figures_of(metrics.values, self._layers)
-        for alarm in self.health.update(step, loss, grad_norm, router, refused=refused, overflowed=bool(overflowed), layers=layers):
+        skips = {"refused": refused, "overflowed": bool(overflowed)}
+        other_data = self._data is not None and self._data.stage_begins(step - 1)
+        for alarm in self.health.update(step, loss, grad_norm, router, **skips, layers=layers, other_data=other_data):
+            if alarm.data["cause"] == ODD_BATCH and self._data is not None:
+                where = f"`maxlm data inspect` with the run's folder and --step {step} shows its documents"
+                alarm = replace(alarm, data={**alarm.data, "reason": f"{alarm.data['reason']}: {self._data.described(step - 1)}; {where}"})
             self._observers.on_event(alarm)

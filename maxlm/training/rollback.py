@@ -14,7 +14,7 @@ from typing import Any
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.paths import read_regular
+from maxlm.config.paths import read_file
 from maxlm.config.reliability import HealthConfig
 from maxlm.config.transient import retried
 from maxlm.data.order import batch_number
@@ -129,7 +129,7 @@ def _read(path: Path) -> list[Record]:
 def _text(path: Path) -> str:
     """The text of a file, "" if there is none; bytes that are not UTF-8 are escapes, which JSON refuses."""
     try:
-        return read_regular(path).decode(errors="backslashreplace")
+        return read_file(path).decode(errors="backslashreplace")
     except FileNotFoundError:
         return ""
 

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
 FAILED_SAVES, FAILING_SECONDS = 10, 900.0  # saves in a row, and time, after which training ends: perhaps another start can save
 NAMED = 3  # leaves named in a message; the others are counted
+MOST_VALUE = 1e6  # absolute value of a parameter, which an update moves by about the learning rate
+GROWN = 100.0  # times the largest value of a leaf at the check before, and above this itself, is an alarm
 
 
 class Saving:
@@ -46,6 +48,7 @@ class Saving:
         self._began, self._blocked_s = 0.0, 0.0  # of the newest save: when, and for how long training waited for it
         self._failure_reported = False  # of the newest save
         self._failing_since: float | None = None
+        self._largest: dict[str, float] = {}  # absolute value of each leaf of the parameters, at the newest check
 
     def save_if_due(self, step: int, state: TrainState) -> None:
         """Save `state` if a save is due or was postponed, and training is healthy; otherwise postpone it, and report that once. Copy it to
@@ -71,13 +74,22 @@ class Saving:
         return step > self._saved and (self._postponed or scheduled)
 
     def check(self, state: TrainState) -> str:
-        """Reason not to save `state` now, or "". A state that is not finite ends the run: it stays so."""
+        """Reason not to save `state` now, or "". A state that is not finite, or absurd, ends the run: it stays so."""
         self._meter.flush()
         with self._session.goodput.measure("save"):
-            names = not_finite(state, self._session.program.mesh)
+            names, largest = extremes(state, self._session.program.mesh)
+        absurd = [f"{name} ({value:.3g})" for name, value in largest.items() if value > MOST_VALUE]
+        grown = [name for name, value in largest.items() if value > GROWN * max(self._largest.get(name, value), 1.0)]
         if names:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            self._meter.health.state_not_finite(f"the state holds values that are not finite, in {', '.join(names[:NAMED])}{more}")
+            self._meter.health.state_not_finite(f"the state holds values that are not finite, in {_some(names)}")
+        elif absurd:
+            self._meter.health.state_not_finite(f"the state holds values above {MOST_VALUE:g}, which no training gives, in {_some(absurd)}")
+        elif grown:
+            values = _some([f"{name} from {self._largest[name]:.3g} to {largest[name]:.3g}" for name in grown])
+            self._alarm(
+                "large_value", int(jax.device_get(state.step)), f"the largest value of parameters grew since the save before: {values}"
+            )
+        self._largest = largest
         return self._meter.health.problem
 
     def save(self, step: int, state: TrainState) -> None:
@@ -206,13 +218,24 @@ class Saving:
         self._session.observers.on_event(Event("alarm", step, data={"cause": cause, "reason": reason}))
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
 def not_finite(state: TrainState, mesh: Mesh) -> list[str]:
     """Names of the leaves that hold an infinity or a NaN. Waits for the devices and reads all of it: for saves, not for steps."""
+    return extremes(state, mesh)[0]
+
+
+def extremes(state: TrainState, mesh: Mesh) -> tuple[list[str], dict[str, float]]:
+    """(`not_finite`, largest absolute value of each leaf of the parameters), in one pass over the state."""
     rest, host = _inexact(state)  # and what is in files
     everywhere = NamedSharding(mesh, PartitionSpec())
-    finite = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
-    finite |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(load_all(leaf)) for name, leaf in host.items()}
-    return [name for name, whole in jax.device_get(finite).items() if not whole]
+    found = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
+    found |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(load_all(leaf)) for name, leaf in host.items()}
+    found = jax.device_get(found)
+    largest = {name: float(value) for name, (_, value) in found.items() if name.startswith("params.")}
+    return [name for name, (finite, _) in found.items() if not finite], largest
 
 
 def prepare_saves(abstract_state: TrainState, mesh: Mesh) -> None:
@@ -230,10 +253,15 @@ def _inexact(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @functools.cache
 def _compiled(everywhere: NamedSharding) -> AheadOfTime:
-    def check_finite(leaves: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(jnp.all(jnp.isfinite(leaf)) for leaf in leaves)
+    def extremes(leaves: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+        return tuple(map(_extreme, leaves))
 
-    return AheadOfTime(check_finite, everywhere)
+    return AheadOfTime(extremes, everywhere)
+
+
+def _extreme(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(all are finite, the largest absolute value); a reduction over devices may lose a NaN of the latter."""
+    return jnp.all(jnp.isfinite(leaf)), jnp.max(jnp.abs(leaf).astype(jnp.float32), initial=0.0)
 
 
 @functools.cache
@@ -241,6 +269,10 @@ def _compiled_in_pieces(everywhere: NamedSharding, pieces: int) -> Any:
     """For an array in host memory, which is streamed through the device."""
 
     def finite(leaf: jax.Array) -> Any:
-        return fold(lambda so_far, piece, _: so_far & jnp.all(jnp.isfinite(piece)), jnp.bool_(True), leaf, pieces)
+        def joined(so_far: Any, piece: jax.Array, _: Any) -> Any:
+            here, value = _extreme(piece)
+            return so_far[0] & here, jnp.maximum(so_far[1], value)
+
+        return fold(joined, (jnp.bool_(True), jnp.float32(0)), leaf, pieces)
 
     return jax.jit(finite, out_shardings=everywhere)

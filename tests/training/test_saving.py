@@ -130,11 +130,12 @@ def bits(folder, step):
     return json.loads((folder / "c" / str(step) / "manifest" / "manifest.json").read_text())["leaves"]
 
 
-@pytest.mark.parametrize("poison", ["parameter", "batches", "loss"])
+@pytest.mark.parametrize("poison", ["parameter", "absurd", "batches", "loss"])
 def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, poison):
     """From step 22 on something is wrong for good; only two checkpoints are kept."""
     script = {
         "parameter": Script(parameter=lambda n: math.inf if n >= 22 else float(n)),
+        "absurd": Script(parameter=lambda n: 1e30 if n >= 22 else float(n)),
         "batches": Script(loss=lambda n: math.nan if n >= 22 else 4.0),
         "loss": Script(loss=lambda n: 9.0 if n >= 22 else 4.0, parameter=lambda n: -1.0 if n >= 22 else float(n)),
     }[poison]
@@ -152,6 +153,16 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
         assert "the newest checkpoint is that of step 20" in outcome.message
     if poison == "parameter":
         assert "the state holds values that are not finite, in params.w" in outcome.message
+    if poison == "absurd":
+        assert "the state holds values above 1e+06, which no training gives, in params.w (1e+30)" in outcome.message
+
+
+def test_a_parameter_that_grew_far_between_two_saves_is_an_alarm(tmp_path):
+    outcome, events = run(tmp_path, Script(parameter=lambda n: 200.0 if n >= 12 else 0.5, total=20))
+    assert outcome.status == "done"
+    alarms = [(alarm.step, alarm.data["cause"], alarm.data["reason"]) for alarm in events.of("alarm")]
+    said = "the largest value of parameters grew since the save before: params.w from 0.5 to 200"
+    assert alarms == [(15, "large_value", said)]
 
 
 def test_a_store_that_fails_costs_no_update(tmp_path):

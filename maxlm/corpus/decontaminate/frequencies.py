@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config.paths import open_regular
 from maxlm.corpus.decontaminate.items import Item, read_items
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings
 from maxlm.corpus.decontaminate.tokens import I64, U64, HashTable, Words, clean, words
@@ -159,8 +160,8 @@ def save_arrays(path: Path, about: dict[str, Any], arrays: dict[str, Any]) -> No
 def load_arrays(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays that `save_arrays` wrote. Raises UserError."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return json.loads(file["about"].tobytes()), {name: file[name] for name in names}
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+            return json.loads(arrays["about"].tobytes()), {name: arrays[name] for name in names}
     except OSError as error:
         raise as_user_error(error) from None
     except (ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile):

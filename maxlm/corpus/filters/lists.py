@@ -1,11 +1,9 @@
 """Rules with lists given as files: bad words, domains, URLs."""
 
-from io import TextIOWrapper
-
 import numpy as np
 
 from maxlm.config.errors import UserError, as_user_error, shorten
-from maxlm.config.paths import open_regular
+from maxlm.config.paths import read_file
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.protocol import removed
@@ -14,12 +12,13 @@ from maxlm.corpus.filters.settings import BadWordsSettings, UrlSettings
 from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
 from maxlm.corpus.urls import split_url
 
+MOST_BYTES = 2**30  # of a list
+
 
 def read_entries(path: str) -> list[str]:
     """Lines of a UTF-8 file without white space at their ends, empty ones and comments (#). Raises UserError."""
     try:
-        with TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
-            text = file.read()
+        text = read_file(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{shorten(path)}: is not UTF-8; convert the list.") from None
     except OSError as error:

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
-from rich.console import Console
 
 from maxlm.config import Config, load, rules
+from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.runtime import cluster

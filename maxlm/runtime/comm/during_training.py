@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from maxlm.config import Config
+from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError
 from maxlm.hardware.chips import chip_of
 from maxlm.parallel import build_mesh

@@ -1,0 +1,20 @@
+"""Console for text with names from outside: they are neither markup nor codes of emoji, and no control character reaches a terminal."""
+
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+from maxlm.config.errors import printable
+
+
+class Console(RichConsole):
+    """rich's console without markup. A folder named `[/b]` would end a command with an error, and an escape sequence move the cursor."""
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: as of rich's console."""
+        super().__init__(**{"markup": False, "emoji": False, **settings})
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Text of a line or a table's cell, with control characters, and those that change the direction of writing, written out."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **settings)
