@@ -43,7 +43,7 @@ _OTHER_SCRIPTS |= {"koi8-r", "koi8-u", "mac-cyrillic"}
 # Of the encodings of DOS and old Macintoshes, those that texts are found in, and the bytes beyond ASCII from which one of them is told.
 _OLD = re.compile(r"cp(?!874)[1-8]\d\d|cp1006|cp1125|mac-.*|kz1048|ptcp154|koi8-t|hp-roman8")
 _OLD_FOUND = ("cp437", "cp850", "cp852", "cp857", "cp858", "cp866", "mac-roman", "mac-latin2", "mac-cyrillic")
-OLD_BYTES = 12
+OLD_BYTES = 3
 # Capital letters of one of these are small letters of the other, and texts in capitals are taken for it: the letters decide, not case.
 _CYRILLIC = ("cp1251", "koi8-r", "koi8-u", "cp866", "iso8859-5", "mac-cyrillic")
 _FREQUENT = "оаеинтрсвлкі"  # three quarters of the letters of Russian, Ukrainian, Bulgarian and Belarusian texts
