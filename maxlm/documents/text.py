@@ -53,7 +53,7 @@ _WIDER |= {"shift_jis": "cp932", "euc_kr": "cp949", "gb2312": "gb18030", "gbk": 
 _ESCAPED = {b"\x1b$)C": "iso2022_kr", b"\x1b$@": "iso2022_jp_ext", b"\x1b$B": "iso2022_jp_ext", b"\x1b$(": "iso2022_jp_ext"}
 _SEVEN_BITS = ("iso2022_jp_ext", "iso2022_kr", "hz")
 TIE = 0.999  # of the likeliest encoding's confidence, from which Windows-1252 is taken
-SURE = 0.5  # of the likeliest encoding's confidence, which a stated encoding has where it is the right one
+SURE = 0.65  # of the likeliest encoding's confidence, which a stated encoding has where it is the right one
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 
 # UTF-8 read as another encoding leaves a lead byte with a continuation byte after it, both as characters of that encoding. Clean text

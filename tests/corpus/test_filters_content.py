@@ -298,6 +298,13 @@ def test_a_tag_that_nothing_tells_is_refused(keep, says):
         FilterSettings.model_validate({"language": {"keep": [keep]}})
 
 
+def test_a_language_that_no_text_gets_is_refused():
+    """Klingon would remove every document."""
+    pytest.importorskip("py3langid")
+    with pytest.raises(UserError, match=r"language\.keep: tlh .* af, am, ar"):
+        judge("text", {"language": {"keep": ["en", "tlh"]}})
+
+
 def test_language_is_only_labelled_without_a_list():
     pytest.importorskip("py3langid")
     assert judge(TEXTS["fr"], {"language": {}}).metadata["language"] == "fr"

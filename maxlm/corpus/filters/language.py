@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from maxlm.config.errors import UserError, shorten
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters.language_tags import covered, has_script, label_of
+from maxlm.corpus.filters.language_tags import covered, has_script, label_of, primary_language
 from maxlm.corpus.filters.protocol import removed, replace_text
 from maxlm.corpus.filters.settings import LanguageSettings
 
@@ -42,6 +42,11 @@ class LanguageFilter:
         }
         self.identify = makers[settings.backend]()
         self.keep = [covered(tag) for tag in settings.keep]
+        known = {primary_language(one) for one in getattr(self.identify, "classes", ())}
+        for tag, (languages, _) in zip(settings.keep, self.keep, strict=True):
+            if known and not languages & known:
+                told = ", ".join(sorted(known))
+                raise UserError(f"language.keep: {shorten(tag)} is no language that {settings.backend} tells apart: it has {told}.")
 
     def __call__(self, document: Document) -> Document | Removed:
         sample = sample_text(document.text, self.settings.sample_characters)
