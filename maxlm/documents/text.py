@@ -36,6 +36,7 @@ _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
 # Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
 # then encodings of one byte a letter for other scripts are out.
+_ASCII_TAG = re.compile(rb"<[^<>\x80-\xff]{0,1000}>")
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
 _LATIN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]+|[\x80-\xff]+[A-Za-z]")
 _OTHER_SCRIPTS = {*(f"cp{page}" for page in (866, 874, 1251, 1253, 1255, 1256)), *(f"iso8859-{part}" for part in (5, 6, 7, 8))}
@@ -296,7 +297,7 @@ def _candidates(data: bytes, stated: list[str]) -> Iterator[str]:
         size += len(lines[-1])
         if size >= SAMPLE:
             break
-    sample = b"".join(lines) or data[:SAMPLE]
+    sample = _ASCII_TAG.sub(b" ", b"".join(lines) or data[:SAMPLE])  # chardet would believe a <meta> tag
     ranked = chardet.detect_all(sample, encoding_era=~chardet.EncodingEra.MAINFRAME, ignore_threshold=True)
     found: dict[str, float] = {}
     for one in ranked:

@@ -322,8 +322,9 @@ def _aligned(text: U64, window: U64, sorted_grams: U64, order: I64, n: int) -> I
 
 
 def _replaced(at: I64, kind: I64, others: I64) -> list[int]:
-    """Words of a text, whose places in a window are `at`, that are numbers or names and have another one at their place: `others` are the
-    kinds of the window's words.
+    """Find the numbers and names of a text that have another number or name at their place in a window.
+
+    `at`: places of the text's words in the window, -1 for a word that is missing; `others`: kinds of the window's words.
     """
     known = np.flatnonzero(at >= 0)
     out = []

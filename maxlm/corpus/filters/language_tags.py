@@ -18,8 +18,8 @@ _BIBLIOGRAPHIC = """
 sq alb hy arm eu baq my bur zh chi cs cze nl dut fr fre ka geo de ger el gre is ice mk mac mi mao ms may fa per ro rum sk slo bo tib cy wel
 """  # ISO 639-2/B
 _MEMBERS = "zh cmn ar arb et ekk fa pes lv lvs ms zsm ne npi or ory sw swh uz uzn mn khk az azj sq als"  # of macrolanguages, ISO 639-3
-# Codes that a code of `keep` covers beside itself, as far as identifiers have labels for them: members of macrolanguages (ISO 639-3) that
-# identifiers label apart, and codes for the same. Indonesian, a member of Malay by ISO 639-3, is not covered by ms.
+# Codes that a code of `keep` covers in addition to itself: members of a macrolanguage (ISO 639-3) that identifiers label apart, and codes
+# for the same language. Indonesian, a member of Malay by ISO 639-3, is not covered by ms.
 _COVERED = {
     "ar": "aeb apc apd arq ars ary arz acm",
     "fa": "prs",
