@@ -47,8 +47,8 @@ def measure(folder: Path, seed: int) -> Iterator[Row]:
     yield _row("declared iso-8859-1, by a server's default", every, [("iso-8859-1",)] * len(every), 0.95)
     wrong = [(draw.choice([name for name in ("windows-1251", "shift_jis", "windows-1252", "koi8-r") if name != one[0]]),) for one in every]
     yield _row("declared as another encoding", every, wrong, 0.9)
-    yield _row("header utf-8, <meta> right", every, [("utf-8", one[0]) for one in every], 0.99)
-    yield _row("header right, <meta> utf-8", every, [(one[0], "utf-8") for one in every], 0.99)
+    yield _row("header utf-8, meta right", every, [("utf-8", one[0]) for one in every], 0.99)
+    yield _row("header right, meta utf-8", every, [(one[0], "utf-8") for one in every], 0.99)
 
 
 def _cases(messages: Messages, encodings: Mapping[str, Sequence[str]], size: int, draw: random.Random) -> list[Case]:
