@@ -78,11 +78,11 @@ def options(
 @app.command()
 def train(config: ConfigName, overrides: Overrides = None, devices: Devices = None) -> None:
     """Train a model, or continue where the run stopped."""
-    from maxlm.config import load
     from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.runtime.frozen import load_frozen
 
     cluster, rest = split_arguments(overrides or [])
-    loaded = load(config, rest)
+    loaded = load_frozen(config, rest)
     settings = loaded.config
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
@@ -266,19 +266,6 @@ def report_corpus(output: Annotated[Path, typer.Argument(metavar="FOLDER", help=
     with _needs_corpus():
         from maxlm.corpus.command import report
     report(output, typer.echo)
-
-
-@corpus_app.command("train-classifier")
-def train_corpus_classifier(
-    wanted: Annotated[str, typer.Argument(metavar="WANTED", help="Documents of the kind that stays: a folder, file, glob or URL.")],
-    unwanted: Annotated[str, typer.Argument(metavar="UNWANTED", help="Documents of the other kind.")],
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The file to write, .npz.")],
-    text_field: Annotated[str, typer.Option(metavar="FIELD", help="The field of the text in JSON, Parquet and ArrayRecord.")] = "text",
-) -> None:
-    """Train the quality classifier of a corpus file's `filters.classifier` on documents of two kinds."""
-    with _needs_corpus():
-        from maxlm.corpus.command import train_classifier
-    train_classifier(wanted, unwanted, model, typer.echo, text_field)
 
 
 @contextmanager

@@ -373,11 +373,29 @@ def no_right(target: Target, chance: random.Random) -> str:
     return f"{path} may not be read"
 
 
+def rewrite(target: Target, chance: random.Random) -> str:
+    """Other elements in a range of an array, with CRCs that fit; half of the time the digests of their chunks fit as well."""
+    split, name = chance.choice(SPLITS), chance.choice(("tokens", "tokens", "documents"))
+    folder = target.root / split / name
+    array = storage.open_array(str(folder), write=True)
+    start = chance.randrange(array.shape[0])
+    stop = chance.randrange(start, min(start + 600, array.shape[0])) + 1
+    values = array[start:stop].read().result()
+    array[start:stop].write(values ^ values.dtype.type(chance.randrange(1, 256))).result()
+    if digests := chance.random() < 0.5:
+        layout = {"tokens": storage.TOKENS, "documents": storage.DOCUMENTS}[name]
+        for shard in range(start // layout.shard, layout.shards(stop)):
+            content = array[shard * layout.shard : min((shard + 1) * layout.shard, array.shape[0])].read().result()
+            storage.write_bytes(str(folder), f"digests/{shard}", storage.chunk_digests(content, layout))
+    return f"{folder} from {start} to {stop} rewritten with valid checksums{' and digests' if digests else ''}"
+
+
 OF_FILES = (
     *(flip_bit, flip_bit, flip_bit, truncate, delete, swap, zero_block, grow, edit_json, edit_json, foreign, foreign),
     *(replace_by_folder, replace_by_link, no_right),
 )
 OF_FOLDERS = (delete_folder, foreign_folder, rename_folder, duplicate)
+OF_STORES = (rewrite, rewrite)
 
 
 # --- the trials
@@ -407,6 +425,7 @@ def attack(trials: int, seed: int, directory: Path, progress: Callable[[int], No
             chance = random.Random(f"{seed} {number}")
             target = targets[number % len(targets)]
             damages = OF_FILES if target.name == "memory" else OF_FILES + OF_FOLDERS  # a copy is two files
+            damages += OF_STORES if target.name == "store" else ()
             damage = damages[number // len(targets) % len(damages)]
             what = damage(target, chance)
             try:

@@ -1,4 +1,4 @@
-"""Run the slow tests (marked `soak`): all of them, or the part of a day, so that each is run once in two weeks.
+"""Run the slow tests (marked `soak`): all of them, or the part of a day, so that each is run once in two weeks, and random cases every day.
 
 Usage: python tools/soaks.py [--part N | --today] [--limit MINUTES] [--list]
 A test that fails is run once more by itself; if it fails again, so does the command.
@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = ROOT / "tests" / "soak_seconds.json"  # a test function -> seconds of one of its cases
 PARTS = 14
+DAILY = "tests/fuzz/"  # tests of every part: they draw other cases each day
 WORKERS = 2
 UNMEASURED_S = 120.0  # assumed for a test that the table does not have
 PYTEST = (sys.executable, "-m", "pytest", "-m", "soak", "-o", "timeout=0", "-o", "faulthandler_timeout=0")
@@ -39,18 +40,21 @@ def collect(folder: Path, arguments: tuple[str, ...] = ()) -> list[str]:
 
 
 def split(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Every test in one of fourteen parts of about the same length: the longest first, each to the part that is shortest so far."""
+    """Every test in one of fourteen parts of about the same length: the longest first, each to the part that is shortest so far. Tests that
+    draw their cases are in all parts.
+    """
     parts: list[list[str]] = [[] for _ in range(PARTS)]
     lengths = [0.0] * PARTS
 
     def length(test: str) -> float:
         return seconds.get(test.partition("[")[0], UNMEASURED_S)
 
-    for test in sorted(tests, key=lambda test: (-length(test), hashlib.sha256(test.encode()).hexdigest())):
+    daily = [test for test in tests if test.startswith(DAILY)]
+    for test in sorted(set(tests) - set(daily), key=lambda test: (-length(test), hashlib.sha256(test.encode()).hexdigest())):
         shortest = lengths.index(min(lengths))
         parts[shortest].append(test)
         lengths[shortest] += length(test)
-    return [sorted(part) for part in parts]
+    return [sorted(part + daily) for part in parts]
 
 
 def part_of(day: datetime.date) -> int:

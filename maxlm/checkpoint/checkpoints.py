@@ -100,6 +100,7 @@ class Checkpoints:
         self._listing: tuple[list[int], list[str]] | None = None  # steps and strays
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
         self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
+        self.check_owner: Callable[[], None] = lambda: None  # raises once another start of the run owns the directory
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
 
     def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0, secret: bytes = b"") -> None:
@@ -444,6 +445,7 @@ class Checkpoints:
             described = {name: manifest.Leaf(dtype, shape, done[name]) for name, (dtype, shape) in kinds.items()}
             content = manifest.Manifest(step, self.identity, data_position, described)
             assert not content.disagreement(str(step)), content.disagreement(str(step))
+            self.check_owner()  # of the last thing that is written before the save is committed
             return content.to_text()
 
         return text
@@ -577,6 +579,7 @@ class Checkpoints:
             self._writer.reload()
 
     def _set_aside(self, step: int, resumed_at: int) -> None:
+        self.check_owner()
         folder, aside, in_bucket = self.directory / str(step), self.directory / _ASIDE, is_remote(str(self.directory))
         aside.mkdir(parents=True, exist_ok=True)
         if in_bucket:  # which has no folder without a file, and without this one a program of Orbax's takes it for an unfinished save

@@ -31,6 +31,7 @@ from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.manifest import Manifest
 from maxlm.checkpoint.tiles import Tiling
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.hardware.host import process_namespace, process_started
 
 FIELD = "memory_checkpoints.folder"
 _DATA, _MANIFEST, _PROVEN = "data", "manifest.json", "proven"
@@ -167,6 +168,10 @@ class RunFolder:
         taken = sum(file.stat().st_size for folder in self._folders() for file in folder.iterdir())  # of other processes on this host too
         return shutil.disk_usage(self.path).free + taken
 
+    def total_bytes(self) -> int:
+        """Size of the file system, in bytes."""
+        return shutil.disk_usage(self.path).total
+
     def draft(self) -> "Draft":
         """A new copy, which `Draft.commit` completes."""
         return Draft(self.path / f"{_DRAFT}{self._token}")
@@ -192,7 +197,7 @@ class RunFolder:
 
     def _new_lease(self, owner: int) -> IO[str]:
         """Make the lease of this process, which is locked while the file is open."""
-        text = json.dumps({"owner": owner, "started": _started(owner), "namespace": _namespace()})
+        text = json.dumps({"owner": owner, "started": process_started(owner), "namespace": process_namespace()})
         new = self.path / f"{_NEW}{self._token}"
         lease = new.open("w")
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,7 +205,7 @@ class RunFolder:
         lease.flush()
         new.rename(self._lease_of(self._token))  # locked and complete from the moment that others look for it
         for before in self.path.glob(f"{_LEASE}*"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
                 if not _is_locked(before) and before.read_text() == text:  # of an attempt that the same owner has started
                     before.unlink()
         return lease
@@ -298,14 +303,14 @@ def _in_use(folder: Path, *, owners: bool = True) -> bool:
     for lease in folder.glob(f"{_LEASE}*"):
         if _is_locked(lease):
             return True
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             body = json.loads(lease.read_text())
             if not (owners and body["started"]):
                 continue
-            if body["namespace"] != _namespace():
+            if body["namespace"] != process_namespace():
                 if time.time() < folder.stat().st_mtime + _OWNER_UNSEEN_S:
                     return True
-            elif _started(int(body["owner"])) == body["started"]:
+            elif process_started(int(body["owner"])) == body["started"]:
                 return True
     return False
 
@@ -317,23 +322,6 @@ def _is_locked(lease: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def _namespace() -> str:
-    """The system within which a process number means a process: the boot, and the namespace of process numbers."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str:
-    """Return when a living process began, as the kernel counts; "" if there is none. Tells it from a later one of the same number."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _remove(folder: Path) -> None:

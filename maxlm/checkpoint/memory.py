@@ -28,11 +28,11 @@ from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.errors import ConfigError
+from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
 from maxlm.config.paths import is_remote
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.transient import first_line, retried
-from maxlm.hardware.host import available_memory, in_bytes, in_memory
+from maxlm.hardware.host import available_memory, host_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
 _RUN = ".memory-run"  # file beside the checkpoints: the number of the run, their directory, and its inode if it is a local one
@@ -119,7 +119,7 @@ class MemoryCopies:
         self._found = recovery.find(self._left, self._identity, self._say, self._secret, before=found.step)
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
-        """Claim the folder, and check that two copies fit. Raises ConfigError."""
+        """Claim the folder, and check that two copies fit. Raises ConfigError; UnavailableSettingError if they may fit later."""
         if self.config.domains is not None and len(self.config.domains) != jax.process_count():
             rule = f"names the failure domain of each process, and there are {jax.process_count()}"
             raise ConfigError("memory_checkpoints.domains", list(self.config.domains), rule, "name one for each, or remove it")
@@ -137,7 +137,8 @@ class MemoryCopies:
                 raise
         except OSError as error:
             rule = f"cannot be used ({error.strerror or first_line(error)})"
-            raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of this host's memory or of its disk") from error
+            fix = "free space there, or name a folder of this host's memory or of its disk"
+            raise setting_error(error)(host_copies.FIELD, self.config.folder, rule, fix) from error
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Start a copy of `state`, which may be donated as soon as this returns. Waits for the copy before.
@@ -265,16 +266,20 @@ class MemoryCopies:
         return self._snapshots
 
     def _check_space(self, folder: RunFolder, needed: int) -> None:
-        """Raise ConfigError unless two copies of `needed` bytes fit into the folder, and into memory if it is one."""
+        """Raise ConfigError unless two copies of `needed` bytes fit into the folder, and into memory if it is one; UnavailableSettingError
+        where they would without what others have there now.
+        """
         free = folder.free_bytes()
         if _COMPLETE * needed > free:
+            kind = ConfigError if _COMPLETE * needed > folder.total_bytes() else UnavailableSettingError
             rule = f"has {in_bytes(free)} free, and {_COMPLETE} copies of {in_bytes(needed)} must fit, one complete and one being written"
             fix = "enlarge it (for /dev/shm: mount -o remount,size=..., docker run --shm-size), or name a folder of a local disk"
-            raise ConfigError(host_copies.FIELD, self.config.folder, rule, fix)
+            raise kind(host_copies.FIELD, self.config.folder, rule, fix)
         available = available_memory()
         if in_memory(folder.path) and available is not None and (_COMPLETE + 1) * needed > available:
             rule = f"is memory, of which {in_bytes(available)} are available, and copies take up to {in_bytes((_COMPLETE + 1) * needed)}"
-            raise ConfigError(host_copies.FIELD, self.config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
+            kind = ConfigError if (_COMPLETE + 1) * needed > (host_memory() or available) else UnavailableSettingError
+            raise kind(host_copies.FIELD, self.config.folder, rule, "name a folder of a local disk, or remove memory_checkpoints")
 
     def _time_step(self, step: int, now: float) -> None:
         if self._copies:

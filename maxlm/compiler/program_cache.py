@@ -1,13 +1,29 @@
-"""Compiled programs on disk: a JSON file of figures and the compressed text of the program, by key. Losing them costs only time."""
+"""Compiled programs on disk, each bound to its key: what does not carry its key's digest is no entry. Losing one costs only time.
+
+A file that is damaged, half written or renamed to another key is compiled again; it is never loaded.
+"""
 
 import gzip
+import hashlib
 import json
 import os
-import zlib
 from pathlib import Path
 from typing import Any
 
 from maxlm.telemetry.atomic import replacing
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+def seal(key: str, content: bytes) -> bytes:
+    """`content` after the digest of key and content."""
+    return hashlib.sha256(key.encode() + b"\0" + content).digest() + content
+
+
+def unseal(key: str, sealed: bytes) -> bytes | None:
+    """The content that `seal` was given with `key`; None if these bytes are anything else."""
+    content = sealed[_DIGEST:]
+    return content if sealed == seal(key, content) else None
 
 
 def folder() -> Path:
@@ -16,22 +32,23 @@ def folder() -> Path:
 
 
 def read(key: str) -> tuple[dict[str, Any], str] | None:
-    """(figures, text) as written; None if absent or damaged."""
+    """(figures, text) of the program as written; None if absent or damaged."""
     try:
-        figures = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
-        text = gzip.decompress((folder() / f"{key}.hlo.gz").read_bytes()).decode()
-    except (OSError, ValueError, EOFError, zlib.error):
+        content = unseal(key, _path(key).read_bytes())
+    except OSError:
         return None
-    return (figures, text) if isinstance(figures, dict) else None
+    return None if content is None else tuple(json.loads(gzip.decompress(content)))
 
 
 def write(key: str, figures: dict[str, Any], text: str) -> None:
     """Write `figures` and `text`. A folder that is not writable is ignored."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        with replacing(folder() / f"{key}.hlo.gz") as file:
-            file.write(gzip.compress(text.encode(), mtime=0))
-        with replacing(folder() / f"{key}.json") as file:  # last: if it exists, both do
-            file.write(json.dumps(figures).encode())
+        with replacing(_path(key)) as file:
+            file.write(seal(key, gzip.compress(json.dumps([figures, text]).encode(), mtime=0)))
     except OSError:
         return
+
+
+def _path(key: str) -> Path:
+    return folder() / f"{key}.program"

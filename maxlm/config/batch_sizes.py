@@ -48,11 +48,16 @@ class BatchSizes:
         return self.stages[bisect_right(self.stages, number, key=lambda stage: stage.first) - 1]
 
 
-def microbatches(size: int, *, full: int, parts: int, shards: int, pipeline: bool = False, least: int = 1) -> int | None:
+def microbatches(
+    size: int, *, full: int, parts: int, shards: int, stages: int = 1, chunked: bool = False, least: int = 1, fixed: bool = False
+) -> int | None:
     """Number of microbatches of a batch of `size` sequences, where the `full` batch has `parts`; None if no number will do.
 
-    Each splits over `shards`. They are as few as leave none larger than those of the full batch, and `least`; in a pipeline they are as
-    many as there, since fewer would leave stages idle.
+    Each splits over `shards`. They are as few as leave none larger than those of the full batch, and `least`; in a pipeline of several
+    stages they are as many as there, since fewer would leave stages idle. `fixed`: the number is part of the loss, so that it is chosen
+    without shards and stages; in a pipeline that is `chunked` it must be a multiple of the stages.
     """
-    numbers = (parts,) if pipeline else range(least, size + 1)
-    return next((n for n in numbers if size % (n * shards) == 0 and size // n <= full // parts), None)
+    numbers = (parts,) if stages > 1 and not fixed else range(least, size + 1)
+    number = next((n for n in numbers if size % (n if fixed else n * shards) == 0 and size // n <= full // parts), None)
+    refused = number is None or size % (number * shards) or (chunked and number % stages)
+    return None if refused else number

@@ -1,6 +1,7 @@
 """Conditions on the metadata of documents, as `language == en` or `quality >= 0.7`."""
 
 import math
+import operator
 import re
 from typing import Literal, NamedTuple, NoReturn
 
@@ -9,6 +10,7 @@ from maxlm.config import paths
 Operator = Literal["==", "!=", ">=", "<=", ">", "<", "in"]
 Kind = Literal["bool", "int", "float", "text"]  # of a field of the metadata
 _FORM = re.compile(r"\s*(?P<field>[^\s=!<>|]+)\s*(?P<operator>==|!=|>=|<=|>|<|\sin\s)\s*(?P<value>[^=<>!\s].*?)\s*")
+COMPARE = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -31,17 +33,28 @@ class Condition(NamedTuple):
             return [BOOLEANS[value.lower()] for value in self.values]
         return [_number(value) for value in self.values]
 
+    def meets(self, value: str | float | bool | None) -> bool:
+        """True if a document with `value` in the field meets the condition; False also for a value of a kind that cannot be compared."""
+        if value is None:
+            return False
+        kind: Kind = "text" if isinstance(value, str) else "bool" if isinstance(value, bool) else "float"
+        try:
+            values = self.typed(kind)
+        except ValueError:
+            return False
+        return value in values if self.operator == "in" else bool(COMPARE[self.operator](value, values[0]))
+
 
 def parse(text: str) -> Condition:
     """A condition. Raises PydanticCustomError if `text` is none."""
     match = _FORM.fullmatch(text)
     if match is None:
         refuse_form("be a condition, `FIELD OPERATOR VALUE` with one of == != < <= > >= in")
-    operator = match["operator"].strip()
-    values = [value.strip() for value in match["value"].split("|")] if operator == "in" else [match["value"]]
+    sign = match["operator"].strip()
+    values = [value.strip() for value in match["value"].split("|")] if sign == "in" else [match["value"]]
     if not all(values):
         refuse_form("name its values, with | between them")
-    return Condition(match["field"], operator, tuple(values))  # type: ignore[arg-type]  # one of them, as the pattern says
+    return Condition(match["field"], sign, tuple(values))  # type: ignore[arg-type]  # one of them, as the pattern says
 
 
 def checked(text: str) -> str:

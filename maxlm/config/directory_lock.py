@@ -1,82 +1,233 @@
-"""Exclusive lock of a directory among the processes of a machine; the kernel frees it when its holder dies."""
+"""Exclusive lock of a directory. The kernel frees it when its holder dies, and its file holds a token that tells the holder from others.
+
+The token is for file systems without locks, and for a file that somebody has removed: the last process to take the folder owns it, and an
+earlier one notices before it writes there again. What writes into locked folders calls `check` first.
+"""
 
 import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from maxlm.config.errors import UserError
-
-log = logging.getLogger(__name__)
+from maxlm.hardware.host import process_namespace, process_started
 
 NAME = ".lock"
 _POLL_SECONDS = 0.2
+_CHECK_SECONDS = 1.0  # between checks of a loop that goes round more often
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # file systems without locks, such as some mounted buckets
 
 
+class Lock:
+    """A folder that this process holds, or works in for the process that does."""
+
+    def __init__(self, folder: Path, field: str, taken: type[UserError] = UserError) -> None:
+        """`taken`: kind of the error once another process has taken the folder."""
+        self.folder, self._field, self._taken = Path(os.path.realpath(folder)), field, taken
+        self._path = self.folder / NAME
+        self._token = secrets.token_hex(16)
+        self._file: IO[str] | None = None  # None without locks
+        self._process = os.getpid()
+        self._checked = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}  # a worker process asks by the token
+
+    def acquire(self, seconds: float, say: Callable[[str], None], fix: str) -> None:
+        """Wait until no other process holds the folder, for so many seconds at most. Raises UserError, OSError."""
+        until, announced = time.monotonic() + seconds, False
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("a+", encoding="utf-8")
+            holder = ""
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _named(_read(file))
+            except OSError as error:
+                with file:
+                    before = _read(file)
+                if error.errno not in _UNSUPPORTED:
+                    raise
+                if not _is_alive(before):
+                    others = f"; {_named(before)} ends once it notices" if before else ""
+                    say(
+                        f"warning: {self.folder}: the file system has no locks ({error.strerror}): let no other process write there{others}"
+                    )
+                    self._replace()
+                    return
+                holder = _named(before)
+            if holder:
+                file.close()
+                if time.monotonic() >= until:
+                    raise UserError(f"{self._field} = {self.folder}: {holder} uses it; {fix}.")
+                if not announced:
+                    say(f"{self.folder}: {holder} uses it; waiting {seconds:g} s for its end")
+                    announced = True
+                time.sleep(_POLL_SECONDS)
+                continue
+            if _is_current(file, self._path):
+                self._write(file)
+                self._file = file
+                return
+            file.close()  # its holder removed it between our open and lock
+
+    def check(self, every_s: float = 0.0) -> None:
+        """Raise an error of the kind `taken` if another process has taken the folder. A file that cannot be read proves nothing; one that
+        was removed is made again.
+        """
+        if not self.is_due(every_s):
+            return
+        if not self._path.exists():
+            self._restore()
+        holder = {}
+        with contextlib.suppress(OSError), self._path.open(encoding="utf-8") as file:
+            holder = _read(file)
+        if holder.get("token", self._token) != self._token:
+            raise self._taken(
+                f"{self._field} = {self.folder}: {_named(holder)} has taken over: this process ends, and writes nothing more there; "
+                "let one process at a time use it."
+            )
+
+    def is_due(self, every_s: float) -> bool:
+        """True unless the last check was less than `every_s` seconds ago."""
+        due = not every_s or time.monotonic() >= self._checked + every_s
+        self._checked = time.monotonic() if due else self._checked
+        return due
+
+    def release(self) -> None:
+        """Give up the folder."""
+        with contextlib.suppress(OSError):
+            with self._path.open(encoding="utf-8") as file:
+                ours = _read(file).get("token", self._token if self._file is not None else "") == self._token
+            if ours:
+                self._path.unlink()
+        if self._file is not None:
+            self._file.close()
+
+    def _restore(self) -> None:
+        """Make the file again, unless another process is first or the folder is gone."""
+        if os.getpid() != self._process:
+            return
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            file = stack.enter_context(self._path.open("x+", encoding="utf-8"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _UNSUPPORTED:
+                    self._replace()
+                return
+            stack.pop_all()
+            self._write(file)
+            before, self._file = self._file, file
+            if before is not None:
+                before.close()
+
+    def _replace(self) -> None:
+        """Write the file as a whole: of two processes that start at once, one is told from the other. Raises OSError."""
+        draft = self._path.with_name(f"{NAME}.{self._token}")
+        draft.write_text(self._text(), encoding="utf-8")
+        draft.replace(self._path)
+
+    def _write(self, file: IO[str]) -> None:
+        with contextlib.suppress(OSError):  # a full disk; the lock holds nevertheless
+            file.truncate(0)
+            file.write(self._text())
+            file.flush()
+
+    def _text(self) -> str:
+        pid, started = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = {"pid": pid, "host": socket.gethostname(), "started": started, "token": self._token}
+        return json.dumps(holder | {"began": process_started(pid), "namespace": process_namespace()})
+
+
+_held: list[Lock] = []  # by this process, or by the one that it works for
+
+
 @contextlib.contextmanager
-def locked(folder: Path, field: str, seconds: float, say: Callable[[str], None], fix: str) -> Iterator[None]:
+def locked(
+    folder: Path, field: str, seconds: float, say: Callable[[str], None], fix: str, taken: type[UserError] = UserError
+) -> Iterator[Lock]:
     """Hold the lock of `folder`, which is created if need be and removed again if it is empty afterwards.
 
-    On a file system without locks nothing is locked, with a warning in the log.
+    On a file system without locks, a process of this machine that uses the folder is seen; one elsewhere ends at its next `check`.
 
     Args:
         field: the setting that names the folder, for messages.
         seconds: how long to wait for a holder, which may be about to end.
-        say: prints a line: who holds the lock, before the wait.
+        say: prints a line: who holds the lock, before the wait; that there are no locks.
         fix: advice for the error message.
+        taken: kind of the error of `check` once another process has taken the folder.
 
     Raises:
         UserError: another process holds the lock and does not end in time.
         OSError: the folder cannot be written.
     """
     created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    file = _acquire(folder, field, seconds, say, fix)
+    lock = Lock(folder, field, taken)
+    lock.acquire(seconds, say, fix)
+    _held.append(lock)
+    try:
+        yield lock
+    finally:
+        _held.remove(lock)
+        lock.release()
+        with contextlib.suppress(OSError):  # deepest first, up to the first that is not empty
+            for place in created:
+                place.rmdir()
+
+
+@contextlib.contextmanager
+def working_for(lock: Lock | None) -> Iterator[None]:
+    """Let `check` in this process ask for the folder of another process, which holds `lock`."""
+    _held.extend([lock] if lock is not None else [])
     try:
         yield
     finally:
-        if file is not None:
-            with contextlib.suppress(OSError):
-                (folder / NAME).unlink()
-            file.close()
-            with contextlib.suppress(OSError):  # deepest first, up to the first that is not empty
-                for place in created:
-                    place.rmdir()
+        if lock is not None:
+            _held.remove(lock)
 
 
-def _acquire(folder: Path, field: str, seconds: float, say: Callable[[str], None], fix: str) -> IO[str] | None:
-    """Return the locked file, or None on a file system without locks."""
-    until, announced = time.monotonic() + seconds, False
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / NAME).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _UNSUPPORTED:
-                log.warning("%s: the file system has no locks (%s): concurrent use would not be detected", folder, error.strerror)
-                file.close()
-                return None
-            holder = _holder(file)
-            file.close()
-            if time.monotonic() >= until:
-                raise UserError(f"{field} = {folder}: {holder} uses it; {fix}.") from None
-            if not announced:
-                say(f"{folder}: {holder} uses it; waiting {seconds:g} s for its end")
-                announced = True
-            time.sleep(_POLL_SECONDS)
-            continue
-        if _is_current(file, folder / NAME):
-            _write_holder(file)
-            return file
-        file.close()  # its holder removed it between our open and lock
+def check(path: Path | None = None) -> None:
+    """Raise UserError if a folder of this process, which `path` lies in, was taken by another process. Without `path`: any of its folders,
+    once a second.
+    """
+    for lock in tuple(_held):
+        if path is None:
+            lock.check(_CHECK_SECONDS)
+        elif Path(os.path.realpath(path)).is_relative_to(lock.folder):
+            lock.check()
+
+
+def _read(file: IO[str]) -> dict[str, Any]:
+    try:
+        file.seek(0)
+        holder = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _named(holder: dict[str, Any]) -> str:
+    try:
+        return f"process {int(holder['pid'])} on {holder['host']}, started {holder['started']},"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _is_alive(holder: dict[str, Any]) -> bool:
+    """True if the holder is seen to run on this machine; False where that is not known."""
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or not holder.get("began") or holder.get("namespace") != process_namespace():
+        return False
+    return process_started(pid) == holder["began"]
 
 
 def _is_current(file: IO[str], path: Path) -> bool:
@@ -84,19 +235,3 @@ def _is_current(file: IO[str], path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
         return False
-
-
-def _write_holder(file: IO[str]) -> None:
-    with contextlib.suppress(OSError):  # a full disk; the lock holds nevertheless
-        file.truncate(0)
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}, file)
-        file.flush()
-
-
-def _holder(file: IO[str]) -> str:
-    try:
-        file.seek(0)
-        holder = json.load(file)
-        return f"process {int(holder['pid'])} on {holder['host']}, started {holder['started']},"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"

@@ -12,7 +12,11 @@ SHOWN = 80  # characters of a value that fit in a line
 NAME = 240  # characters of a name or path: a path is copied from the line, so it is cut only where it would fill the message
 LONGEST = 1000  # characters of a message
 BITS = 256  # of a whole number that is written out
-WRONG_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+WRONG_PATH = (  # errors of the operating system that the same path would meet again; all others may pass
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EEXIST, errno.ENOTEMPTY, errno.EFBIG, errno.EINVAL, errno.EILSEQ, errno.ENXIO, errno.ENODEV, errno.ENOSYS),
+    *(errno.ENOTSUP, errno.EXDEV, errno.EBADF),
+)
 
 
 class ExitCode(IntEnum):
@@ -44,11 +48,21 @@ class UnavailableError(UserError):
     exit_code = ExitCode.UNAVAILABLE
 
 
+def error_kind(error: BaseException) -> type[UserError]:
+    """Kind of the message about `error`, raised while something was read or written: UnavailableError for a fault of the environment that
+    may pass (a full disk, no memory, no descriptors, a network file system), UserError for a wrong path and for damaged content.
+    """
+    if isinstance(error, TimeoutError | ConnectionError):
+        return UnavailableError
+    passes = isinstance(error, OSError) and error.errno is not None and error.errno not in WRONG_PATH
+    return UnavailableError if passes else UserError
+
+
 def as_user_error(error: UserError | OSError) -> UserError:
     """`error` itself, or one line for what the operating system refused: a path that is wrong, or a fault of storage that may pass."""
     if isinstance(error, UserError):
         return error
-    kind = UserError if error.errno in WRONG_PATH else UnavailableError
+    kind = UnavailableError if error.errno is None else error_kind(error)
     return kind(f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror or error}.")
 
 
@@ -59,6 +73,15 @@ class ConfigError(UserError):
         self.field = field
         origin = f" (from {shorten(source)})" if source else ""
         super().__init__(f"{shorten(field)} = {show(value)}{origin}: {rule}; {fix}.")
+
+
+class UnavailableSettingError(ConfigError, UnavailableError):
+    """A field that names something which failed in a way that may pass: a run that ended so is started again."""
+
+
+def setting_error(error: BaseException) -> type[ConfigError]:
+    """`error_kind` for a message that names a field."""
+    return UnavailableSettingError if issubclass(error_kind(error), UnavailableError) else ConfigError
 
 
 def show(value: Any) -> str:

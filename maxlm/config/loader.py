@@ -19,8 +19,8 @@ from ruamel.yaml.error import YAMLError
 
 import maxlm
 from maxlm.config import assumed, explain, rules, schedule_rules
-from maxlm.config.errors import SHOWN, UserError, shorten, show
-from maxlm.config.paths import expand_home
+from maxlm.config.errors import SHOWN, UserError, error_kind, shorten, show
+from maxlm.config.paths import expand_home, read_regular
 from maxlm.config.schema import Config
 
 COMMAND_LINE = "command line"
@@ -134,8 +134,11 @@ def _naming_writer(file: Path) -> Iterator[None]:
         yield
     except UserError as error:
         try:
-            first = file.read_text(encoding="utf-8").partition("\n")[0]
-        except (OSError, UnicodeDecodeError):
+            first = read_regular(file).decode().partition("\n")[0]
+        except UnicodeDecodeError:
+            run = f"run.dir={file.parent.parent} run.name={file.parent.name}"
+            raise UserError(f"{error} It is damaged: train with the config that was given first, and {run}.") from None
+        except OSError:
             raise error from None
         version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
         if version == maxlm.__version__:
@@ -274,7 +277,7 @@ class _Files:
             with path.open(encoding="utf-8") as stream:
                 text = stream.read(MOST_BYTES + 1)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
+            raise error_kind(error)(f"{origin} cannot be read as UTF-8 text: {error}; give a YAML file.") from None
         values = self.parse(text, origin)
         if not isinstance(values, dict):
             holds = "nothing" if values is None else show(values)

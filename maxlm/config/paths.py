@@ -1,7 +1,10 @@
 """Paths in settings: `~` expanded, and unsupported storage refused before anything is opened."""
 
-import os.path
+import errno
+import os
 import re
+import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from maxlm.config.errors import UserError, shorten
 
+MOST_BYTES = 2**26  # of a file that is read as a whole
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^?#%\\]*)?")
 
@@ -31,6 +35,26 @@ def local(path: str) -> str:
             refuse("be a path, without file:", "write the path alone, such as /data/texts")
         refuse("be a path of this machine's file system", "mount the bucket (gcsfuse) and name the mount, or copy it here")
     return _expanded(path)
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file of this machine to read its bytes. Raises OSError; IsADirectoryError also for a pipe and a device, which would never
+    end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))  # a pipe would wait for a writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, "a folder, a pipe or a device, and not a file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: str | Path) -> bytes:
+    """The bytes of a small file, as those that hold the state of a run. Raises OSError as `open_regular`, and for more than MOST_BYTES."""
+    with open_regular(path) as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes, which no such file is", str(path))
+    return content
 
 
 def is_remote(path: str) -> bool:

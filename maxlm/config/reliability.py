@@ -101,16 +101,16 @@ class IntegrityConfig(Section):
 class WatchdogConfig(Section):
     """Seconds without progress after which a run counts as hung: it shows where, ends with 5, and `maxlm launch` starts it again.
 
-    Time in which the process did not run counts for nothing. Absent: the defaults.
+    Time in which the process did not run counts for nothing. None: learned from the run (docs/watchdog.md).
     """
 
     enabled: Bool = True
-    step_seconds: PositiveFloat = 300.0  # at least, for a step
+    step_seconds: PositiveFloat | None = None  # at least, for a step
     step_factor: AtLeastOne = 20.0  # or so many times the 99th percentile of step times, if that is longer
-    data_seconds: PositiveFloat = 900.0  # for a batch
-    save_seconds: PositiveFloat = 3600.0  # for a save, beside the steps too
-    eval_seconds: PositiveFloat = 3600.0  # between two batches of an evaluation
-    startup_seconds: PositiveFloat = 7200.0  # restore and compilation, up to the end of the first step
+    data_seconds: PositiveFloat | None = None  # for a batch
+    save_seconds: PositiveFloat | None = None  # for a save, beside the steps too
+    eval_seconds: PositiveFloat | None = None  # between two batches of an evaluation
+    startup_seconds: PositiveFloat = 7200.0  # compilation, up to the end of the first step; a restore at most
     interpreter_seconds: PositiveFloat = 300.0  # in which no Python thread runs, because C code holds the interpreter's lock
     slow_share: Annotated[Float, Field(gt=0, lt=1)] = 0.2  # of a step's time by which a host that is named as slow is behind the others
 

@@ -202,6 +202,9 @@ def _model(config: Config) -> Iterator[Problem]:
     model = config.model
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
+    for name, rows in (("vocab_size", model.vocab_size), ("learned_positions.max_seq_len", model.max_seq_len or 0)):
+        if rows >= 2**31:
+            yield f"model.{name}", rows, "is above 2147483647, the most rows of a table that 32-bit ids and positions find", "lower it"
     if model.n_heads % model.n_kv_heads:
         rule = f"does not divide model.n_heads = {model.n_heads}"
         yield "model.n_kv_heads", model.n_kv_heads, rule, f"use {divisors_text(model.n_heads)}"
@@ -224,6 +227,9 @@ def _latent(model: ModelConfig) -> Iterator[Problem]:
     if latent.rope_dim % 2:
         yield "model.latent.rope_dim", latent.rope_dim, "must be even, since RoPE turns pairs", "use an even rope_dim"
     dim = latent.nope_dim + latent.rope_dim
+    if latent.value_dim > dim:
+        rule = f"is above nope_dim + rope_dim = {dim}, and no attention kernel takes values that are wider than keys"
+        yield "model.latent.value_dim", latent.value_dim, rule, f"use {dim} at most, or a larger nope_dim"
     wanted = {
         "head_dim": (dim, f"model.latent has heads of nope_dim + rope_dim = {dim}"),
         "n_kv_heads": (model.n_heads, f"model.latent gives each of model.n_heads = {model.n_heads} its own keys and values"),
@@ -437,7 +443,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             yield f"optimizer.{name}_tokens", tokens, f"optimizer.{name}_steps = {steps} is set too", fix
         if name == "decay" and (steps or tokens) and optimizer.schedule != "wsd":
             rule = f"the {optimizer.schedule} schedule has no decay of its own"
-            yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use schedule: wsd or remove it"
+            yield f"optimizer.decay_{'steps' if steps else 'tokens'}", steps or tokens, rule, "use optimizer.schedule=wsd, or remove it"
     averages = {"beta1": optimizer.beta1, "beta2": optimizer.beta2}
     if optimizer.muon is not None:
         averages["muon.momentum"] = optimizer.muon.momentum
@@ -631,8 +637,7 @@ def _elastic(config: Config) -> Iterator[Problem]:
     """Problems of `elastic`: what would change the losses, or make no smaller mesh possible, when hosts are lost."""
     if config.elastic is None:
         return
-    router = None if config.model.moe is None else config.model.moe.router
-    if router is not None and router.balance_loss and router.balance_over == "batch":
+    if config.model.balances_microbatches:
         rule = "is a loss of a whole microbatch, and with elastic there are more and smaller ones while hosts are absent"
         yield "model.moe.router.balance_over", "batch", rule, "use sequence, or remove elastic"
     if config.mesh.slices > 1 and config.mesh.across_slices == "stage":

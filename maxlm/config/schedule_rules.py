@@ -124,7 +124,14 @@ def _ramp_on(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     train, shards, staged = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"], sizes["stage"] > 1
     for number, stage in enumerate(train.batch_ramp or ()):
         size = stage.global_batch
-        if config.microbatches_of(size, sizes) is None:
+        if config.microbatches_of(size, sizes) is not None:
+            continue
+        if config.model.balances_microbatches:
+            rule = f"does not split over the {shards} shards of mesh data x fsdp x expert in the microbatches of any mesh, each of which"
+            found = (f"use {n}" for n in range(size + 1, train.global_batch) if config.microbatches_of(n, sizes) is not None)
+            fix = f"{next(found, 'use fewer shards')}, or model.moe.router.balance_over=sequence"
+            yield f"train.batch_ramp.{number}.global_batch", size, f"{rule} model.moe.router.balance_over = batch balances", fix
+        else:
             least = train.microbatches if staged else 1 if train.noise_scale is None else 2
             multiple = shards * least
             parts = f"{least} microbatches of {'the pipeline' if staged else 'train.noise_scale'} times " if least > 1 else ""

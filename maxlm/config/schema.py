@@ -198,6 +198,11 @@ class ModelConfig(Section):
         return self.model_copy(update={"moe": self.moe.model_copy(update={"router": router})})
 
     @property
+    def balances_microbatches(self) -> bool:
+        """True if experts are balanced over each microbatch: then their number is part of the loss, and no mesh chooses it."""
+        return self.moe is not None and self.moe.router.balance_loss > 0 and self.moe.router.balance_over == "batch"
+
+    @property
     def max_seq_len(self) -> int | None:
         """Positions of the learned table; None with RoPE, which has no limit."""
         return None if self.learned_positions is None else self.learned_positions.max_seq_len
@@ -347,7 +352,7 @@ class PrepareConfig(Section):
     """Source of the text of `data.store`."""
 
     sources: Annotated[tuple[ReadPath, ...], Field(min_length=1)]  # files, folders, globs, or `python-stdlib`
-    text_field: Text = "text"  # of JSON, Parquet and ArrayRecord documents
+    text_field: Text = "text"  # of JSON, CSV, Parquet and ArrayRecord documents
     # Absent: documents are texts.
     conversations: Annotated[PromptResponseConfig | ChatConfig | PreferencesConfig, Field(discriminator="kind")] | None = None
     eval_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.02  # of documents, held out by a hash of their text
@@ -646,10 +651,10 @@ class Config(Section):
 
     def microbatches_of(self, size: int, mesh: Mapping[str, int]) -> int | None:
         """Number of microbatches of a batch of `size` sequences on a mesh of these sizes; None if it has no place there."""
-        train, shards = self.train, mesh["data"] * mesh["fsdp"] * mesh["expert"]
+        train, chunked = self.train, self.pipeline is not None and self.pipeline.chunks > 1
         least = 1 if train.noise_scale is None else 2  # which compares them
-        pipeline = mesh["stage"] > 1
-        return microbatches(size, full=train.global_batch, parts=train.microbatches, shards=shards, pipeline=pipeline, least=least)
+        options = {"full": train.global_batch, "parts": train.microbatches, "least": least, "fixed": self.model.balances_microbatches}
+        return microbatches(size, shards=mesh["data"] * mesh["fsdp"] * mesh["expert"], stages=mesh["stage"], chunked=chunked, **options)
 
     @property
     def tokens_per_step(self) -> int:

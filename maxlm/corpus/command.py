@@ -1,7 +1,7 @@
-"""`maxlm corpus run`, with a table of what each pass left, `maxlm corpus report` and `maxlm corpus train-classifier`."""
+"""`maxlm corpus run`, with a table of what each pass left, and `maxlm corpus report`."""
 
+import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,6 @@ from maxlm.config.errors import UserError, as_user_error
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
-from maxlm.corpus.filters.classifier import LinearClassifier, train_from_files
 from maxlm.corpus.page import megabytes, page, searched, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
@@ -27,8 +26,8 @@ def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSour
     plan = make_plan(settings, scorer)
     say(f"files: {len(plan.origins):,}; tasks: {len(plan.tasks):,}")
     try:
-        with directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder"):
-            report = run_passes(plan, executor)
+        with directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder") as lock:
+            report = run_passes(dataclasses.replace(plan, lock=lock), executor)
     except OSError as error:  # of the lock: the folder cannot be made or written
         raise as_user_error(error) from error
     render(report, plan.output)
@@ -65,26 +64,6 @@ def report(output: Path, say: Callable[[str], None]) -> None:
     say(f"report: {output / 'report.html'}")
 
 
-def train_classifier(wanted: str, unwanted: str, model: Path, say: Callable[[str], None], text_field: str = "text") -> None:
-    """Train the model of `filters.classifier` on documents of both classes and write it. Raises UserError."""
-    try:
-        model.parent.mkdir(parents=True, exist_ok=True)
-        if model.is_dir() or not os.access(model.parent, os.W_OK):
-            raise UserError(f"{model}: cannot be written; give the path of a file.")
-        if model.exists() and not LinearClassifier.is_in(model):
-            raise UserError(f"{model}: it exists and is no classifier; give the path of a new file, after the two of texts.")
-        trained = train_from_files(wanted, unwanted, text_field=text_field)
-        trained.classifier.save(model)
-    except OSError as error:
-        raise as_user_error(error) from error
-    say(f"{model}: trained on {trained.wanted:,} wanted and {trained.unwanted:,} unwanted documents")
-    if trained.held_out:
-        say(f"test: {trained.right:,} of {trained.held_out:,} told right that were held out from a first training")
-    else:
-        say("test: there are too few documents to hold any out")
-    say(f"to use it, in a corpus file: filters: {{classifier: {{model: {model}, min_score: 0.5}}}}")
-
-
 def render(report: dict[str, Any], output: Path) -> None:
     """Print what each pass left and removed."""
     from rich.console import Console
@@ -96,6 +75,7 @@ def render(report: dict[str, Any], output: Path) -> None:
     for one in report["passes"]:
         reasons = sorted(one["removed"].items(), key=lambda item: (-item[1], item[0]))
         most = [f"{count:,} {reason.partition('/')[2]}" for reason, count in reasons[:4]]
+        most += [f"{count:,} tagged: {reason}" for reason, count in sorted(one["tagged"].items())]
         most += [f"{count:,} cut: {reason.removeprefix(one['name'] + '/')}" for reason, (count, _) in sorted(one["cut"].items())]
         counts = (f"{one['documents']:,}", megabytes(one["bytes"]), f"{sum(one['removed'].values()):,}")
         table.add_row(one["name"], *counts, "\n".join(most))

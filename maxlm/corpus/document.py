@@ -1,14 +1,17 @@
-"""A document on its way through the stages, and one that a stage removed."""
+"""A document on its way through the stages, one that a stage removed, and the tags of stages that remove nothing."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 Value = str | int | float | bool
+VERDICT, PASSED = "verdict", "passed"
 
 
 @dataclass
 class Document:
     """`id`: "FILE#NUMBER", the file as it was given and the record's number in it. `metadata`: source, url, date, language, licence and
-    scores, as far as they are known. `cuts`: what stages took out of its text in this pass, for the report; they are not stored.
+    scores, as far as they are known. `cuts`: what stages took out of its text in this pass, or tagged it for, for the report; they are
+    not stored.
     """
 
     id: str
@@ -28,6 +31,25 @@ class Removed:
     reason: str
     example: str = ""
     detail: dict[str, Value] = field(default_factory=dict)
+
+
+class Tagged(Removed):
+    """A document that stays, with a tag that says why a stage would have removed it."""
+
+
+def tag(before: Document, result: Document | Removed, stage: str) -> Document:
+    """The document with the verdict of `stage` in its metadata: STAGE.verdict is "passed" or the reason for which the stage would remove
+    it. Then its text stays as it was `before`, and the figures behind the reason are STAGE.limit, STAGE.value and so on.
+    """
+    if isinstance(result, Document):
+        return Document(result.id, result.text, {**result.metadata, f"{stage}.{VERDICT}": PASSED}, result.cuts)
+    found = {f"{stage}.{name}": value for name, value in {**result.detail, VERDICT: result.reason}.items()}
+    return Document(before.id, before.text, {**before.metadata, **found}, (*before.cuts, Tagged(**vars(result))))
+
+
+def is_tagged(document: Document, stages: Collection[str]) -> bool:
+    """True if one of `stages` would have removed it."""
+    return any(document.metadata.get(f"{stage}.{VERDICT}", PASSED) != PASSED for stage in stages)
 
 
 def cut_text(document: Document, text: str, stage: str, reason: str, gone: str) -> Document:

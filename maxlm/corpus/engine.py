@@ -10,33 +10,35 @@ import json
 import os
 import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from maxlm.config import directory_lock
+from maxlm.config import conditions, directory_lock
 from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
 from maxlm.corpus import shards
-from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters import Filter, ScorerSource, build_filters, run_together, takes_many
+from maxlm.corpus.document import Document, Removed, is_tagged, tag
+from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, run_together, takes_many
 from maxlm.corpus.page import page
 from maxlm.corpus.read import read
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.stages import Resources, Stage, Stream, build_stages
+from maxlm.corpus.stages import KINDS, ParquetColumns, Resources, Stage, Stream, build_stages
 from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.documents.files import SourceFile, find_once, folders, version_of
 from maxlm.documents.records import REASONS
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 8  # of the output: raise it when the same settings would give other documents
+FORMAT = 9  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
-_OWN = re.compile(r"\d{6,}(\.jsonl\.zst|\.json)|\.\d{6,}\.[a-z.]+\.[0-9a-f]{16}")  # of a task; the latter a kill leaves
+_OWN = re.compile(r"\d{6,}(\.jsonl\.zst|\.parquet|\.json)|\.\d{6,}\.[a-z.]+\.[0-9a-f]{16}")  # of a task; the latter a kill leaves
 _PASS = re.compile(r"\d+-.*")  # folder of a pass
 COMBINED = "combined.json"  # mark of a search that is done
 TOGETHER = 64  # documents that filters get at once, where one of them is faster so
@@ -53,6 +55,7 @@ class Plan:
     states: dict[str, list[Any]]  # size and time or version of each input file, when the plan was made
     fingerprints: tuple[tuple[str, ...], ...]  # of each pass, of each task
     scorer: ScorerSource | None = None  # of the perplexity filter's checkpoint
+    lock: directory_lock.Lock | None = None  # of the output, for the processes that run tasks
 
     @property
     def output(self) -> Path:
@@ -60,7 +63,7 @@ class Plan:
 
     @property
     def stages(self) -> list[Stage]:
-        return build_stages(self.settings)
+        return build_stages(self.settings, self.origins)
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +77,15 @@ class Plan:
     def documents(self, number: int, task: Task) -> Path:
         """The shard of documents that a pass writes."""
         last = number == len(self.names) - 1
-        return (self.output if last else self.folder(number)) / "documents" / f"{task.name}{shards.ENDING}"
+        ending = shards.PARQUET if last and self.settings.format == "parquet" else shards.ENDING
+        return (self.output if last else self.folder(number)) / "documents" / f"{task.name}{ending}"
+
+    def shard(self, number: int, task: Task) -> AbstractContextManager[shards.ShardWriter]:
+        """A writer of that shard."""
+        path = self.documents(number, task)
+        if path.name.endswith(shards.PARQUET):
+            return shards.parquet_shard(path, json.loads((self.folder(number) / KINDS).read_text("utf-8")))
+        return shards.shard(path)
 
     def removed(self, number: int, task: Task) -> Path:
         return self.output / "removed" / self.names[number] / f"{task.name}{shards.ENDING}"
@@ -120,8 +131,9 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
             inputs.append(one)
     _check_output(settings, inputs)
     tasks = tuple(divide(inputs, settings.run.task_bytes))
-    stages = build_stages(settings)
-    keys = [stage.key for stage in stages]
+    stages = build_stages(settings, origins)
+    _check_tags(settings, stages)
+    keys = [[stage.key, stage.name in settings.tag] for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
     filters = _filters_key(settings, scorer)
     states: dict[str, list[Any]] = {one.path: _state(one.path) or _listed(one) for one in inputs}
@@ -132,6 +144,15 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     ]
     later = [fingerprint(first, keys[: number + 2]) for number in range(len(stages))]
     return Plan(settings, tasks, origins, states, (tuple(first), *((one,) * len(tasks) for one in later)), scorer)
+
+
+def _check_tags(settings: CorpusSettings, stages: list[Stage]) -> None:
+    """Refuse a name in `tag` that no stage of the file has."""
+    filters = [name for name, section in settings.filters or () if section is not None]
+    names = [*filters, *(stage.name for stage in stages if not isinstance(stage, ParquetColumns))]
+    for name in settings.tag:
+        if name not in names:
+            raise UserError(f"tag: {shorten(name)} is no stage of this file ({', '.join(names) or 'it has none'}); name one of them.")
 
 
 def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
@@ -163,7 +184,7 @@ def _foreign(output: Path) -> str:
     ]
     wanted = [file for folder in folders for file in folder.iterdir()]
     if (output / "documents").is_dir():
-        wanted += [file for file in (output / "documents").iterdir() if file.name.endswith(shards.ENDING)]
+        wanted += [file for file in (output / "documents").iterdir() if file.name.endswith((shards.ENDING, shards.PARQUET))]
     strange = [file for file in wanted if not _OWN.fullmatch(file.name) and not file.name.startswith(".")]
     if (output / "stages").is_dir():
         strange += [entry for entry in (output / "stages").iterdir() if not (entry.is_dir() and _PASS.fullmatch(entry.name))]
@@ -232,23 +253,27 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     try:
-        _remove_marks(plan, number, task)
-        with shards.shard(plan.removed(number, task)) as dropped, shards.shard(plan.documents(number, task)) as kept:
-            documents = survivors(stream, kept, dropped)
-            if number + 1 < len(plan.names):
-                collected = plan.collected(number, task)
-                collected.parent.mkdir(parents=True, exist_ok=True)
-                plan.stages[number].collect(documents, collected)
-            for _ in documents:
-                pass
-        mark = {
-            "fingerprint": plan.fingerprints[number][task.number],
-            **tally.as_json(),
-            "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
-            "sha256": kept.digest,
-            "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
-        }
-        shards.finish(plan.mark_path(number, task), mark)
+        with directory_lock.working_for(plan.lock):
+            directory_lock.check(plan.output)
+            _remove_marks(plan, number, task)
+            with shards.shard(plan.removed(number, task)) as dropped, plan.shard(number, task) as kept:
+                documents = survivors(stream, kept, dropped)
+                if number + 1 < len(plan.names):
+                    collected = plan.collected(number, task)
+                    collected.parent.mkdir(parents=True, exist_ok=True)
+                    stage = plan.stages[number]
+                    tags = () if isinstance(stage, ParquetColumns) else plan.settings.tag
+                    stage.collect((one for one in documents if not is_tagged(one, tags)), collected)
+                for _ in documents:
+                    pass
+            mark = {
+                "fingerprint": plan.fingerprints[number][task.number],
+                **tally.as_json(),
+                "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
+                "sha256": kept.digest,
+                "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
+            }
+            shards.finish(plan.mark_path(number, task), mark)
     except OSError as error:
         raise as_user_error(error) from error
     return mark
@@ -267,9 +292,12 @@ def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
     filters = _filters(plan)
     size = TOGETHER if any(map(takes_many, filters)) else 1
     group: list[Document | Removed] = []
+    wheres = {name: [(text, conditions.parse(text)) for text in source.where] for name, source in plan.settings.sources.items()}
     for one in _records(plan, task, tell):
         if isinstance(one, Document):
             tally.come(one)
+            unmet = [text for text, where in wheres[_origin(plan, one.id)] if not where.meets(one.metadata.get(where.field))]
+            one = removed(one, "where", "not_met", condition=unmet[0]) if unmet else one
         group.append(one)
         if len(group) == size:
             yield from _filtered(filters, group)
@@ -282,7 +310,8 @@ def _filters_key(settings: CorpusSettings, scorer: ScorerSource | None) -> Any:
     if settings.filters is None:
         return None
     lists = [[path, _state(path)] for path in settings.filters.files]
-    return [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key]
+    tagging = [name for name in type(settings.filters).model_fields if name in settings.tag]
+    return [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key, tagging]
 
 
 _built: tuple[Any, list[Filter]] = (None, [])  # key and filters of this process's last task: models and lists are loaded once
@@ -292,7 +321,7 @@ def _filters(plan: Plan) -> list[Filter]:
     global _built
     key = _filters_key(plan.settings, plan.scorer)
     if plan.settings.filters is not None and _built[0] != key:
-        _built = key, build_filters(plan.settings.filters, plan.scorer.open() if plan.scorer else None)
+        _built = key, build_filters(plan.settings.filters, plan.scorer.open() if plan.scorer else None, plan.settings.tag)
     return _built[1] if key is not None else []
 
 
@@ -311,7 +340,10 @@ def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
         added = {"source": name, **({"license": source.license} if source.license else {}), **source.metadata}
         for one in read(path, plan.settings.read, reach, text_field=source.text_field):
             documents += 1
-            yield one if isinstance(one, Removed) else Document(one.id, one.text, {**added, **one.metadata})
+            if isinstance(one, Document):
+                stale = [name for name in one.metadata if name.partition(".")[0] in plan.settings.tag]  # tags of an earlier run
+                one = Document(one.id, one.text, {**added, **{k: v for k, v in one.metadata.items() if k not in stale}})
+            yield one
         before += plan.states[path][0]
         _check_unchanged(plan, path, version)
 
@@ -334,13 +366,21 @@ def _filtered(filters: list[Filter], group: list[Document | Removed]) -> Stream:
 def _apply(plan: Plan, number: int, task: Task, tell: Tell) -> Stream:
     before = plan.mark(number - 1, task)
     count = max(1, total(before["left"])[0]) if before else 1
+    stage, tagging, waiting = plan.stages[number - 1], plan.settings.tag, deque[Document]()
 
     def documents() -> Iterator[Document]:
         for place, document in enumerate(shards.read_documents(plan.documents(number - 1, task)), start=1):
             tell(task.size * place // count, place)
-            yield document
+            waiting.append(document)
+            if not is_tagged(document, tagging):
+                yield document
 
-    return plan.stages[number - 1].apply(documents(), plan.folder(number), task)
+    for result in stage.apply(documents(), plan.folder(number), task):
+        while is_tagged(waiting[0], tagging):
+            yield waiting.popleft()
+        document = waiting.popleft()
+        yield tag(document, result, stage.name) if stage.name in tagging else result
+    yield from waiting
 
 
 def combine(plan: Plan, number: int, threads: int) -> None:
@@ -348,13 +388,15 @@ def combine(plan: Plan, number: int, threads: int) -> None:
     folder = plan.folder(number)
     work = folder / "work"
     try:
-        (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        files = [plan.collected(number - 1, task) for task in plan.tasks]
-        plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-        shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
-        shutil.rmtree(work, ignore_errors=True)
+        with directory_lock.working_for(plan.lock):
+            directory_lock.check(plan.output)
+            (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            files = [plan.collected(number - 1, task) for task in plan.tasks]
+            plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
+            shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
+            shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise as_user_error(error) from error
 
@@ -388,6 +430,7 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
                 _check_sources(plan)
     report = summarize(plan)
     try:
+        directory_lock.check(plan.output)
         _remove_stale(plan)
         write_text(plan.output / "report.json", json.dumps(report, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
         write_text(plan.output / "report.html", page(report))
@@ -407,8 +450,8 @@ def _check_sources(plan: Plan) -> None:
         raise UserError(f"sources.{name}.paths: no document in {shorten(', '.join(source.paths))}: {_reasons(of_source, name)}.")
 
 
-def _origin(plan: Plan, id: str) -> str | None:
-    return plan.origins.get(id) or plan.origins.get(id.rpartition("#")[0])
+def _origin(plan: Plan, id: str) -> str:
+    return plan.origins.get(id) or plan.origins[id.rpartition("#")[0]]
 
 
 def _reasons(removed: list[dict[str, Any]], name: str) -> str:
@@ -435,7 +478,7 @@ def _remove_report(plan: Plan) -> None:
 
 def _remove_stale(plan: Plan) -> None:
     """Remove shards of an earlier run with more tasks or other stages, which would be taken for a part of this one."""
-    folders = {plan.output / "documents": shards.ENDING}
+    folders = {plan.output / "documents": shards.PARQUET if plan.settings.format == "parquet" else shards.ENDING}
     for kind, ending in (("removed", shards.ENDING), ("marks", ".json")):
         for folder in (plan.output / kind).iterdir():
             if folder.is_dir() and folder.name not in plan.names:

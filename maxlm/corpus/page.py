@@ -34,7 +34,8 @@ def page(report: Mapping[str, Any]) -> str:
     sections = [
         _head(report),
         _passes(passes),
-        _reasons(passes),
+        _reasons(passes, "removed", "What was removed, and why"),
+        _reasons(passes, "tagged", "What stays with a tag, and why"),
         _cuts(passes),
         _sources(passes),
         _languages(passes[-1]),
@@ -87,20 +88,18 @@ def _passes(passes: Sequence[Pass]) -> str:
     return f"<section><h2>Documents after each pass</h2>{bars}</section>"
 
 
-def _reasons(passes: Sequence[Pass]) -> str:
-    came = total(passes[0]["came"])[0]
-    rows = [
-        [f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{count:,}", share(count, came)] for one, reason, count in _all(passes)
-    ]
+def _reasons(passes: Sequence[Pass], kind: str, title: str) -> str:
+    came, all_of = total(passes[0]["came"])[0], _all(passes, kind)
+    rows = [[f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{count:,}", share(count, came)] for one, reason, count in all_of]
     if not rows:
         return ""
     heads = ("stage/reason and pass", "documents", "of those read")
-    return f"<section><h2>What was removed, and why</h2>{table(heads, rows, numbers=True)}</section>"
+    return f"<section><h2>{title}</h2>{table(heads, rows, numbers=True)}</section>"
 
 
-def _all(passes: Sequence[Pass]) -> Iterator[tuple[Pass, str, int]]:
+def _all(passes: Sequence[Pass], kind: str) -> Iterator[tuple[Pass, str, int]]:
     for one in passes:
-        for reason, count in sorted(one["removed"].items(), key=lambda item: (-item[1], item[0])):
+        for reason, count in sorted(one[kind].items(), key=lambda item: (-item[1], item[0])):
             yield one, reason, count
 
 
@@ -194,10 +193,10 @@ def _sets(report: Mapping[str, Any]) -> str:
 def _examples(passes: Sequence[Pass]) -> str:
     cuts = ((one, reason, count) for one in passes for reason, (count, _) in sorted(one["cut"].items()))
     blocks = []
-    for one, reason, count in (*_all(passes), *cuts):
+    for one, reason, count in (*_all(passes, "removed"), *_all(passes, "tagged"), *cuts):
         items = "".join(_example(example) for example in one["examples"][reason])
         blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
-    return f"<section class=folded><h2>Examples of what was removed</h2>{''.join(blocks)}</section>" if blocks else ""
+    return f"<section class=folded><h2>Examples of what was removed or tagged</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """Settings of a corpus file: sources, stages and how they run. A stage whose section is absent is off."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from maxlm.config import conditions
 from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.document import Value
@@ -28,6 +29,9 @@ class Source(Section):
     )
     license: str | None = None
     metadata: dict[str, Value] = {}
+    where: tuple[Annotated[str, AfterValidator(conditions.checked)], ...] = Field(
+        default=(), description="Conditions on the metadata that a document must meet, such as `gopher_quality.verdict == passed`."
+    )
 
 
 class RunSettings(Section):
@@ -67,11 +71,18 @@ class CorpusSettings(Section):
     """A whole corpus file."""
 
     output: str = Field(min_length=1, description="Folder of the result.")
+    format: Literal["jsonl", "parquet"] = Field(default="jsonl", description="Of documents/: JSON lines or Parquet, with zstd.")
     sources: dict[str, Source] = Field(min_length=1, description="By name, which becomes the metadata `source`.")
     read: ReadSettings = ReadSettings()
     filters: FilterSettings | None = None
     deduplicate: DedupSettings | None = None
     decontaminate: DecontaminateSettings | None = None
+    tag: tuple[str, ...] = Field(
+        default=(),
+        description="Stages that remove no document: what they would remove stays with STAGE.verdict, the reason, in its metadata, and "
+        "takes no part in later passes. Names of filters, deduplicate, repeated_lines, repeated_paragraphs, repeated_substrings, "
+        "decontaminate.",
+    )
     run: RunSettings = RunSettings()
     slurm: SlurmSettings | None = None
     ray: RaySettings | None = None
@@ -87,6 +98,15 @@ class CorpusSettings(Section):
     def decisive(self) -> dict[str, Any]:
         """All settings that decide the result, as JSON has them."""
         return self.model_dump(mode="json", exclude={"output": True, "slurm": True, "ray": True, "run": {"workers", "memory_mb"}})
+
+    @model_validator(mode="after")
+    def _preferred_sources(self) -> Self:
+        prefer = self.deduplicate.prefer if self.deduplicate is not None else ()
+        for name in prefer:
+            if name not in self.sources or prefer.count(name) > 1:
+                rule = "is there twice" if name in self.sources else f"is no source ({', '.join(self.sources)})"
+                raise ValueError(f"deduplicate.prefer: {name} {rule}; list names of `sources` in their order, each once")
+        return self
 
     @model_validator(mode="after")
     def _one_executor(self) -> Self:

@@ -1,4 +1,4 @@
-"""Shards: files of JSON lines that are there whole or not at all, and the mark of a finished task, written last."""
+"""Shards: files of JSON lines or Parquet that are there whole or not at all, and the mark of a finished task, written last."""
 
 import contextlib
 import hashlib
@@ -15,32 +15,68 @@ else:
     from backports import zstd
 
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 
+from maxlm.config.conditions import Kind
 from maxlm.corpus.document import Document, Removed, Value
+from maxlm.documents.columns import column, structs
 from maxlm.telemetry.atomic import replacing, write_text
 
 LEVEL = 3  # of zstd: one thread, so that the bytes depend on nothing else
-ENDING = ".jsonl.zst"
+ENDING, PARQUET = ".jsonl.zst", ".parquet"
+GROUP_ROWS, GROUP_CHARACTERS = 1 << 14, 1 << 25  # of a row group of Parquet, which ends where it holds as much
 
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
 class ShardWriter:
-    """Writes records as JSON lines to an open stream. `records`: how many."""
+    """Writes records to an open stream: as JSON lines, or as rows of a ParquetWriter. `records`: how many."""
 
-    def __init__(self, stream: zstd.ZstdFile) -> None:
+    def __init__(self, stream: "zstd.ZstdFile | Rows") -> None:
         self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
 
     def write(self, record: Document | Removed) -> None:
         line = line_of(record)
         self._digest.update(line)
-        self._stream.write(line)
+        if isinstance(self._stream, Rows):
+            assert isinstance(record, Document), "lists of removed documents are lines"
+            self._stream.add(record)
+        else:
+            self._stream.write(line)
         self.records += 1
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the lines written so far, in hex."""
+        """SHA-256 of the records written so far, as lines of JSON, in hex."""
         return self._digest.hexdigest()
+
+
+class Rows:
+    """Rows of a Parquet file: id, text and typed metadata. Bytes depend on the documents, their order and `kinds` alone."""
+
+    def __init__(self, writer: pq.ParquetWriter, kinds: Mapping[str, Kind]) -> None:
+        self._writer, self._kinds = writer, kinds
+        self._waiting: list[Document] = []
+        self._characters = 0
+
+    def add(self, document: Document) -> None:
+        self._waiting.append(document)
+        self._characters += len(document.text)
+        if len(self._waiting) == GROUP_ROWS or self._characters > GROUP_CHARACTERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write a row group of what is waiting."""
+        if self._waiting:
+            self._writer.write_table(_table(self._waiting, self._kinds))
+        self._waiting, self._characters = [], 0
+
+
+def _table(documents: list[Document], kinds: Mapping[str, Kind]) -> pa.Table:
+    columns = {name: column([getattr(one, name) for one in documents], "text") for name in ("id", "text")}
+    metadata = {"metadata": structs([one.metadata for one in documents], kinds)} if kinds else {}  # Parquet has no empty struct
+    return pa.table({**columns, **metadata})
 
 
 def line_of(record: Document | Removed) -> bytes:
@@ -73,6 +109,21 @@ def shard(path: Path) -> Iterator[ShardWriter]:
         yield writer
         if not writer.records:
             file.write(zstd.compress(b"", LEVEL))  # an empty frame: a file of no bytes is not one of zstd
+
+
+@contextlib.contextmanager
+def parquet_shard(path: Path, kinds: Mapping[str, Kind]) -> Iterator[ShardWriter]:
+    """A shard of documents as Parquet that replaces `path` when the block ends without an error. `kinds`: of all fields of metadata.
+
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    short = ["id", *(f"metadata.{name}" for name in kinds)]  # texts do not repeat, and their statistics would be whole texts
+    options: dict[str, Any] = {"compression": "zstd", "compression_level": LEVEL, "write_statistics": short, "use_dictionary": short}
+    with replacing(path) as file, pq.ParquetWriter(file, _table([], kinds).schema, store_schema=False, **options) as writer:
+        rows = Rows(writer, kinds)
+        yield ShardWriter(rows)
+        rows.flush()
 
 
 def read_shard(path: Path) -> Iterator[dict[str, Any]]:

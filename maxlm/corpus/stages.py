@@ -5,24 +5,29 @@ writes its documents (`collect`, a file for each task), and combined by one proc
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow.parquet as pq
 
+from maxlm.config.conditions import Kind
+from maxlm.config.errors import UserError
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
 from maxlm.corpus.dedup.clusters import cluster
 from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_occurrences
 from maxlm.corpus.dedup.settings import DedupSettings, RepeatSettings, SubstringSettings
 from maxlm.corpus.dedup.signatures import write_signatures
 from maxlm.corpus.dedup.substrings import cut, find_runs, write_windows
+from maxlm.corpus.dedup.writing import Priority
 from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tasks import Task
+from maxlm.documents.columns import joined, kinds_of
 from maxlm.telemetry.atomic import write_text
 
 Stream = Iterator[Document | Removed]
+KINDS = "kinds.json"  # of the fields of metadata
 
 
 class Resources(NamedTuple):
@@ -65,15 +70,15 @@ class Deduplicate(Stage):
 
     name = "deduplicate"
 
-    def __init__(self, settings: DedupSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: DedupSettings, priority: Priority) -> None:
+        self.settings, self.priority = settings, priority
 
     @property
     def key(self) -> Any:
         return self.settings.model_dump(mode="json", exclude={"lines", "paragraphs", "substrings"})
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_signatures(documents, path, self.settings)
+        write_signatures(documents, path, self.settings, self.priority)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
         del tasks
@@ -99,15 +104,15 @@ class Deduplicate(Stage):
 class RemoveRepeated(Stage):
     """Remove lines or paragraphs that many documents share from all but one of them."""
 
-    def __init__(self, settings: RepeatSettings, unit: Unit) -> None:
-        self.name, self.settings, self.unit = f"repeated_{unit}", settings, unit
+    def __init__(self, settings: RepeatSettings, unit: Unit, priority: Priority) -> None:
+        self.name, self.settings, self.unit, self.priority = f"repeated_{unit}", settings, unit, priority
 
     @property
     def key(self) -> Any:
-        return {"unit": self.unit, **self.settings.model_dump(mode="json")}
+        return {"unit": self.unit, "prefer": self.priority.prefer, **self.settings.model_dump(mode="json")}
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_occurrences(documents, path, self.settings, self.unit)
+        write_occurrences(documents, path, self.settings, self.unit, self.priority)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
         outputs = [_result(folder, task) for task in tasks]
@@ -134,15 +139,15 @@ class RemoveSubstrings(Stage):
 
     name = "repeated_substrings"
 
-    def __init__(self, settings: SubstringSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: SubstringSettings, priority: Priority) -> None:
+        self.settings, self.priority = settings, priority
 
     @property
     def key(self) -> Any:
-        return self.settings.model_dump(mode="json")
+        return {"prefer": self.priority.prefer, **self.settings.model_dump(mode="json")}
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_windows(documents, path, self.settings)
+        write_windows(documents, path, self.settings, self.priority)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
         outputs = [_result(folder, task) for task in tasks]
@@ -189,24 +194,57 @@ class Decontaminate(Stage):
         return Decontaminator(EvalIndex.load(folder / "index.npz")).run(documents)
 
     def facts(self, folder: Path) -> dict[str, Any]:
-        return {"sets": json.loads((folder / "sets.json").read_text("utf-8"))}
+        path = folder / "sets.json"
+        try:
+            return {"sets": json.loads(path.read_text("utf-8"))}
+        except ValueError:
+            raise UserError(f"{path}: damaged; remove the folder {folder} and run again.") from None
 
 
-def build_stages(settings: CorpusSettings) -> list[Stage]:
-    """Stages after the first pass, which reads and filters: copies go first, so that they do not count as repetition."""
+class ParquetColumns(Stage):
+    """Find the kind of each field of metadata in the whole corpus, so that all files of Parquet have the same columns."""
+
+    name = "parquet"
+    key = None
+
+    def collect(self, documents: Iterable[Document], path: Path) -> None:
+        kinds: dict[str, Kind] = {}
+        for document in documents:
+            joined(kinds, kinds_of(document.metadata))
+        write_text(path, json.dumps(kinds))
+
+    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        del tasks, resources
+        kinds: dict[str, Kind] = {}
+        for file in files:
+            joined(kinds, json.loads(file.read_text("utf-8")).items())
+        write_text(folder / KINDS, json.dumps(kinds, sort_keys=True))
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        del folder, task
+        return iter(documents)
+
+
+def build_stages(settings: CorpusSettings, origins: Mapping[str, str]) -> list[Stage]:
+    """Stages after the first pass, which reads and filters: copies go first, so that they do not count as repetition. `origins`: the source
+    of each input file.
+    """
     stages: list[Stage] = []
     copies = settings.deduplicate
     if copies is not None:
-        if copies.exact or copies.minhash is not None:
-            stages.append(Deduplicate(copies))
+        priority = Priority(copies.prefer, origins)
+        if copies.url or copies.exact or copies.minhash is not None:
+            stages.append(Deduplicate(copies, priority))
         if copies.paragraphs is not None:
-            stages.append(RemoveRepeated(copies.paragraphs, "paragraphs"))
+            stages.append(RemoveRepeated(copies.paragraphs, "paragraphs", priority))
         if copies.lines is not None:
-            stages.append(RemoveRepeated(copies.lines, "lines"))
+            stages.append(RemoveRepeated(copies.lines, "lines", priority))
         if copies.substrings is not None:
-            stages.append(RemoveSubstrings(copies.substrings))
+            stages.append(RemoveSubstrings(copies.substrings, priority))
     if settings.decontaminate is not None:
         stages.append(Decontaminate(settings.decontaminate))
+    if settings.format == "parquet":
+        stages.append(ParquetColumns())
     return stages
 
 

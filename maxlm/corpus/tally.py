@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.document import Document, Removed, Tagged
 
 UNKNOWN = "unknown"  # the language of a document without one
 LONGEST = 35  # characters of a language's name that count (BCP 47)
@@ -17,8 +17,9 @@ class Tally:
 
     `came` and `left`: documents and bytes of text by source. `lengths`: documents by the number of bits of their number of characters, so
     that bin b holds lengths from 2^(b-1) to 2^b - 1. `copies`: copies removed, by the number of documents in their cluster. `cut`: by stage
-    and reason, documents that stay without a part of their text, and the characters, or the personal data that were masked. `origins`: the
-    source of each input file, which need not be what a document's own metadata calls its source.
+    and reason, documents that stay without a part of their text, and the characters, or the personal data that were masked. `tagged`: by
+    stage and reason, documents that stay with a tag. `origins`: the source of each input file, which need not be what a document's own
+    metadata calls its source.
     """
 
     def __init__(self, origins: Mapping[str, str]) -> None:
@@ -31,6 +32,7 @@ class Tally:
         self.removed: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self.cut: Sizes = {}
+        self.tagged: Counter[str] = Counter()
 
     def come(self, document: Document) -> None:
         """Count a document before a filter may change or remove it."""
@@ -43,6 +45,9 @@ class Tally:
         _count(self.languages, str(document.metadata.get("language") or UNKNOWN)[:LONGEST], document)
         self.lengths_left[_length(document)] += 1
         for one in document.cuts:
+            if isinstance(one, Tagged):
+                self.tagged[f"{one.stage}/{one.reason}"] += 1
+                continue
             entry = self.cut.setdefault(f"{one.stage}/{one.reason}", [0, 0])
             entry[0] += 1
             entry[1] += int(one.detail.get("characters", one.detail.get("masked", 0)))

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
+from maxlm.config.paths import read_regular
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import Achieved
 from maxlm.hardware.cpu_speeds import CpuSpeeds, Rate
@@ -57,9 +58,9 @@ class Calibration(_Record):
 def read(path: Path, asked_by: str = OPTION) -> Calibration:
     """The calibration in the file `path`, which `asked_by` names. Raises UserError, which names the field, for anything else."""
     try:
-        return Calibration.model_validate_json(path.read_bytes())
+        return Calibration.model_validate_json(read_regular(path))
     except OSError as error:
-        raise UserError(f"{asked_by} {path} cannot be read: {error.strerror}; give a file of `maxlm plan --calibrate`.") from None
+        raise error_kind(error)(f"{asked_by} {path} cannot be read: {error.strerror}; give a file of `maxlm plan --calibrate`.") from None
     except ValidationError as error:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

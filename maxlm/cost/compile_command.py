@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from maxlm.config import assumed, load, rules
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import LoadedConfig, flatten
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
@@ -52,7 +52,7 @@ def run(
         try:
             hlo_out.write_text(report.step.text, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--hlo-out {hlo_out} cannot be written: {error.strerror}; give another place.") from None
+            raise error_kind(error)(f"--hlo-out {hlo_out} cannot be written: {error.strerror}; give another place.") from None
     if as_json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
     else:

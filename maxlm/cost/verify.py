@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from maxlm.compiler.hidden_stderr import Log, write_stderr_to
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.schema import Config
 from maxlm.data.workers import end_with_parent, workers_without_signals
 from maxlm.hardware.topologies import Topology
@@ -140,7 +140,9 @@ class Compiler:
             try:
                 self._folder = tempfile.mkdtemp(prefix="maxlm-schedule-")
             except OSError as error:
-                raise UserError(f"XLA writes schedules to TMPDIR, which cannot be written ({error.strerror}): set it to another.") from None
+                raise error_kind(error)(
+                    f"XLA writes schedules to TMPDIR, which cannot be written ({error.strerror}): set it to another."
+                ) from None
         try:
             self._line.send(_Request(config, topology, self._folder if not self._machine_code and topology.is_tpu else None, steps))
             while not self._line.poll(POLL_S):

@@ -25,11 +25,13 @@ from maxlm.data.order import PADDING, SampleOrder, batch_number
 from maxlm.data.plan import POSITION, Plan, from_json, make_plan, repeating
 from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
-from maxlm.data.token_store import TokenStore, read_context
+from maxlm.data.token_store import ReadContext, TokenStore
 from maxlm.data.wait_causes import Batches, Spans
 
 if TYPE_CHECKING:
     import jax
+
+STORES = "stores"  # entry of a checkpoint's data position: each store, as the config names it -> digest of its tokens
 
 # (windows [B, T], tokens in each [B], number of each in the stream of samples [B], end of document) -> a NamedTuple of arrays, rows first
 MakeBatch = Callable[[np.ndarray, np.ndarray, np.ndarray, int], Any]
@@ -61,7 +63,7 @@ class Pipeline:
         None for data.store or data.mixture. Sources of a mixture without held-out documents are left out of "eval". Raises UserError: a
         store is missing, damaged, empty, of other content, or of another tokenizer than the others; or the model's vocabulary is too small.
         """
-        context = read_context(config.read_threads)
+        context = ReadContext(config.read_threads)
         found = open_sources(config, split, context)
         _check_all(config, found, split, vocab_size, content, field)
         self.global_batch, self.batch_sizes = global_batch, batch_sizes or BatchSizes(global_batch)
@@ -74,6 +76,7 @@ class Pipeline:
         self.sources = [source for source, own in zip(found, samples, strict=True) if own.count]
         self._samples_of = [own for own in samples if own.count]
         self._stores = [source.store for source in self.sources]
+        self._contents = {source.store.path: source.content for source in self.sources}
         documents = [
             store.size.documents if source.documents is None else len(source.documents)
             for source, store in zip(self.sources, self._stores, strict=True)
@@ -95,9 +98,13 @@ class Pipeline:
         """Go on from the data position of a checkpoint, {}: from the beginning, with what the config asks for from there on.
 
         `left_out`: numbers of batches that no step trains on, sorted. Returns a line about each source whose documents may be repeated.
-        Raises ConfigError: a source of the mixture is not what it was.
+        Raises ConfigError: a source of the mixture is not what it was, or a store was rewritten where it lies.
         """
         config, self.left_out = self._config, tuple(left_out)
+        for place, content in position.get(STORES, {}).items():
+            if self._contents.get(place, content) != content:
+                rule = f"holds other tokens than it did when this run was at step {position['next_step']:,}: it was rewritten since"
+                raise ConfigError("data.store", place, rule, "put the store back, or write the new one to a folder of its own")
         past = from_json(position[POSITION]) if POSITION in position else None
         sample = self.batch_sizes.before(batch_number(position.get("next_step", 0), position.get("left_out", ())))
         self.plan = make_plan(config.mixture, self.sources, self.sizes, seq_len=config.seq_len, past=past, sample=sample)
@@ -111,7 +118,7 @@ class Pipeline:
     def position(self, step: int) -> dict[str, Any]:
         """Entries of the data position of a checkpoint that `step` batches came before."""
         assert self.plan is not None, "held-out data have no position"
-        return {POSITION: self.plan.to_json(self.first_sample(step))}
+        return {POSITION: self.plan.to_json(self.first_sample(step)), STORES: self._contents}
 
     def check_length(self, steps: int) -> None:
         """Raise UserError if the sources have had their epochs before the end of so many steps."""

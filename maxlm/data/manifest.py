@@ -4,12 +4,13 @@ STORE/store.json               the manifest
 STORE/tokenizer.json           the tokenizer that made the tokens, and beside it the files that came with it (COMPANIONS)
 STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
 STORE/<split>/documents        offset of each document's first token, and the end of the last one (uint64)
-STORE/<split>/<array>.shards   samples of each shard of the array, see `storage.shard_samples`
+STORE/<split>/<array>/digests/<shard>  digest of every chunk of a shard of the array, see `storage.chunk_digests`
+STORE/<split>/<array>.shards   digest of each of these files
 STORE/metadata.json, STORE/<split>/metadata  what is known of the documents, see `metadata`
 STORE/sources.json             digests of the sources: unchanged files are not read again
 STORE/preparing.npz            progress of a prepare that has not finished
 
-store.json carries a checksum of itself and those of the small files; tokens and documents carry a checksum for every chunk.
+store.json carries a checksum of itself and those of the small files, and by way of the digests proves every chunk of tokens and documents.
 """
 
 import hashlib
@@ -26,8 +27,9 @@ from maxlm.data import storage
 from maxlm.data.marks import Content
 from maxlm.data.storage import DamagedStoreError
 
-FORMAT: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
-WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read
+FORMAT: Literal["maxlm-tokens-3"] = "maxlm-tokens-3"
+WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read, with warnings
+WITHOUT_DIGESTS: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 # Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
@@ -42,7 +44,7 @@ SPLITS: tuple[Split, Split] = ("train", "eval")
 REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
 
 _log = logging.getLogger(__name__)
-_warned: set[str] = set()  # stores without checksums that were already reported
+_warned: set[str] = set()  # stores of older formats that were already reported
 
 
 class SplitInfo(BaseModel):
@@ -59,7 +61,7 @@ class StoreInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal["maxlm-tokens-1", "maxlm-tokens-2"] = FORMAT
+    format: Literal["maxlm-tokens-1", "maxlm-tokens-2", "maxlm-tokens-3"] = FORMAT
     tokenizer_hash: str
     vocab_size: int = Field(gt=0)  # every id is below it
     end_of_document_id: int = Field(ge=0)
@@ -102,11 +104,12 @@ def load(path: str) -> StoreInfo | None:
     try:
         body = json.loads(text)
         checksum = body.pop("sha256", None)
-        if body.get("format") == FORMAT and checksum != fingerprint(body):
+        form = body.get("format")
+        if form in (FORMAT, WITHOUT_DIGESTS) and checksum != fingerprint(body):
             raise DamagedStoreError(f"{path}/{MANIFEST} does not match its checksum: it is damaged or was edited; {REMAKE}.")
-        if body.get("format") == WITHOUT_CHECKSUMS and checksum is None and path not in _warned:
+        if form in (WITHOUT_CHECKSUMS, WITHOUT_DIGESTS) and path not in _warned:
             _warned.add(path)
-            _log.warning("%s is of format %s, without checksums: edits of it go unnoticed", path, WITHOUT_CHECKSUMS)
+            _log.warning("%s is of format %s, without digests of its chunks: edits of its tokens go unnoticed", path, form)
         return StoreInfo.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
@@ -123,20 +126,9 @@ def as_bytes(body: dict[str, Any]) -> bytes:
 
 def save(path: str, info: StoreInfo) -> StoreInfo:
     """Write store.json with the checksums of the small files beside it, which completes the store. Returns its content."""
+    arrays = [f"{split}/{name}" for split in SPLITS for name in ("tokens", "documents")]
     files: dict[str, str] = {}
-    for split in SPLITS:
-        size = info.splits[split]
-        for folder, layout, length, itemsize in (
-            (f"{split}/tokens", storage.TOKENS, size.tokens, np.dtype(info.dtype).itemsize),
-            (f"{split}/documents", storage.DOCUMENTS, size.documents + 1, 8),
-        ):
-            samples = [
-                storage.shard_samples(f"{path}/{folder}", shard, layout.size_of(shard, length, itemsize))
-                for shard in range(layout.shards(length))
-            ]
-            storage.write_bytes(path, f"{folder}.shards", np.array(samples, "<u4").tobytes())
-            files |= {f"{folder}/zarr.json": "", f"{folder}.shards": ""}
-    for name in [TOKENIZER, *COMPANIONS, METADATA, *files]:
+    for name in [TOKENIZER, *COMPANIONS, METADATA, *(f"{array}{part}" for array in arrays for part in ("/zarr.json", ".shards"))]:
         content = storage.read_bytes(path, name)
         if content is not None:
             files[name] = hashlib.sha256(content).hexdigest()

@@ -22,17 +22,15 @@ from maxlm.config.conditions import Kind
 from maxlm.config.errors import UserError
 from maxlm.data import storage
 from maxlm.data.manifest import METADATA
+from maxlm.documents.columns import KINDS, Value, column, encodable, join, joined, kinds_of
 from maxlm.documents.records import NESTED
 
-Value = str | int | float | bool
 Name = TypeVar("Name", bound=str)
 ROWS = 2**16  # documents a file
 ID, TOKENS = "id", "tokens"  # fields of every document: its name, and its length, which the store knows itself
 LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
 MOST_FIELDS = 1000
 INT64 = 2**63
-KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text"}
-TYPES: dict[Kind, pa.DataType] = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
 
 
 class About(NamedTuple):
@@ -57,12 +55,6 @@ def about(id: str, fields: Mapping[str, Any], content: frozenset[str]) -> About:
     return About(id if own is None or own == "" else str(own), found)
 
 
-def join(*kinds: Kind) -> Kind:
-    """The kind that holds values of all of these: a field of numbers and of text is one of text."""
-    distinct = set(kinds)
-    return kinds[0] if len(distinct) == 1 else "float" if distinct == {"int", "float"} else "text"
-
-
 class MetadataWriter:
     """Append the metadata of one split's documents: whole files are written at once, the rest is buffered in memory."""
 
@@ -82,11 +74,7 @@ class MetadataWriter:
 
     def add(self, document: About) -> None:
         """Append one document. Raises UserError: there are more than MOST_FIELDS fields."""
-        for name, value in document.fields.items():
-            kind = KINDS[type(value)]
-            known = self.kinds.get(name)
-            if kind != known:
-                self.kinds[name] = kind if known is None else join(known, kind)
+        joined(self.kinds, kinds_of(document.fields))
         if len(self.kinds) > MOST_FIELDS:
             rule = f"has metadata of more than {MOST_FIELDS:,} names, with those before it"
             raise UserError(f"{document.id} {rule}: metadata are fields that many documents share; keep the others out of `metadata`.")
@@ -108,28 +96,17 @@ def write_index(store: str, writers: Mapping[Name, MetadataWriter]) -> None:
     kinds: dict[str, Kind] = {}
     for writer in writers.values():
         writer.finish()
-        for name, kind in writer.kinds.items():
-            kinds[name] = join(kinds.get(name, kind), kind)
+        joined(kinds, writer.kinds.items())
     if any(writer.digests for writer in writers.values()):
         index = {"rows": ROWS, "kinds": kinds, "files": {split: writer.digests for split, writer in writers.items()}}
         storage.write_bytes(store, METADATA, json.dumps(index, indent=1, sort_keys=True).encode())
-
-
-def as_text(value: Value) -> str:
-    """A value in a field of text, as a cast of Arrow writes it."""
-    return value if isinstance(value, str) else str(pa.scalar(value, TYPES[KINDS[type(value)]]).cast(pa.string()).as_py())
 
 
 def _as_parquet(rows: list[About]) -> bytes:
     columns: dict[str, pa.Array] = {ID: pa.array([row.id for row in rows], pa.string())}
     for name in sorted({name for row in rows for name in row.fields}):
         values = [row.fields.get(name) for row in rows]
-        kind = join(*{KINDS[type(value)] for value in values if value is not None})
-        if kind == "text":
-            values = [None if value is None else as_text(value) for value in values]
-        elif kind == "float":
-            values = [None if value is None else float(value) for value in values]
-        columns[f"f:{name}"] = pa.array(values, TYPES[kind])
+        columns[f"f:{name}"] = column(values, join(*{KINDS[type(value)] for value in values if value is not None}))
     stream = io.BytesIO()
     parquet.write_table(pa.table(columns), stream, compression="zstd", store_schema=False, write_statistics=False)
     return stream.getvalue()
@@ -141,18 +118,13 @@ def _scalars(items: Iterable[tuple[str, Any]]) -> dict[str, Value]:
         kind = type(value)
         if kind is str:
             if len(value) <= LONGEST_VALUE:
-                found[_encodable(name)] = _encodable(value)
+                found[encodable(name)] = encodable(value)
         elif kind is int and not -INT64 <= value < INT64:
-            found[_encodable(name)] = str(value)
+            found[encodable(name)] = str(value)
         elif kind in (bool, int) or (kind is float and math.isfinite(value)):
-            found[_encodable(name)] = value
+            found[encodable(name)] = value
         elif isinstance(value, datetime | date | time):
-            found[_encodable(name)] = value.isoformat()
+            found[encodable(name)] = value.isoformat()
         elif isinstance(value, Decimal) and math.isfinite(value):
-            found[_encodable(name)] = float(value)
+            found[encodable(name)] = float(value)
     return found
-
-
-def _encodable(text: str) -> str:
-    """`text` with halves of surrogate pairs written out."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import tensorstore as ts
 
 from maxlm.config import paths
 from maxlm.config.errors import ConfigError
@@ -15,7 +14,7 @@ from maxlm.config.schema import DataConfig
 from maxlm.data import manifest
 from maxlm.data.manifest import Split
 from maxlm.data.selection import Metadata
-from maxlm.data.token_store import TokenStore
+from maxlm.data.token_store import ReadContext, TokenStore
 
 FIELD = "data.mixture"
 MOST_SOURCES = 1000
@@ -35,7 +34,7 @@ class Source:
     content: str
 
 
-def open_sources(config: DataConfig, split: Split, context: ts.Context) -> list[Source]:
+def open_sources(config: DataConfig, split: Split, context: ReadContext) -> list[Source]:
     """The sources of a config, with those split `by` a field in parts of one value each. Those without documents are among them.
 
     Raises ConfigError: unknown metadata, a document in two sources, or too many sources.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.config import directory_lock
-from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.config.errors import ConfigError, UserError, setting_error, show
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, marks, storage
@@ -160,7 +161,7 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
         return None
     for name in dict.fromkeys([*settings, *info.settings]):
         was, now = info.settings.get(name), settings.get(name)
-        if was != now and (name != CONTENT or info.format == manifest.FORMAT):  # the format before digested less of the sources
+        if was != now and (name != CONTENT or info.format != manifest.WITHOUT_CHECKSUMS):  # that format digested less of the sources
             rule = f"was made with {name} = {show(was)}, and now it is {show(now)}"
             if name == CONTENT:
                 rule = f"was made when {name} was different"
@@ -303,18 +304,42 @@ def _training_texts(config: PrepareConfig, files: list[SourceFile]) -> Iterator[
                 break
 
 
+class _Owner(directory_lock.Lock):
+    """A store in a bucket, which has no locks: a token in it names the process that writes there."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(Path(store), "data.store")
+        self._store, self._own = store, secrets.token_hex(16).encode()
+        storage.write_bytes(store, directory_lock.NAME, self._own)
+
+    def check(self, every_s: float = 0.0) -> None:
+        """Raise UserError if another process has written its token."""
+        if self.is_due(every_s) and storage.read_bytes(self._store, directory_lock.NAME) not in (self._own, None):
+            raise UserError(
+                f"data.store = {self._store}: another process has begun to write it: this one ends, and writes nothing more there; "
+                "let one process at a time use it."
+            )
+
+    def release(self) -> None:
+        """Remove the token."""
+        storage.delete(self._store, directory_lock.NAME)
+
+
 @contextlib.contextmanager
 def _locked(store: str) -> Iterator[None]:
-    """Lock the store against other processes of this machine. The lock ends with its process."""
+    """Lock the store against other processes. The lock ends with its process; of a bucket, the last process to take it has it."""
     if is_remote(store):
-        yield
+        owner = _Owner(store)
+        with directory_lock.working_for(owner):
+            yield
+        owner.release()
         return
     folder, say = Path(store).expanduser(), Console(stderr=True, highlight=False, soft_wrap=True).print
     with contextlib.ExitStack() as lock:
         try:
             lock.enter_context(directory_lock.locked(folder, "data.store", LOCK_SECONDS, say, "wait for it to end"))
         except OSError as error:
-            raise ConfigError("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
+            raise setting_error(error)("data.store", store, f"cannot be written: {error.strerror}", "choose another folder") from error
         for left in folder.rglob("*.__lock"):  # by TensorStore, of a process that was killed while it wrote the file of that name
             left.unlink(missing_ok=True)
         yield

@@ -25,7 +25,7 @@ SAID = {
     "encoding": "is not UTF-8 text; convert it, or clean it by `maxlm corpus run`, which finds the encoding",
     "foreign_value": "holds a value that cannot be read here ({example}); convert or drop the column",
     "missing_field": "has no field {field}; set data.prepare.text_field to one of its fields: {example}",
-    "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), Parquet or ArrayRecord: convert it, or leave it out",
+    "no_fields": "holds {format}; conversations are records of JSON (.jsonl, .json), CSV, Parquet or ArrayRecord: convert or leave it out",
     "not_a_file": "is a folder, a pipe or a device, and a file is read; give a file",
     "not_json": "is not JSON: {error}",
     "not_object": "is a JSON {type}, not an object",
@@ -33,8 +33,8 @@ SAID = {
     "null_text": "the field {field} is null; take such rows out of the file, or give them an empty text",
     "too_large": "is longer than {limit:,} bytes, the limit of one document; split it into documents, one a line of JSON or one a file",
     "truncated": "is not whole, it ends in the middle ({example}); make or download it again",
-    "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .parquet, .arrayrecord, .txt, .md, .html, source "
-    "code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
+    "unknown_format": "the suffix {suffix} states no format that is read (.jsonl, .json, .csv, .parquet, .arrayrecord, .txt, .md, .html, "
+    "source code ...); rename or convert the file, or name those to read by a glob such as folder/**/*.jsonl",
     "unreadable": "cannot be read: {example}",
 }
 DETAIL = {"format": "control characters", "error": "", "type": "value", "field": "", "suffix": "", "limit": DEFAULTS.max_record_bytes}

@@ -17,9 +17,10 @@ from maxlm.config import conditions
 from maxlm.config.conditions import Condition, Kind
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.data import manifest, storage
-from maxlm.data.metadata import ID, TOKENS, TYPES
+from maxlm.data.metadata import ID, TOKENS
 from maxlm.data.storage import DamagedStoreError
 from maxlm.data.token_store import TokenStore
+from maxlm.documents.columns import TYPES
 
 THREADS = 4  # that read files
 MOST_GROUPS = 1000

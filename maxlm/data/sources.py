@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, as_user_error
 from maxlm.config.paths import is_remote
 from maxlm.documents.files import SourceFile, cannot_read, each_once, find, open_input, read_url
 
@@ -58,7 +58,7 @@ def reading(path: str) -> Iterator[None]:
         if is_remote(path):
             raise cannot_read(path, error) from error
         if isinstance(error, OSError):
-            raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+            raise as_user_error(error) from error
         raise
 
 

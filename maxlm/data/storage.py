@@ -3,11 +3,12 @@ the medium, the network or a credential failed, DamagedStoreError or another Use
 
 A flat array is a one-dimensional zarr3 array in the sharding codec: one object (a shard) holds many small uncompressed
 chunks, so a random window costs one short read, and every chunk carries a CRC32C, so bit rot and truncation are noticed.
-Chunks that hold only zeros are stored too: an absent chunk is then always damage, never a zero.
+Chunks that hold only zeros are stored too: an absent chunk is then always damage, never a zero. `digests/SHARD` beside the shards holds
+a digest of every chunk, so that a chunk which was rewritten with a CRC that fits is noticed too.
 """
 
 import contextlib
-import zlib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from maxlm.config import directory_lock
 from maxlm.config.errors import UnavailableError, UserError
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import is_transient
@@ -92,6 +94,7 @@ def read_bytes(folder: str, key: str) -> bytes | None:
 
 def write_bytes(folder: str, key: str, value: bytes) -> None:
     """Write the object `key`, atomically: readers see all of it or none."""
+    directory_lock.check(None if is_remote(folder) else Path(folder).expanduser())
     with failures_named(f"{folder}/{key}", "write it"):
         open_folder(folder).write(key, value).result()
 
@@ -108,19 +111,17 @@ def delete_folder(folder: str) -> None:
         open_folder(folder).delete_range(ts.KvStore.KeyRange()).result()
 
 
-SAMPLES = 8  # a shard
-_SAMPLE_BYTES = 32
+DIGEST_BYTES = 16
 
 
-def shard_samples(folder: str, shard: int, size: int) -> np.ndarray:
-    """CRC-32 of SAMPLES short pieces spread over a shard of `size` bytes, uint32 [SAMPLES]. They distinguish it from other shards, whose
-    chunks have valid CRCs too. Raises DamagedStoreError if the shard does not exist.
-    """
-    starts = np.linspace(0, max(size - _SAMPLE_BYTES, 0), SAMPLES).astype(np.int64)
-    with failures_named(f"{folder}/c/{shard}", "read it", DamagedStoreError):
-        store = open_folder(folder)
-        reads = [store.read(f"c/{shard}", byte_range=slice(start, min(start + _SAMPLE_BYTES, size))) for start in starts.tolist()]
-        return np.array([zlib.crc32(bytes(read.result().value)) for read in reads], np.uint32)
+def digest(content: bytes | np.ndarray) -> bytes:
+    """SHA-256 of a chunk's elements in little-endian order, or of the digests of a shard, cut to DIGEST_BYTES."""
+    return hashlib.sha256(content).digest()[:DIGEST_BYTES]
+
+
+def chunk_digests(values: np.ndarray, layout: ArrayLayout) -> bytes:
+    """Digests of the chunks of one shard, in order; its last chunk may be shorter."""
+    return b"".join(digest(values[start : start + layout.chunk]) for start in range(0, len(values), layout.chunk))
 
 
 def create_array(folder: str, dtype: np.dtype, layout: ArrayLayout) -> ts.TensorStore:

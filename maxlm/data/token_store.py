@@ -1,9 +1,10 @@
 """Read a token store: ranges and windows of the flat token stream, from a disk or a bucket."""
 
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -13,33 +14,55 @@ from maxlm.config.paths import is_remote
 from maxlm.config.transient import retried
 from maxlm.data import manifest, marks, storage
 from maxlm.data.manifest import REMAKE, Split, SplitInfo, StoreInfo
-from maxlm.data.storage import ArrayLayout, DamagedStoreError
+from maxlm.data.storage import DIGEST_BYTES, ArrayLayout, DamagedStoreError
 
-T = TypeVar("T")
-CACHE_BYTES = 2**28  # of chunks and shard indices, in this process
+CACHE_BYTES = 2**28  # in this process: half of it chunks and their digests, half of it TensorStore's, of shard indices above all
+_AT_ONCE = 1024  # chunks that are read together: a longer range takes no more memory than its result
 
 
-def read_context(read_threads: int = 4) -> ts.Context:
+class ReadContext:
     """A cache of CACHE_BYTES and a limit of `read_threads` concurrent reads, shared by stores that are read together."""
-    limits = {"cache_pool": {"total_bytes_limit": CACHE_BYTES}}
-    limits |= {name: {"limit": read_threads} for name in ("file_io_concurrency", "gcs_request_concurrency")}
-    return ts.Context(limits, parent=storage.SHARED_CONTEXT)
+
+    def __init__(self, read_threads: int = 4) -> None:
+        limits = {"cache_pool": {"total_bytes_limit": CACHE_BYTES // 2}}
+        limits |= {name: {"limit": read_threads} for name in ("file_io_concurrency", "gcs_request_concurrency")}
+        self.tensorstore = ts.Context(limits, parent=storage.SHARED_CONTEXT)
+        self._kept: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()  # least recently used first
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, int]) -> np.ndarray | None:
+        """What was kept under `key`, unless it has been dropped."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def keep(self, key: tuple[str, int], content: np.ndarray) -> np.ndarray:
+        """Keep `content`, which is not changed from now on, and drop what was not used for long."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = content
+                self._bytes += content.nbytes
+            while self._bytes > CACHE_BYTES // 2:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return content
 
 
 class TokenStore:
-    """One split of a token store. Opening checks that all shards exist; reading checks the CRC of every chunk, and that a shard has not
-    been exchanged with another.
+    """One split of a token store. Opening checks that all shards exist; reading compares every chunk with the digest recorded in the store,
+    each time that it is read from the disk or the bucket.
     """
 
-    def __init__(self, path: str, split: Split = "train", *, context: ts.Context | None = None) -> None:
+    def __init__(self, path: str, split: Split = "train", *, context: ReadContext | None = None) -> None:
         """The split `split` of the store in the folder `path`, local or gs://.
 
-        `context`: from `read_context`, for stores that share a cache; None: one of its own. Raises UserError: there is no store, it is
+        `context`: for stores that share a cache; None: one of its own. Raises UserError: there is no store, it is
         unfinished or of another kind, or parts of it are missing, cut short or edited. Raises UnavailableError: it cannot be reached now.
         """
         self.path, self.split = path.rstrip("/"), split
         self.info = _finished(self.path)
-        context = context or read_context()
+        context = context or ReadContext()
         manifest.check_files(
             self.path, self.info, [manifest.TOKENIZER, *(name for name in self.info.files if name.startswith(f"{split}/"))]
         )
@@ -121,15 +144,17 @@ def _finished(path: str) -> StoreInfo:
 class _FlatArray:
     """One array of a split. Opening compares it with store.json without reading it."""
 
-    def __init__(self, store: TokenStore, name: str, dtype: np.dtype, length: int, layout: ArrayLayout, context: ts.Context) -> None:
+    def __init__(self, store: TokenStore, name: str, dtype: np.dtype, length: int, layout: ArrayLayout, context: ReadContext) -> None:
         self._store, self._name, self._dtype, self._length, self._layout = store, name, dtype, length, layout
-        self._folder = f"{store.path}/{store.split}/{name}"
-        self._array = array = storage.open_array(self._folder, context=context)
+        self._folder, self._context = f"{store.path}/{store.split}/{name}", context
+        self._per_shard = layout.shard // layout.chunk
+        self._array = array = storage.open_array(self._folder, context=context.tensorstore)
         if array.dtype.numpy_dtype != dtype or array.shape != (length,):
             actual = f"{array.dtype.name} of shape {array.shape}, not {dtype.name} of shape {(length,)}"
             raise UserError(f"{self._folder} is not the array that {manifest.MANIFEST} describes: {actual}; {REMAKE}.")
-        self._samples = self._read_samples()
-        self._verified: set[int] = set()  # shards with compared samples
+        self._shards: bytes | None = None  # digests of the digests of each shard; None in a store of an older format
+        if store.info.format == manifest.FORMAT:
+            self._shards = storage.read_bytes(f"{store.path}/{store.split}", f"{name}.shards") or b""
         if is_remote(store.path):
             if length:  # an object in a bucket is whole or absent, and reading an absent one fails
                 self.read([(length - 1, length)])
@@ -145,53 +170,77 @@ class _FlatArray:
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
         """Elements [start, stop) of each range, all of one length, stacked; transient failures are retried."""
-
-        def stacked(views: list[ts.TensorStore]) -> np.ndarray:
-            with ts.Batch() as batch:  # one request for neighbours in a shard
-                future = ts.stack(views).read(batch=batch)
-            return np.asarray(future.result())
-
-        return retried(lambda: self._read(ranges, stacked), f"reading {self._folder}")
+        start, stop = ranges[0]
+        found = np.empty((len(ranges), stop - start), self._dtype)
+        self._fill(ranges, found)
+        return found
 
     def read_each(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Elements [start, stop) of each range, of any lengths; transient failures are retried."""
+        found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
+        self._fill(ranges, found)
+        return found
 
-        def each(views: list[ts.TensorStore]) -> list[np.ndarray]:
-            with ts.Batch() as batch:
-                futures = [view.read(batch=batch) for view in views]
-            return [np.asarray(future.result()) for future in futures]
+    def _fill(self, ranges: Sequence[tuple[int, int]], found: Iterable[np.ndarray]) -> None:
+        """Write the elements of each range to its array."""
+        size, places = self._layout.chunk, dict[int, list[tuple[int, int, np.ndarray]]]()
+        for (start, stop), out in zip(ranges, found, strict=True):
+            for chunk in range(start // size, -(-stop // size)):
+                places.setdefault(chunk, []).append((start, stop, out))
+        chunks = sorted(places)
+        for at in range(0, len(chunks), _AT_ONCE):
+            for chunk, values in self._chunks(chunks[at : at + _AT_ONCE]).items():
+                first = chunk * size
+                for start, stop, out in places[chunk]:
+                    low, high = max(start, first), min(stop, first + size)
+                    out[low - start : high - start] = values[low - first : high - first]
 
-        return retried(lambda: self._read(ranges, each), f"reading {self._folder}")
+    def _chunks(self, chunks: Sequence[int]) -> dict[int, np.ndarray]:
+        """Elements of chunks by their numbers, from the cache or else from the store."""
+        found = {chunk: values for chunk in chunks if (values := self._context.get((self._folder, chunk))) is not None}
+        if missing := [chunk for chunk in chunks if chunk not in found]:
+            found |= zip(missing, retried(lambda: self._load(missing), f"reading {self._folder}"), strict=True)
+        return found
 
-    def _read(self, ranges: Sequence[tuple[int, int]], read: Callable[[list[ts.TensorStore]], T]) -> T:
+    def _load(self, chunks: Sequence[int]) -> list[np.ndarray]:
+        size = self._layout.chunk
         try:
-            for start, stop in ranges:
-                for shard in range(start // self._layout.shard, self._layout.shards(stop)):
-                    self._verify(shard)
-            views = [self._array[start:stop].translate_to[0] for start, stop in ranges]
+            recorded = [self._recorded(chunk) for chunk in chunks]  # before TensorStore, which remembers that a shard is missing
             fix = f"{REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged" if self._name == "tokens" else REMAKE
             doing = f"read its {self._store.split} {self._name} ({fix})"
             with storage.failures_named(self._store.path, doing, DamagedStoreError):
-                return read(views)
+                with ts.Batch() as batch:  # one request for neighbours in a shard
+                    reads = [self._array[chunk * size : min((chunk + 1) * size, self._length)].read(batch=batch) for chunk in chunks]
+                loaded = [np.asarray(read.result()) for read in reads]
+            for chunk, values, digest in zip(chunks, loaded, recorded, strict=True):
+                if digest not in (None, storage.digest(values)):
+                    shard, number = divmod(chunk, self._per_shard)
+                    raise self._damaged(f"c/{shard}, chunk {number}, is not what was written: its digest differs from the recorded one")
+                self._context.keep((self._folder, chunk), values)
         except DamagedStoreError as error:
             if storage.read_bytes(self._store.path, manifest.MANIFEST) is None:  # an unmounted file system is empty
                 raise UnavailableError(f"{self._store.path} is gone; start again when it is available.") from error
             raise
+        return loaded
 
-    def _verify(self, shard: int) -> None:
-        """Compare the samples of a shard with those recorded, once. A few may differ because of damaged chunks, which CRCs report."""
-        if self._samples is None or shard in self._verified:
-            return
-        samples = storage.shard_samples(self._folder, shard, self._layout.size_of(shard, self._length, self._dtype.itemsize))
-        if np.count_nonzero(samples != self._samples[shard]) > storage.SAMPLES // 2:
-            problem = f"{self._folder}/c/{shard} is damaged or another shard's"
-            raise DamagedStoreError(f"{self._store.path}: cannot read its {self._store.split} {self._name}: {problem}; {REMAKE}.")
-        self._verified.add(shard)
-
-    def _read_samples(self) -> np.ndarray | None:
-        """Recorded samples of all shards, [shards, SAMPLES]; None in a store without checksums."""
-        name = f"{self._folder.removeprefix(self._store.path + '/')}.shards"
-        if name not in self._store.info.files:
+    def _recorded(self, chunk: int) -> bytes | None:
+        """Recorded digest of a chunk; None in a store of an older format. Raises DamagedStoreError: the record was changed."""
+        if self._shards is None:
             return None
-        content = storage.read_bytes(self._store.path, name) or b""
-        return np.frombuffer(content, "<u4").reshape(-1, storage.SAMPLES)
+        shard, number = divmod(chunk, self._per_shard)
+        return self._digests(shard)[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].tobytes()
+
+    def _digests(self, shard: int) -> np.ndarray:
+        assert self._shards is not None, "a store of an older format has none"
+        key = (f"{self._folder}/digests", shard)
+        kept = self._context.get(key)
+        if kept is not None:
+            return kept
+        content = storage.read_bytes(self._folder, f"digests/{shard}") or b""
+        if storage.digest(content) != self._shards[shard * DIGEST_BYTES : (shard + 1) * DIGEST_BYTES]:
+            raise self._damaged(f"digests/{shard} is missing, damaged or was edited")
+        return self._context.keep(key, np.frombuffer(content, np.uint8))
+
+    def _damaged(self, problem: str) -> DamagedStoreError:
+        doing = f"cannot read its {self._store.split} {self._name}"
+        return DamagedStoreError(f"{self._store.path}: {doing}: {self._folder}/{problem}; {REMAKE}.")

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import is_remote, open_regular
 from maxlm.data import manifest, storage
 from maxlm.data.sources import read_url, reading
 from maxlm.data.text_frame import FRAME, TextFrame, started_frame
@@ -238,7 +238,7 @@ def read_if_present(path: str) -> bytes | None:
     """The file at `path`, local or a URL; None if there is none."""
     file = Path(path).expanduser()
     with reading(path):
-        return read_url(path) if is_remote(path) else file.read_bytes() if file.exists() else None
+        return read_url(path) if is_remote(path) else open_regular(file).read() if file.exists() else None
 
 
 def _read(path: str) -> bytes:

@@ -1,7 +1,8 @@
 """Write a token store: append documents to their split, shard after shard.
 
 The progress of an unfinished store is one object beside the arrays, replaced atomically, from which the same command continues. Shards
-written after the last save are written again, with the same content.
+written after the last save are written again, with the same content. It holds the digest of every finished shard: one that is rewritten
+meanwhile is noticed by readers of the store.
 """
 
 import io
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.config import directory_lock
+from maxlm.config.errors import error_kind
 from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo
 from maxlm.data.metadata import About, MetadataWriter
@@ -22,10 +24,12 @@ from maxlm.data.storage import ArrayLayout
 class FlatWriter:
     """Append to a flat array: whole shards are written at once, the rest is buffered in memory."""
 
-    def __init__(self, folder: str, dtype: np.dtype, layout: ArrayLayout, *, resume: tuple[int, np.ndarray] | None = None) -> None:
-        """`resume`: number of elements on disk (whole shards), and the rest, from `written` and `rest()`."""
+    def __init__(self, folder: str, dtype: np.dtype, layout: ArrayLayout, *, resume: tuple[int, bytes, np.ndarray] | None = None) -> None:
+        """`resume`: number of elements on disk (whole shards), digests of their shards, and the rest, from `written`, `shards` and
+        `rest()`.
+        """
         self._folder, self._dtype, self._layout = folder, dtype, layout
-        self.written, rest = resume or (0, np.zeros(0, dtype))
+        self.written, self.shards, rest = resume or (0, b"", np.zeros(0, dtype))
         self._parts, self._buffered = [rest], len(rest)
         self._array = storage.create_array(folder, dtype, layout) if resume is None else storage.open_array(folder, write=True)
 
@@ -50,19 +54,26 @@ class FlatWriter:
         return self._parts[0]
 
     def finish(self) -> None:
-        """Write the rest, even if it is empty, since that sets the length of the array."""
+        """Write the rest, even if it is empty, since that sets the length of the array; and the digests of all shards."""
         self._write(self.rest())
+        store, _, name = self._folder.rpartition("/")
+        storage.write_bytes(store, f"{name}.shards", self.shards)
         self._buffer(np.zeros(0, self._dtype))
 
     def _buffer(self, values: np.ndarray) -> None:
         self._parts, self._buffered = [values], len(values)
 
     def _write(self, values: np.ndarray) -> None:
+        directory_lock.check()
         end = self.written + len(values)
         with storage.failures_named(self._folder, "write it"):
             self._array = self._array.resize(exclusive_max=[end], resize_metadata_only=True).result()
             if len(values):
                 self._array[self.written : end].write(values).result()
+        if len(values):
+            digests = storage.chunk_digests(values, self._layout)
+            storage.write_bytes(self._folder, f"digests/{self.written // self._layout.shard}", digests)
+            self.shards += storage.digest(digests)
         self.written = end
 
 
@@ -73,6 +84,7 @@ class SavedProgress:
     fingerprint: str  # of the settings
     documents: int = 0  # of the sources, in the arrays
     written: dict[str, int] = field(default_factory=dict)  # elements on disk, of each array
+    shards: dict[str, str] = field(default_factory=dict)  # digests of the shards on disk, in hex, of each array
     buffered: dict[str, np.ndarray] = field(default_factory=dict)  # elements in memory, of each array
     metadata: dict[str, Any] = field(default_factory=dict)  # split -> `MetadataWriter.state`
 
@@ -85,7 +97,9 @@ class SplitWriter:
         self.arrays: dict[str, FlatWriter] = {}
         layouts = {f"{split}/tokens": (dtype, storage.TOKENS), f"{split}/documents": (np.dtype(np.uint64), storage.DOCUMENTS)}
         for name, (kind, layout) in layouts.items():
-            resume = (done.written[name], done.buffered[name]) if done is not None and done.written else None
+            resume = None
+            if done is not None and done.written:
+                resume = done.written[name], bytes.fromhex(done.shards[name]), done.buffered[name]
             self.arrays[name] = FlatWriter(f"{store}/{name}", kind, layout, resume=resume)
         self._tokens, self._documents = self.arrays.values()
         if self._documents.size == 0:
@@ -149,7 +163,9 @@ class Router:
 def save_progress(store: str, fingerprint: str, documents: int = 0, writers: dict[str, SplitWriter] | None = None) -> None:
     """Save that the first `documents` documents of the sources are in `writers`; without writers, mark the store as begun."""
     arrays = {name: array for writer in (writers or {}).values() for name, array in writer.arrays.items()}
-    state = {"fingerprint": fingerprint, "documents": documents, "written": {name: array.written for name, array in arrays.items()}}
+    state: dict[str, Any] = {"fingerprint": fingerprint, "documents": documents}
+    state["written"] = {name: array.written for name, array in arrays.items()}
+    state["shards"] = {name: array.shards.hex() for name, array in arrays.items()}
     state["metadata"] = {split: writer.metadata.state for split, writer in (writers or {}).items()}
     content = io.BytesIO()
     buffered: dict[str, Any] = {name: array.rest() for name, array in arrays.items()}
@@ -166,8 +182,8 @@ def load_progress(store: str) -> SavedProgress | None:
         with np.load(io.BytesIO(content)) as arrays:
             buffered = dict(arrays)
         state = json.loads(buffered.pop("state").tobytes())
-        if "metadata" not in state:  # of a maxlm that kept none
+        if "shards" not in state:  # of a maxlm that kept no digests
             return None
         return SavedProgress(**state, buffered=buffered)
     except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
+        raise error_kind(error)(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error

@@ -8,15 +8,14 @@ import itertools
 import logging
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, cast
 
-from maxlm.config.errors import UnavailableError, UserError, shorten
-from maxlm.config.paths import is_remote
+from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
+from maxlm.config.paths import is_remote, open_regular
 from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes_of
 
@@ -133,11 +132,7 @@ def open_input(path: str) -> BufferedReader:
     if is_remote(path):
         filesystem, name = file_system(path)
         return cast(BufferedReader, filesystem.open(name, "rb"))
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))  # a pipe would wait for a writer
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise IsADirectoryError(path)
-    return os.fdopen(descriptor, "rb")
+    return open_regular(path)
 
 
 def read_url(url: str) -> bytes | None:
@@ -229,7 +224,7 @@ def _below(folder: str, source: str, hidden: list[str]) -> Iterator[str]:
             status = Path(current).stat()
             names = sorted(os.listdir(current), reverse=True)  # noqa: PTH208
         except OSError as error:
-            raise UserError(f"{source}: the folder {current} cannot be listed: {error.strerror or error}.") from error
+            raise error_kind(error)(f"{source}: the folder {current} cannot be listed: {error.strerror or error}.") from error
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))

@@ -10,7 +10,7 @@ import orjson
 from maxlm.documents.html import is_html
 from maxlm.documents.wikipedia import is_dump
 
-Format = Literal["jsonl", "json", "parquet", "array_record", "html", "warc", "wikipedia", "text", "unknown"]
+Format = Literal["jsonl", "json", "csv", "tsv", "parquet", "array_record", "html", "warc", "wikipedia", "text", "unknown"]
 HEAD = 4096  # bytes read to recognise a format
 COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 PROSE = (".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".org", ".tex", ".bib", ".srt", ".vtt")
@@ -24,6 +24,8 @@ CODE = tuple(f".{name}" for name in _CODE.split())
 SUFFIXES: dict[Format, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson", ".jsonlines"),
     "json": (".json",),  # lines, a list, or one object: the content tells
+    "csv": (".csv",),
+    "tsv": (".tsv", ".tab"),
     "parquet": (".parquet", ".pq"),
     "array_record": (".arrayrecord", ".array_record"),
     "html": (".html", ".htm", ".xhtml"),
@@ -32,7 +34,7 @@ SUFFIXES: dict[Format, tuple[str, ...]] = {
     "text": (*PROSE, *CODE),
 }
 BY_SUFFIX: dict[str, Format] = {suffix: kind for kind, suffixes in SUFFIXES.items() for suffix in suffixes}
-RECORDS: tuple[Format, ...] = ("jsonl", "json", "parquet", "array_record", "warc", "wikipedia")  # many documents a file
+RECORDS: tuple[Format, ...] = ("jsonl", "json", "csv", "tsv", "parquet", "array_record", "warc", "wikipedia")  # many documents a file
 PARQUET = b"PAR1"
 # Block header and chunk header at the start of every file (Riegeli's specification, "Records file format").
 ARRAY_RECORD = b"\x83\xaf\x70\xd1\x0d\x88\x4a\x3f"

@@ -20,7 +20,7 @@ _MARK = re.compile(rb'["{}\[\],]')
 def read_jsonl(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
     """The record of every line that is not blank. Lines are counted from 1."""
     number = 0
-    for lines in _lines(stream, wanted.limits.max_record_bytes):
+    for lines in lines_of(stream, wanted.limits.max_record_bytes):
         for line in lines:
             number += 1
             if line is None:
@@ -155,7 +155,7 @@ def _string_end(block: bytes, at: int, escaped: bool) -> tuple[int, bool, bool]:
     return len(block), True, at < len(block)  # the byte left over is a backslash without its partner
 
 
-def _lines(stream: ByteStream, limit: int) -> Iterator[list[bytes | None]]:
+def lines_of(stream: ByteStream, limit: int) -> Iterator[list[bytes | None]]:
     """Lines of `stream`, in lists; None for one longer than `limit` bytes. Never holds more than `limit` bytes and two blocks."""
     pieces: list[bytes] = []  # of a line that is not at its end yet
     size = 0

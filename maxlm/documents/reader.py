@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from maxlm.config.errors import UnavailableError, UserError, shorten
+from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
 from maxlm.config.transient import first_line, is_transient
+from maxlm.documents.csv_records import read_csv
 from maxlm.documents.files import open_input
 from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, Format, foreign_format, format_by_name, format_of, suffix_of
 from maxlm.documents.html import of_html
@@ -75,7 +76,7 @@ def text_lines(path: str) -> Iterator[str]:
         raise UserError(f"{shorten(path)}, line {data.count(10, 0, error.start) + 1}: not UTF-8; convert the file.") from None
     except (OSError, DamagedError) as error:
         reason = REASONS[error.reason] if isinstance(error, DamagedError) else error.strerror or error
-        raise UserError(f"{shorten(path)}: cannot be read: {reason}.") from None
+        raise error_kind(error)(f"{shorten(path)}: cannot be read: {reason}.") from None
 
 
 def _refused(path: str, error: Exception, count: int) -> Defect:
@@ -130,6 +131,8 @@ def _forward(path: str, head: bytes, stream: ByteStream, wanted: Wanted) -> Iter
         return read_jsonl(stream, wanted)
     if kind == "json":
         return read_json(stream, wanted)
+    if kind in ("csv", "tsv"):
+        return read_csv(stream, wanted, "," if kind == "csv" else "\t")
     if kind == "unknown":
         return iter([defect(0, "", "unknown_format", head.decode("utf-8", "replace"), suffix=suffix_of(path))])
     if wanted.text_field is None:

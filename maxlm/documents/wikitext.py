@@ -1,7 +1,8 @@
 """Wikitext to plain text, in one pass of the text per kind of markup.
 
-mwparserfromhell is the well-kept library: 2 MB/s a core, ten hours for the articles of the English Wikipedia on two cores, and it keeps
-references and the captions of images. What is here is linear in the length of the text, whatever is left unclosed.
+mwparserfromhell is the well-kept library. Of 112 articles of real dumps (`tools/compare_wikitext.py`) its strip_code() leaves captions of
+images, categories and parts of tables as text: 2,963 marks of markup, and none here, at an eighth of the speed. Told to remove them, it
+leaves 361 at a thirtieth of the speed. What is here is linear in the length of the text, whatever is left unclosed.
 """
 
 import re

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
+from maxlm.config.paths import open_regular
 from maxlm.data.token_store import TokenStore
 from maxlm.evaluation import template
 from maxlm.evaluation.language_model import LanguageModel, Rehearsal
@@ -116,9 +117,9 @@ def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator
             yield _Document(whole, len((spaces + text).encode()))
         return
     try:
-        text = path.read_bytes().decode()  # with its line ends
+        text = open_regular(path).read().decode()  # with its line ends
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"task {task.name}: {path} cannot be read as UTF-8 text: {error}.") from None
+        raise error_kind(error)(f"task {task.name}: {path} cannot be read as UTF-8 text: {error}.") from None
     yield _Document(Request((model.prefix,), model.encode(text)), len(text.encode()))
 
 

@@ -11,9 +11,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config.errors import UserError, shorten, show
+from maxlm.config.errors import UserError, error_kind, shorten, show
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
+from maxlm.config.paths import open_regular
 from maxlm.config.rules import check_run_name
 from maxlm.documents.formats import COMPRESSED, SUFFIXES, format_by_name
 from maxlm.evaluation import template
@@ -223,13 +224,13 @@ def read_items(path: Path) -> Iterator[Item]:
     """Objects of a JSONL file. Raises UserError naming the line of one that is none."""
     number = 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while line := file.readline(MOST_LINE):
                 number += 1
                 if line.strip():
                     yield Item(_object(line, f"{path}, line {number}"), f"line {number} of {path.name}")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+        raise error_kind(error)(f"{path}: cannot be read: {error.strerror or error}.") from None
 
 
 def _refuse(constant: str) -> None:

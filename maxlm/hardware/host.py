@@ -39,6 +39,23 @@ def in_memory(folder: Path) -> bool:
     return False
 
 
+def process_namespace() -> str:
+    """The system within which a process number means a process: the boot, and the namespace of process numbers; "" if it is not known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def process_started(pid: int) -> str:
+    """Return when a living process began, as the kernel counts; "" if there is none. Tells it from a later one of the same number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
 def in_bytes(count: float) -> str:
     """Format bytes: 3.1 TB."""
     for unit in ("B", "KB", "MB", "GB", "TB", "PB"):

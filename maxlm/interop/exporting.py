@@ -163,7 +163,8 @@ def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packi
         rows["matrices of layers"] = f"{packing.format}, with a scale for each output"
     model = saved.directory / MODEL
     if model.is_file():
-        said = html.escape(model.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()[:300], quote=False)
+        text = model.read_text(encoding="utf-8", errors="replace")
+        said = html.escape(text.partition("\n")[0].removeprefix("#").strip()[:300], quote=False)
     else:
         said, rows = "Trained with maxlm.", rows | _training(saved.trained, step)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())

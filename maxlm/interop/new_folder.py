@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from maxlm.checkpoint.multihost import from_process_0
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.interop.hosts import Agree, alone, on_all
 
 SHARED_SECONDS = 10.0  # that a network file system may take to show a new folder
@@ -69,7 +69,7 @@ def _make(out: Path, held: ExitStack) -> Path:
             held.enter_context(_locked(made))
         made.chmod(0o755)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}.") from error
+        raise error_kind(error)(f"--out {out} cannot be made: {error.strerror}.") from error
     return made
 
 
@@ -117,4 +117,4 @@ def _rename(made: Path, out: Path) -> None:
             out.rmdir()
         made.rename(out)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made: {error.strerror}; it was empty before.") from error
+        raise error_kind(error)(f"--out {out} cannot be made: {error.strerror}; it was empty before.") from error

@@ -41,7 +41,7 @@ def keep_files(source: Path, config: Path, folder: Path) -> None:
 def copy_further_files(published: Path, folder: Path) -> None:
     """Copy the further files of the tokenizer into the export `folder`, if its tokenizer.json is the published one, or neither has one."""
     known, here = published / _DIGEST, folder / manifest.TOKENIZER
-    if (known.read_text(encoding="utf-8") if known.is_file() else None) != (_digest(here) if here.is_file() else None):
+    if (known.read_text(encoding="utf-8", errors="replace") if known.is_file() else None) != (_digest(here) if here.is_file() else None):
         return
     alone, tools = not known.is_file(), manifest.TOOL_TEMPLATE
     for name in (*_OLDER, *(manifest.COMPANIONS if alone else ())):

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
@@ -301,7 +301,9 @@ def _told(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as safetensors: {first_line(error)}; it may be cut short: download it again.") from error
+        raise error_kind(error)(
+            f"{file} cannot be read as safetensors: {first_line(error)}; it may be cut short: download it again."
+        ) from error
 
 
 def _dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

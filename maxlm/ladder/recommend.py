@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, load
+from maxlm.config.paths import read_regular
 from maxlm.config.schema import Config
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
@@ -93,10 +94,12 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
 def _read(folder: Path) -> dict[str, Any]:
     file = folder / RESULT
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        result = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise UserError(f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted.") from error
+        raise error_kind(error)(
+            f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted."
+        ) from error
     if not isinstance(result, dict) or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base", "assumed"} <= result.keys():
         raise _not_ours(folder)
     return result

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm.config.errors import ExitCode, UserError, show
+from maxlm.config.errors import ExitCode, UserError, error_kind, show
 from maxlm.config.loader import dump, flatten, load
 from maxlm.ladder.forms import Runs
 from maxlm.ladder.grid import Rung
@@ -56,7 +56,7 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, text)
         except OSError as error:
-            raise UserError(f"{file} cannot be written ({error.strerror or error}): choose another `folder`.") from error
+            raise error_kind(error)(f"{file} cannot be written ({error.strerror or error}): choose another `folder`.") from error
 
 
 def _under_old_name(folder: Path, rung: Rung) -> Path | None:

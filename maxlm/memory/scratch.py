@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.errors import UnavailableError, UserError, error_kind
 
 ALIGN = 4096  # of offsets, sizes and addresses: direct I/O on any disk
 REQUEST_BYTES = 16 * 2**20
@@ -108,4 +108,4 @@ class ScratchFile:
             fix = "free space, or name another folder"
         else:
             reason, fix = _REASONS.get(error.errno or 0, (f"fails ({error.strerror})", "check the disk, or name another folder"))
-        return UserError(f"{FIELD} = {self._folder} {reason}; {fix}.")
+        return error_kind(error)(f"{FIELD} = {self._folder} {reason}; {fix}.")

@@ -69,9 +69,10 @@ def count_parameters(config: ModelConfig) -> int:
     return total
 
 
-def count_scanned(config: ModelConfig) -> int:
-    """Numbers in the matrices of the layers that are scanned."""
-    return sum(math.prod(variable.shape) for name, variable in declarations(config) if name[0] == "layers" and is_matrix(variable.axes))
+def count_matrices(config: ModelConfig, *, scanned: bool = False) -> int:
+    """Numbers in matrices; `scanned`: in the matrices of the layers that are scanned alone."""
+    matrices = [(name, variable.shape) for name, variable in declarations(config) if is_matrix(variable.axes)]
+    return sum(math.prod(shape) for name, shape in matrices if not scanned or name[0] == "layers")
 
 
 def count_trained(config: ModelConfig) -> int:

@@ -81,8 +81,11 @@ def split_layers(tree: Tree, *, pattern: bool = False) -> tuple[Tree, Tree]:
 
 
 def in_depth_order(groups: Sequence[LayerGroup], stacked: Sequence[Tree]) -> Tree:
-    """The values of all blocks of `groups` along one leading dim, the first layer first, of one tree a group, stacked as its blocks are."""
-    depths = np.concatenate([group.depths.reshape(-1) for group in groups])
+    """The values of all blocks of `groups` along one leading dim, the first layer first, of one tree a group, stacked as its blocks are:
+    of as many periods as the trees hold, which a part of the pattern has fewer of.
+    """
+    held = [jax.tree.leaves(tree)[0].shape[: len(group.stacked)] for group, tree in zip(groups, stacked, strict=True)]
+    depths = np.concatenate([group._replace(stacked=sizes).depths.reshape(-1) for group, sizes in zip(groups, held, strict=True)])
     order = np.argsort(depths)
 
     def join(*leaves: Array) -> Array:

@@ -21,7 +21,7 @@ from maxlm.models.decoder import Block, run_layer
 from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import Parameters, parameter_specs
 from maxlm.models.router import Routing
-from maxlm.models.stack import cut_periods, pad_periods, split_layers
+from maxlm.models.stack import PATTERN, by_group, cut_periods, layer_groups, pad_periods, split_layers
 from maxlm.parallel.pipeline import AXIS
 
 Specs = Callable[[ModelConfig, AbstractMesh], Parameters]
@@ -33,7 +33,8 @@ class StageAssignment:
 
     The depth is cut into `stages` x `chunks` parts, and part q lies on stage q mod stages. Parts differ by one period at most; the shorter
     ones are padded, so that every stage computes equally many. The last period may be incomplete. Dense layers before the pattern belong
-    to no stage: they are computed with the embedding.
+    to no stage: they are computed with the embedding. A part has no config: its layers are built from the whole model's, and only their
+    arrays are shorter, so nothing can be derived from the depth of a part.
     """
 
     config: ModelConfig
@@ -60,11 +61,6 @@ class StageAssignment:
         """Periods of a part, padding included."""
         return -(-self.periods // (self.stages * self.chunks))
 
-    @property
-    def part_config(self) -> ModelConfig:
-        """A model whose pattern is as deep as a part."""
-        return self.config.model_copy(update={"n_layers": self.config.n_dense + self.part_periods * self.period})
-
     @cached_property
     def parts(self) -> Int[np.ndarray, "parts part_periods"]:
         """The period at each position of each part, -1 for padding."""
@@ -89,12 +85,14 @@ class StageAssignment:
         """True if some positions hold padding or an incomplete period."""
         return self.layers != self.parts.size * self.period
 
-    def active(self, part: Int[Array, ""]) -> Bool[Array, " L"] | None:
-        """True for the layers of a part that are not padding, None if all are."""
+    def active(self, part: Int[Array, ""]) -> list[Bool[Array, "part_periods ..."]] | None:
+        """True for the layers of a part that are not padding, by group of the pattern; None if no layer is."""
         if not self.padded:
             return None
         layer = self.parts[..., None] * self.period + np.arange(self.period)
-        return jnp.asarray((layer >= 0) & (layer < self.layers)).reshape(len(self.parts), -1)[part]
+        active_L = jnp.asarray((layer >= 0) & (layer < self.layers)).reshape(len(self.parts), -1)[part]
+        groups = layer_groups(self.config, PATTERN[:1])
+        return by_group([group._replace(stacked=(self.part_periods, *group.stacked[1:])) for group in groups], active_L)
 
     def in_depth_order(self, reports: Routing) -> Routing:
         """Router statistics of all layers in depth order, from those of the stages one after another."""
@@ -112,7 +110,7 @@ def run_unless_padding(context: BlockContext, x_BSD: Array, inputs: tuple[Block,
 def scatter_to_stages(assignment: StageAssignment, tree: Parameters, specs: Specs = parameter_specs) -> Parameters:
     """Move the layers of `tree`, at rest as `specs` says, to the stages of the current mesh.
 
-    The result has the parameter tree of `part_config`, with the periods of all stages along a leading dim over `stage`.
+    The result has the stacked layers of the pattern alone, with the periods of all stages along a leading dim over `stage`.
     """
     at_rest, on_stages, dims = _layouts(assignment, specs)
 
@@ -149,10 +147,9 @@ def _layouts(assignment: StageAssignment, specs: Specs) -> tuple[Parameters, Par
     """Layers of the pattern: specs at rest, specs on stages, and the dim of each leaf that `stage` splits at rest (0: none)."""
     mesh = jax.sharding.get_abstract_mesh()
     at_rest, _ = split_layers(specs(assignment.config, mesh), pattern=True)
-    of_part, _ = split_layers(specs(assignment.part_config, mesh), pattern=True)
 
     def map_specs(function: Callable[[P], Any]) -> Parameters:
-        return jax.tree.map(function, of_part, is_leaf=lambda leaf: isinstance(leaf, P))
+        return jax.tree.map(function, {"layers": at_rest["layers"]}, is_leaf=lambda leaf: isinstance(leaf, P))
 
     return at_rest, map_specs(lambda spec: P(AXIS, *map(_without_stage, spec[1:]))), map_specs(_stage_dim)
 

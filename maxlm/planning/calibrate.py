@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.schema import MeshConfig
 from maxlm.cost.calibration import Calibration, Factors, Measured
 from maxlm.cost.compile_command import output_console, progress
@@ -65,7 +65,7 @@ def calibrate(out: Path | None, *, as_json: bool) -> int:
     try:
         write_text(path, text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
+        raise error_kind(error)(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
     if as_json:
         sys.stdout.write(text)
     else:

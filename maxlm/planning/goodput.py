@@ -1,9 +1,9 @@
 """Simulation of a job's goodput: failures arrive at random, checkpoints of several tiers bring it back, lost hosts are replaced.
 
-Goodput is the share of wall time that went into steps which count, at the speed of the whole job. Failures are exponential, at one rate a
-chip. Part of them lose the host, and with it what lies in its memory; the others lose the process only. A failure ends the step on all
-chips: it is detected, a spare host or a smaller mesh takes over, the program starts, and the newest state that is left is restored.
-Failures during recovery start it again. The defaults and their sources are in docs/reliability.md.
+Goodput is the share of the hosts' time, idle spares included, that went into steps which count. Failures are exponential, at one rate a
+chip. Part of them lose the host, and with it what lies in its memory; part of them hang, which the watchdog finds; the others lose the
+process only. A failure ends the step on all chips: it is detected, a spare host or a smaller mesh takes over, the program starts, and the
+newest state that is left is restored. Failures during recovery start it again. The defaults and their sources are in docs/reliability.md.
 """
 
 import functools
@@ -11,12 +11,17 @@ import math
 import random
 from dataclasses import dataclass
 
+from maxlm.config.reliability import ElasticConfig, WatchdogConfig
+from maxlm.runtime.limits import PHASES, Limits
+
 DAY = 86400.0
 # Llama 3 (arXiv 2407.21783, section 3.3.4): 466 interruptions in 54 days on 16,384 GPUs; about 78% of the unexpected ones are of hardware.
 LLAMA_INTERRUPTIONS, LLAMA_DAYS, LLAMA_CHIPS = 466, 54, 16_384
 LLAMA_RATE = LLAMA_INTERRUPTIONS / (LLAMA_DAYS * DAY * LLAMA_CHIPS)  # a chip and second
 ENOUGH = 1000  # interruptions, for goodput to within about 0.1% at 16,384 chips
-PARTS = ("useful", "saving", "redone", "detection", "startup", "restore", "no hosts", "fewer hosts", "mesh changes")
+PARTS = ("useful", "saving", "redone", "detection", "startup", "restore", "no hosts", "fewer hosts", "mesh changes", "spares")
+SLOWEST = 1.2  # 99th percentile of step times, in steps
+TO_VERDICT_S = 11.0  # from a limit of the watchdog to the end of all: a look, a heartbeat, the stacks of all processes
 
 
 @dataclass(frozen=True)
@@ -50,20 +55,42 @@ class Job:
     rate: float = LLAMA_RATE  # of interruptions, a chip and second
     host_share: float = 0.78  # of interruptions that lose the host
     domain_share: float = 0.02  # of these that lose the host's peer as well
+    hang_share: float = 0.1  # of interruptions that hang, and lose no host
     chips_per_host: int = 8
     step_s: float = 6.0
     detect_process_s: float = 2.0
     detect_host_s: float = 30.0
+    detect_hang_s: float | None = None  # None: the limit that the watchdog learns from the steps
     startup_s: float = 60.0  # from the decision to restart to the first step, without the restore
-    spares: int = 16  # hosts that are idle until they are needed
+    spares: int | None = None  # hosts that are idle until they are needed; None: four deviations more than are in repair on average
     repair_s: float = 6 * 3600.0  # until a lost host is a spare
     elastic_chips: int | None = None  # by which the mesh shrinks if no spare is left; None: the job waits
+    wait_s: float = ElasticConfig.model_fields["wait_s"].default  # that the others wait for a host before they go on without it
+    meet_s: float = 20.0  # in which they look for the coordinator while hosts are absent that were absent before
+    compile_s: float = 300.0  # for a smaller mesh that has no program yet
+    compiled: bool = True  # whether a second loss of as many hosts finds the program of the first
     change_s: float = 60.0  # to grow back
 
     @property
     def mtbf_s(self) -> float:
         """Mean time between interruptions of the job."""
         return 1 / (self.rate * self.chips)
+
+    @property
+    def spare_hosts(self) -> int:
+        """Hosts that are idle until they are needed."""
+        in_repair = self.rate * self.chips * self.host_share * self.repair_s
+        return math.ceil(in_repair + 4 * math.sqrt(in_repair)) if self.spares is None else self.spares
+
+    @property
+    def charged_share(self) -> float:
+        """Share of all hosts that are part of the job, and no spares."""
+        return self.chips / (self.chips + self.spare_hosts * self.chips_per_host)
+
+    @property
+    def hang_s(self) -> float:
+        """Seconds from the beginning of a hang to the end of all processes."""
+        return learned_limit_s(self.step_s) + TO_VERDICT_S if self.detect_hang_s is None else self.detect_hang_s
 
     def intervals(self) -> dict[str, float]:
         """Seconds of training between saves, for the failures from which no quicker tier brings the job back. A peer gets every copy that
@@ -80,6 +107,15 @@ class Job:
         return found
 
 
+@functools.cache
+def learned_limit_s(step_s: float) -> float:
+    """Limit of a step that the watchdog has learned from steps of so many seconds."""
+    limits = Limits(WatchdogConfig())
+    for _ in range(PHASES["step"].enough):
+        limits.observe({"step": SLOWEST * step_s})
+    return limits.of("step")
+
+
 class Simulation:
     """One history of a job."""
 
@@ -91,14 +127,17 @@ class Simulation:
         self._intervals = job.intervals()
         self._block_share = sum(tier.block_s / self._intervals[tier.name] for tier in job.tiers)  # seconds of saving a second of steps
         self._repairs: list[float] = []  # times at which lost hosts are back
+        self._absent = 0  # hosts that the newest start was without
+        self._programs = {0}  # numbers of absent hosts for which there is a program
+        self._spares, self._hang_s, self._mtbf_s = job.spare_hosts, job.hang_s, job.mtbf_s
 
     def run(self, seconds: float) -> dict[str, float]:
-        """Share of wall time by part, of `seconds` or a little more; they add up to 1."""
+        """Share of the hosts' time by part, of `seconds` or a little more; they add up to 1."""
         while self._now < seconds:
-            self._train(self._dice.expovariate(1 / self._job.mtbf_s))
+            self._train(self._dice.expovariate(1 / self._mtbf_s))
             self._recover()
-        wall = sum(self._seconds.values())
-        return {part: value / wall for part, value in self._seconds.items()}
+        paid = sum(self._seconds.values()) / self._job.charged_share
+        return {part: value / paid for part, value in self._seconds.items()} | {"spares": 1 - self._job.charged_share}
 
     def _train(self, until_failure: float) -> None:
         """Train for so long, in stretches between which the number of hosts changes."""
@@ -115,8 +154,9 @@ class Simulation:
             self._work += steps * speed
             self._repairs = [time for time in self._repairs if time > self._now]
             if missing and self._missing() < missing and self._now < end:
-                self._spend("mesh changes", self._job.change_s)
-                end += self._job.change_s
+                change_s = self._job.change_s + self._compilation()
+                self._spend("mesh changes", change_s)
+                end += change_s
         for tier in self._job.tiers:
             interval, late = self._intervals[tier.name], tier.write_s / (1 + self._block_share)
             newest = (self._work - late) // interval * interval
@@ -127,7 +167,8 @@ class Simulation:
         """From a failure to the first step; another failure meanwhile begins it anew."""
         job = self._job
         while True:
-            host = self._dice.random() < job.host_share
+            kind = self._dice.random()
+            host, hangs = kind < job.host_share, job.host_share <= kind < job.host_share + job.hang_share
             if host:
                 self._repairs.append(self._now + job.repair_s)
                 both = self._dice.random() < job.domain_share
@@ -135,12 +176,13 @@ class Simulation:
                 self._copied |= dict.fromkeys(gone, 0.0)  # until the next copy
             tier = max(job.tiers, key=lambda tier: (self._copied[tier.name], -tier.restore_s))
             parts = [
-                ("detection", job.detect_host_s if host else job.detect_process_s),
+                ("detection", job.detect_host_s if host else self._hang_s if hangs else job.detect_process_s),
                 ("no hosts", self._wait_for_hosts()),
+                ("mesh changes", self._compilation()),
                 ("startup", job.startup_s),
                 ("restore", tier.restore_s),
             ]
-            until_failure = self._dice.expovariate(1 / job.mtbf_s)
+            until_failure = self._dice.expovariate(1 / self._mtbf_s)
             for part, seconds in parts:
                 spent = min(seconds, until_failure)
                 self._spend(part, spent)
@@ -155,7 +197,7 @@ class Simulation:
 
     def _missing(self) -> int:
         """Hosts that the job lacks."""
-        return max(0, sum(time > self._now for time in self._repairs) - self._job.spares)
+        return max(0, sum(time > self._now for time in self._repairs) - self._spares)
 
     def _share_lost(self, missing: int) -> float:
         """Share of the speed that is lost; at worst each missing host is in another part of the mesh."""
@@ -163,10 +205,22 @@ class Simulation:
         return 0.0 if job.elastic_chips is None else min(1.0, missing * max(job.elastic_chips, job.chips_per_host) / job.chips)
 
     def _wait_for_hosts(self) -> float:
+        """Seconds until hosts are back, or until the others go on without them: those absent before are not waited for again."""
         missing = self._missing()
-        if not missing or self._job.elastic_chips is not None:
+        if self._job.elastic_chips is not None:
+            return self._job.wait_s if missing > self._absent else self._job.meet_s if missing else 0.0
+        if not missing:
             return 0.0
         return sorted(time for time in self._repairs if time > self._now)[missing - 1] - self._now
+
+    def _compilation(self) -> float:
+        """Seconds to compile the program of the mesh that the job goes on with."""
+        missing, self._absent = (self._missing() if self._job.elastic_chips is not None else 0), self._missing()
+        if missing in self._programs:
+            return 0.0
+        if self._job.compiled:
+            self._programs.add(missing)
+        return self._job.compile_s
 
     def _spend(self, part: str, seconds: float) -> None:
         self._seconds[part] += seconds
@@ -174,13 +228,15 @@ class Simulation:
 
 
 def simulate(job: Job, *, interruptions: int = 20_000, seed: int = 0) -> dict[str, float]:
-    """Share of wall time by part, over about so many interruptions."""
+    """Share of the hosts' time by part, over about so many interruptions."""
     return Simulation(job, seed).run(interruptions * job.mtbf_s)
 
 
 @functools.cache
 def expected_goodput(chips: int, chips_per_host: int, step_s: float, *, memory: bool, peer: bool) -> float:
-    """Goodput of a job whose store, and copies in `memory` and with a `peer` if it has these, are saved at Young's intervals."""
+    """Goodput of a job by wall time, without spares, whose store, and copies in `memory` and with a `peer` if it has these, are saved at
+    Young's intervals.
+    """
     tiers = (STORE, *((MEMORY,) if memory else ()), *((PEER,) if memory and peer else ()))
     job = Job(chips, tiers, chips_per_host=chips_per_host, step_s=step_s)
-    return simulate(job, interruptions=ENOUGH)["useful"]
+    return simulate(job, interruptions=ENOUGH)["useful"] / job.charged_share

@@ -138,8 +138,7 @@ def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, .
 
 def why_microbatches_stay(config: Config) -> str:
     """Reason why their number is not searched; empty where it is: experts that are balanced over each make it part of the objective."""
-    router = None if config.model.moe is None else config.model.moe.router
-    if router is None or not router.balance_loss or router.balance_over != "batch":
+    if not config.model.balances_microbatches:
         return ""
     kept = f"train.microbatches stays {config.train.microbatches}"
     return f"{kept}: model.moe.router.balance_over = batch balances the tokens of each, so another number is another loss."

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
+from maxlm.config.paths import read_regular
 from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.calibration import FIELD, calibrated, of_config
@@ -216,7 +217,7 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     except UserError as error:
         return None, error
     except OSError as error:
-        return None, UserError(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
+        return None, error_kind(error)(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
     return (config, chart), None
 
 
@@ -258,14 +259,14 @@ def as_yaml(
 def _write_config(path: Path, text: str, *, may_replace: bool) -> str:
     """Write `text`; returns what was done. An existing file that differs is replaced only if `may_replace`, else UserError."""
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else None
-        if before == text:
+        before = read_regular(path) if path.exists() else None
+        if before == text.encode():
             return f"{path} is up to date"
         if before is not None and not may_replace:
             raise UserError(f"{path} exists and differs: give --out {path} to replace it, or another name.")
         write_text(path, text)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
+        raise error_kind(error)(f"{path} cannot be written: {error.strerror}; give another place with --out.") from None
     return f"{path} {'replaced' if before is not None else 'written'}"
 
 

@@ -1,24 +1,48 @@
-"""Checks before training that all hosts run the same code, config and data on the devices that the config names, with shared storage."""
+"""Checks before training that all hosts run the same code, libraries, flags, config and data on the devices that the config names, with
+shared storage.
+"""
 
 import contextlib
 import hashlib
+import importlib.metadata
+import json
 import os
+import platform
+import re
+import shlex
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 import maxlm
 from maxlm.config import Config, UserError, rules
-from maxlm.config.errors import UnavailableError, as_user_error
+from maxlm.config.errors import UnavailableError, as_user_error, shorten
 from maxlm.config.paths import is_remote
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime.cluster_env import process_label
-from maxlm.runtime.host_allgather import allgather_lines
+from maxlm.runtime.host_allgather import allgather_text
 
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that hold options of the compiler and the TPU's runtime
+# Variables that change the compiled program or the order of a sum: jax's, and of NVIDIA's libraries TF32 and the choice of an algorithm.
+VARIABLES = re.compile(
+    r"JAX_\w+|TF_XLA_FLAGS|NVIDIA_TF32_OVERRIDE|CUBLAS_WORKSPACE_CONFIG|CUDNN_\w+"
+    r"|NCCL_(ALGO|PROTO|\w*NCHANNELS|\w*CTAS|NTHREADS|BUFFSIZE|\w*ENABLE)"
+)
+# Words in the names of variables and options by which hosts may differ: numbers of processes and devices, addresses, logs and caches.
+OF_ONE_HOST = {
+    *("process", "processes", "id", "ids", "coordinator", "address", "port", "ports", "visible"),
+    *("cache", "dump", "log", "logs", "logging", "logtostderr", "vmodule", "traceback", "profiler"),
+}
+# Distributions whose code computes, or compiles what computes.
+LIBRARIES = re.compile(
+    r"jax(lib|-cuda\d+-(plugin|pjrt))?|libtpu|flax|optax|orbax-checkpoint|grain|tensorstore|numpy|ml[-_]dtypes|tokenizers|nvidia-.+"
+)
 
 
 def digest(text: str) -> str:
@@ -33,8 +57,44 @@ def code_digest(folder: Path | None = None) -> str:
     return digest("\n".join(f"{file.relative_to(root)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files))
 
 
+def machine_facts() -> dict[str, str]:
+    """Versions of the libraries and of Python, compiler flags and environment variables that decide what a process computes, by name.
+
+    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA.
+    """
+    facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for distribution in importlib.metadata.distributions():
+        if (name := distribution.name) and LIBRARIES.fullmatch(name.lower()):
+            facts[name.lower()] = distribution.version
+    for name, value in os.environ.items():
+        if name in FLAGS:
+            facts |= {f"{name} {option}": given for option, given in _options(value) if _compared(option)}
+        elif VARIABLES.fullmatch(name) and value and _compared(name):
+            facts[name] = value
+    return facts
+
+
+def _options(value: str) -> Iterator[tuple[str, str]]:
+    """Names and values of the options in `value`, or in the file that it names."""
+    if value and not value.lstrip().startswith("-"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            value = Path(value).read_text(encoding="utf-8")
+    try:
+        options = shlex.split(value)
+    except ValueError:  # an open quote
+        options = value.split()
+    for option in options:
+        name, _, given = option.partition("=")
+        if f"{name}=" != VIRTUAL_DEVICES:
+            yield name, given or "true"
+
+
+def _compared(name: str) -> bool:
+    return not OF_ONE_HOST & set(re.split(r"[_-]+", name.lower()))
+
+
 def require_equal(facts: Mapping[str, str], problem: UserError | None = None) -> None:
-    """Compare `facts`, name -> value with the same names everywhere, across all processes.
+    """Compare `facts`, name -> value, across all processes; a name that a process does not have differs from any value.
 
     `problem`: why this process cannot go on, if it cannot; the others must not wait for it.
 
@@ -46,22 +106,26 @@ def require_equal(facts: Mapping[str, str], problem: UserError | None = None) ->
         if problem is not None:
             raise problem
         return
-    unavailable = isinstance(problem, UnavailableError)
-    answers = allgather_lines("\n".join([socket.gethostname(), str(unavailable), str(problem or ""), *facts.values()]))
-    hosts = [process_label(lines[0], number) for number, lines in enumerate(answers)]
-    for host, lines in zip(hosts, answers, strict=True):
-        if lines[2]:
-            raise (UnavailableError if lines[1] == str(True) else UserError)(f"{host}: {lines[2]}")
-    for index, name in enumerate(facts, start=3):
-        values = [lines[index] for lines in answers]
+    mine = {"host": socket.gethostname(), "unavailable": isinstance(problem, UnavailableError), "problem": str(problem or "")}
+    answers = [json.loads(text) for text in allgather_text(json.dumps({**mine, "facts": dict(facts)}))]
+    hosts = [process_label(answer["host"], number) for number, answer in enumerate(answers)]
+    for host, answer in zip(hosts, answers, strict=True):
+        if answer["problem"]:
+            raise (UnavailableError if answer["unavailable"] else UserError)(f"{host}: {answer['problem']}")
+    for name in dict.fromkeys(name for answer in answers for name in answer["facts"]):
+        values = [answer["facts"].get(name) for answer in answers]
         ((usual, count), *_) = Counter(values).most_common()
         odd = [number for number, value in enumerate(values) if value != usual]
         if odd:
             raise UserError(
-                f"{', '.join(hosts[number] for number in odd[:4])}{' and others' if len(odd) > 4 else ''}: {name} is {values[odd[0]]}, "
-                f"and {usual} on {count} other{'s' if count > 1 else ''}, such as {hosts[values.index(usual)]}; "
-                "give all hosts the same code, config and data."
+                f"{', '.join(hosts[number] for number in odd[:4])}{' and others' if len(odd) > 4 else ''}: {shorten(name)} is "
+                f"{_said(values[odd[0]])}, and {_said(usual)} on {count} other{'s' if count > 1 else ''}, such as "
+                f"{hosts[values.index(usual)]}; give all hosts the same code, libraries, environment, config and data."
             )
+
+
+def _said(value: str | None) -> str:
+    return "not set" if value is None else shorten(value)
 
 
 def require_same(name: str, find: Callable[[], str]) -> None:
@@ -88,7 +152,7 @@ def check_shared(folder: str, field: str) -> None:
             probe = parent / f".shared-{os.getpid()}-{time.time_ns()}"
             probe.touch()
             name = str(probe)
-    name = allgather_lines(name)[0][0]
+    name = allgather_text(name)[0]
     problem = None
     until = time.monotonic() + SHARED_SECONDS
     while name and not Path(name).exists():

@@ -17,7 +17,7 @@ from maxlm.config.rules import resolve_mesh
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster import Cluster, ClusterPlace
 from maxlm.runtime.cluster_env import HOSTS
-from maxlm.runtime.consistency import code_digest, digest
+from maxlm.runtime.consistency import code_digest, digest, machine_facts
 from maxlm.runtime.coordinator import RendezvousError
 from maxlm.runtime.quorum import Quorum, candidates
 from maxlm.telemetry.goodput import Part
@@ -55,7 +55,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         found,
         settings.wait_s,
         settings.grow_after_s,
-        digest(f"{maxlm.__version__} {code_digest()} {jax.__version__} {dump(config)}"),
+        digest(f"{maxlm.__version__} {code_digest()} {sorted(machine_facts().items())} {dump(config)}"),
         _absent_before(os.environ),
     )
     alone = len(candidates(place.spec, together)) == 1

@@ -1,17 +1,15 @@
-"""Operations of the training loops of all processes, their limits, and which process is behind in a hang. Pure: no clock, no socket."""
+"""Operations of the training loops of all processes, and which process is behind in a hang. Pure: no clock, no socket."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.runtime.limits import BACKGROUND_SAVE
 
-DEBUGGER = "debugger"  # operation of a process whose main thread a debugger has stopped
 COMPILE = "compile"  # operation of a process whose main thread compiles a program, in whatever part
-BACKGROUND_SAVE = "background_save"  # a save that goes on beside the steps
+SELDOM = "seldom"  # operation of a process that writes a trace, or replays an update: it is part of few steps
 WAITS_FOR_STORAGE = ("data_wait", "restore", "save", BACKGROUND_SAVE)  # operations that a service keeps waiting, which may come back
-STEP_TIMES_KEPT = 1000
 MAX_WHERE = 200  # characters of a stack frame
 LEAST_UNSENT = 100  # bytes: the parts of the smallest collective are larger
 NAMED = 5  # processes named in a line; the others are counted
@@ -20,6 +18,7 @@ _WORDS = {
     "wait_hosts": "the wait for the other hosts",
     "elastic": "the wait for the other hosts",
     COMPILE: "a compilation",
+    SELDOM: "a trace or the replay of a step",
     "restore": "a restore",
     "step": "a step",
     "data_wait": "the wait for data",
@@ -66,36 +65,6 @@ class Verdict:
 
     behind: tuple[int, ...]
     line: str
-
-
-class Limits:
-    """Seconds without progress, by operation, after which a process is overdue."""
-
-    def __init__(self, settings: WatchdogConfig) -> None:
-        self._settings = settings
-        self._times: deque[float] = deque(maxlen=STEP_TIMES_KEPT)
-
-    def stepped(self, seconds: float) -> None:
-        """A step took so long."""
-        self._times.append(seconds)
-
-    def of(self, part: str) -> float:
-        """Limit of an operation. Until a step was timed, a step has that of the start, and so has an operation that is not known."""
-        settings = self._settings
-        fixed = {
-            "data_wait": settings.data_seconds,
-            "save": settings.save_seconds,
-            BACKGROUND_SAVE: settings.save_seconds,
-            "eval": settings.eval_seconds,
-            DEBUGGER: float("inf"),
-        }
-        if part == "step" and self._times:
-            return max(settings.step_seconds, settings.step_factor * self._percentile_99())
-        return fixed.get(part, settings.startup_seconds)
-
-    def _percentile_99(self) -> float:
-        """99th percentile of the recent step times, rounded up to one of them."""
-        return sorted(self._times)[(99 * len(self._times)) // 100]
 
 
 def hung(operations: Mapping[int, Operation]) -> tuple[int, ...]:

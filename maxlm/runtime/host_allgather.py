@@ -19,11 +19,6 @@ def allgather(values: np.ndarray) -> np.ndarray:
     return jax.device_get(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(whole).addressable_data(0))
 
 
-def allgather_lines(text: str) -> list[list[str]]:
-    """Return the lines of `text` of each process."""
-    return [whole.split("\n") for whole in allgather_text(text)]
-
-
 def allgather_text(text: str) -> list[str]:
     """Return the `text` of each process, of any length."""
     data = np.frombuffer(text.encode(), np.uint8)

@@ -1,14 +1,19 @@
 """Configuration of jax before it touches a device: platform, memory share and compilation cache."""
 
+import logging
 import os
 from pathlib import Path
 
 import jax
+from jax._src import compilation_cache, lru_cache
 
+from maxlm.compiler import program_cache
 from maxlm.config.errors import UserError
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime.accelerators import any_device_file, find_accelerators
+
+_log = logging.getLogger(__name__)
 
 
 def select_platform() -> None:
@@ -39,6 +44,23 @@ def use_virtual_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*flags, f"{VIRTUAL_DEVICES}{count}"])
 
 
+class SealedCache(lru_cache.LRUCache):
+    """jax's files of compiled programs, each sealed with its key: jax loads whatever a file of that name holds."""
+
+    def get(self, key: str) -> bytes | None:
+        """The program that was put under `key`. A file that holds another is removed, and the program compiled again."""
+        sealed = super().get(name := f"maxlm-{key}")  # entries of other programs in a shared folder are left alone
+        program = None if sealed is None else program_cache.unseal(key, sealed)
+        if sealed is not None and program is None:
+            _log.warning("compilation cache: the file of %s is damaged or another's: compiled again", key)
+            (self.path / f"{name}-cache").unlink(missing_ok=True)
+        return program
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program."""
+        super().put(f"maxlm-{key}", program_cache.seal(key, value))
+
+
 def enable_compilation_cache() -> str | None:
     """Cache compiled programs for restarts; return the folder, which the environment may set. An unwritable folder is no error.
 
@@ -46,6 +68,7 @@ def enable_compilation_cache() -> str | None:
     program has one per device, and devices may wait for each other for ever (seen with jax 0.10.2).
     """
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(Path.home() / ".cache" / "maxlm" / "compiled")
+    compilation_cache.LRUCache = SealedCache  # type: ignore[misc]  # jax has no setting for it
     unordered = jax.default_backend() == "cpu" and jax.device_count() > 1
     jax.config.update("jax_compilation_cache_dir", None if unordered else folder)
     return None if unordered else folder

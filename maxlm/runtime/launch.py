@@ -102,6 +102,7 @@ class Supervisor:
         self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
         self._has_peers = False  # other processes have joined this one, or wait for it
         self._gave_up = ""  # why this supervisor starts no more attempts, once it does
+        self._frozen = ""  # what holds for all attempts: the config and what it names, see frozen.py
         self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
     @property
@@ -224,7 +225,7 @@ class Supervisor:
                 return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), no_command=self._is_no_command(error), began=began)
             if self._signal is not None:  # it came between two attempts
                 process.send_signal(self._signal)
-            killed_for = self._wait(process)
+            killed_for = self._wait(process, path.with_name("frozen.json"))
             seconds = time.monotonic() - started
             clock_s = time.time() - began - seconds
             return End(process.returncode, progress_file.read(path), killed_for, began=began, seconds=seconds, clock_s=clock_s)
@@ -238,7 +239,11 @@ class Supervisor:
         path = Path(folder) / "progress.json"
         parent_end, write_end = os.pipe()  # `write_end` is closed when this process is gone, and the run then ends too
         stack.callback(os.close, write_end)
-        environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
+        frozen = Path(folder) / "frozen.json"
+        if self._frozen:
+            frozen.write_text(self._frozen, encoding="utf-8")
+        environment = {**os.environ, progress_file.VARIABLE: str(path), progress_file.FROZEN_VARIABLE: str(frozen)}
+        environment[deadline.PARENT_VARIABLE] = str(parent_end)
         if self._absent is not None:
             environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
         if self._gave_up:
@@ -252,13 +257,20 @@ class Supervisor:
             os.close(parent_end)
         return path, self._process
 
-    def _wait(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for the end of the run; return why it was killed if it did not end in time."""
+    def _wait(self, process: "subprocess.Popen[bytes]", frozen: Path) -> str:
+        """Wait for the end of the run; return why it was killed if it did not end in time. Keeps what is in the file `frozen`, which a
+        cleaner of temporary folders may remove.
+        """
         frozen_since = None
         while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 process.wait(_POLL_SECONDS)
                 return ""
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    self._frozen = frozen.read_text(encoding="utf-8") or self._frozen
             now = time.monotonic()
             frozen_since = (frozen_since or now) if _is_frozen(process.pid) else None
             reason = ""

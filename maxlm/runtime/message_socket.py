@@ -68,6 +68,7 @@ _Operation = create_model(
 )  # fmt: skip
 _FIGURES: dict[str, Any] = dict.fromkeys(("steps", "wall_ms", "stepped_ms", "waited_ms", "stopped_ms", "sending_ms"), _Amount)
 _Times = create_model("times", __config__=_EXACT, **_FIGURES)
+_Seconds = Annotated[dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], _Amount], Field(max_length=16)]  # by operation, see `limits`
 _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     # code: exit code of the sender's attempt before, negative: by that signal; None if there was none
     # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
@@ -96,8 +97,15 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
     "regroup": {"reason": _Line},  # save, end in order and join anew
     "taken": {"reason": _Line},  # another process has that number: try again, since it may be lost
     "refused": {"reason": _Line, "wrong": bool},  # wrong: because of an error in the input
-    # suspects: process numbers from which process 0 had no recent heartbeat; the others are to process 0 alone
-    "heartbeat": {"suspects": list[_Number], "operation": _Operation | None, "times": _Times | None},
+    # suspects: process numbers from which process 0 had no recent heartbeat; limits: of the watchdog, from process 0; the others are to
+    # process 0 alone. lengths: the longest operations since the heartbeat before
+    "heartbeat": {
+        "suspects": list[_Number],
+        "operation": _Operation | None,
+        "times": _Times | None,
+        "lengths": _Seconds,
+        "limits": _Seconds,
+    },
     "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
     "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
     # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.

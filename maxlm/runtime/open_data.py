@@ -12,6 +12,7 @@ from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.objectives import CONTENT, build_objective, kind_of
+from maxlm.runtime import frozen
 from maxlm.runtime.consistency import require_equal
 from maxlm.telemetry.phases import Phases
 
@@ -62,11 +63,12 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     """Prepare the data if configured, and open it. Raises UserError on all hosts if one cannot, or if their stores differ."""
     opened, problem = None, None
     try:
-        if config.data.prepare is not None:
+        if config.data.prepare is not None and not frozen.is_restart():  # whose sources may have been edited since
             phases.say("preparing the data")
             _prepare(config)
         with phases("reading the data"):
             opened = open_data(config)
+        frozen.check_unchanged({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()})
     except (UserError, OSError) as error:
         problem = as_user_error(error)
     require_equal({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()} if opened else {}, problem)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+from jax.extend.backend import get_backend
 from jax.sharding import Mesh
 
 import maxlm
@@ -22,9 +23,9 @@ from maxlm.config.loader import dump, flatten
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import elastic, progress_file
+from maxlm.runtime import elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, require_equal, require_same
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
 from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.metrics_port import metrics_server
@@ -92,10 +93,10 @@ class OpenRun:
 
 
 def open_run(
-    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[], None]
+    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[Config], None]
 ) -> OpenRun:
-    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called once the data is open. Raises UserError, in all
-    processes alike.
+    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called with the config for them once the data is open.
+    Raises UserError, in all processes alike.
     """
     config = elastic.on_present(asked, here)
     with elastic.waiting_if_too_large(here):
@@ -103,7 +104,7 @@ def open_run(
     if here.absent and phases.primary:
         phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
     data = open_data_on_all_hosts(config, phases)
-    on_data()
+    on_data(config)
     program = build_program(config, build_mesh(config))
     config = _with_possible_checks(config, program, here, phases)
     directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
@@ -131,7 +132,8 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     with phases("looking for devices"):
         enable_compilation_cache()
     if jax.process_count() > 1:
-        require_equal({"maxlm": f"{maxlm.__version__} ({code_digest()})", "jax": jax.__version__, "config": digest(dump(config))})
+        facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
+        require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
     check_devices(config, jax.devices())
@@ -262,6 +264,7 @@ def _open_tasks_on_all_hosts(
     opened, problem = None, None
     try:
         opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
+        frozen.check_unchanged({f"task {name}": asked for name, asked in opened.asked.items()})
     except (UserError, OSError) as error:
         problem = as_user_error(error)
     require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)

@@ -1,7 +1,7 @@
-"""The last start of an elastic run owns its checkpoints: an earlier one that still runs somewhere notices before its next save, and ends.
+"""The last start of a run owns its checkpoints: an earlier one that still runs somewhere notices before its next save, and ends.
 
-A group of processes cannot finish a save once one of them has gone over to another group (see quorum.py). This holds off the rest: a host
-that was replaced while it was only stopped or cut off, and the process of a group of one.
+Locks of local folders (`config.directory_lock`) do that for runs in one folder. A bucket has no locks, and the lock of an elastic run may
+be held by a host that was only stopped or cut off, so these also have a token beside the checkpoints.
 """
 
 import json
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SupersededRunError(UserError):
-    """Another start of the run owns its checkpoints."""
+    """Another start of an elastic run owns its checkpoints: this host may be needed there."""
 
     exit_code = ExitCode.HOST_LOST
 
@@ -29,9 +29,12 @@ class SupersededRunError(UserError):
 class Ownership:
     """Ownership of the checkpoints in `folder`, taken by process 0; in the others it does nothing."""
 
-    def __init__(self, folder: ocp.path.Path) -> None:
-        """Take the ownership from earlier starts of the run. Raises UnavailableError in all processes if it cannot be written."""
+    def __init__(self, folder: ocp.path.Path, kind: type[UserError] = SupersededRunError) -> None:
+        """Take the ownership from earlier starts of the run; `check` raises `kind` once it is lost. Raises UnavailableError in all
+        processes if it cannot be written.
+        """
         self._file, self._own = folder / FILE, {"token": secrets.token_hex(16), "host": own_name()}
+        self._kind = kind
         multihost.only_process_0(lambda: retried(self._take, f"writing {self._file}"), f"writing {self._file}")
 
     def _take(self) -> None:
@@ -39,7 +42,7 @@ class Ownership:
         self._file.write_text(json.dumps(self._own))
 
     def check(self) -> None:
-        """Raise SupersededRunError if a later start has taken it. A file that is missing or cannot be read proves nothing."""
+        """Raise an error of the given kind if a later start has taken it. A file that is missing or cannot be read proves nothing."""
         if jax.process_index() != 0:
             return
         try:
@@ -51,6 +54,6 @@ class Ownership:
             _log.warning("%s cannot be read: %s", self._file, error)
             return
         if token != self._own["token"]:
-            raise SupersededRunError(
+            raise self._kind(
                 f"{self._file.parent}: another start of this run, on {host}, has taken over: this one ends, and saves nothing more."
             )

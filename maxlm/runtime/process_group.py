@@ -39,7 +39,7 @@ class Watched(Protocol):
     """A training loop, as process 0 hears of it. Called in the thread of the group: it must return at once."""
 
     def heartbeat(self) -> Mapping[str, Any]:
-        """Fields `operation` and `times` of the next heartbeat."""
+        """Fields of the next heartbeat, beside `suspects`."""
 
     def show_stacks(self, reason: str) -> Mapping[str, Any]:
         """Show the stacks of this process, which is going to be ended for `reason`; fields of the answer `stack`."""
@@ -209,9 +209,9 @@ class ProcessGroup:
             self._end_for_lost(culprit)
         if now >= self._last_heartbeat + HEARTBEAT_SECONDS:
             self._last_heartbeat = now
-            watched = {"operation": None, "times": None}
-            if self._watched is not None and self._spec.process != 0:
-                watched |= self._watched.heartbeat()
+            watched: Mapping[str, Any] = {"operation": None, "times": None, "lengths": {}, "limits": {}}
+            if self._watched is not None:
+                watched = {**watched, **self._watched.heartbeat()}
             self._broadcast("heartbeat", suspects=sorted(self._overdue(SUSPECT_SECONDS)), **watched)
         if overdue := self._overdue(HEARTBEAT_TIMEOUT_SECONDS):
             self._end_for_lost(min(overdue))

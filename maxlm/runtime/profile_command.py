@@ -10,6 +10,7 @@ import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
+from maxlm.config.errors import error_kind
 from maxlm.config.reliability import ProfileConfig
 from maxlm.parallel import build_mesh
 from maxlm.runtime.consistency import check_devices
@@ -100,7 +101,7 @@ def _record(program: Program, start: Start, batches: Any, steps: int, folder: Pa
         try:
             start_trace(folder)
         except OSError as error:
-            raise UserError(f"{folder} cannot be written ({error.strerror or error}): the profile belongs there.") from error
+            raise error_kind(error)(f"{folder} cannot be written ({error.strerror or error}): the profile belongs there.") from error
         before = None  # metrics of the update before
         try:
             for _ in range(steps):

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
+from maxlm.config.paths import read_regular
 
 VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
 ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
+FROZEN_VARIABLE = "MAXLM_FROZEN_FILE"  # path of what holds for all attempts, see frozen.py; likewise
 GAVE_UP_VARIABLE = "MAXLM_GAVE_UP"  # why the supervisor gives up: this attempt only tells that to the other processes
 LAST_CODE_VARIABLE = "MAXLM_LAST_CODE"  # exit code of the attempt before (negative: by that signal); likewise
 
@@ -62,9 +64,9 @@ def read(path: Path) -> Progress:
     installed while the supervisor ran, are left out.
     """
     try:
-        recorded = json.loads(path.read_text(encoding="utf-8"))
+        recorded = json.loads(read_regular(path))
         known = {name: recorded[name] for name in Progress.__dataclass_fields__ if name in recorded}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return Progress()
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     return Progress(**fields)

@@ -8,7 +8,7 @@ import jax
 
 from maxlm.config import Config, UserError, load
 from maxlm.config.loader import flatten
-from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
@@ -38,7 +38,8 @@ def changed_settings(directory: RunDirectory, config: Config, start: Start, fing
     source = directory.config if at is None else directory.config_until(at)
     changed = _differences(source, config, start) if source.is_file() else {}
     if changed and at is None:
-        write_text(directory.config_until(start.step), source.read_text())
+        with replacing(directory.config_until(start.step)) as kept:
+            kept.write(source.read_bytes())  # also where it is damaged
     directory.trained_again(start.step)
     return {**changed, **data}
 

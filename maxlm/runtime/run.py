@@ -18,7 +18,7 @@ from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
 from maxlm.config import Config, UserError, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError
-from maxlm.config.loader import saved_text
+from maxlm.config.loader import dump, saved_text
 from maxlm.config.paths import is_remote
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.data.turns import turn_ends
@@ -26,14 +26,14 @@ from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
-from maxlm.runtime import cluster, deadline, elastic, progress_file
+from maxlm.runtime import cluster, deadline, elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import require_equal
+from maxlm.runtime.consistency import digest, require_equal
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.runtime.launch import NO_RESTART
 from maxlm.runtime.observing import observing
 from maxlm.runtime.open_run import OpenRun, OpenTasks, open_run, prepare_memory
-from maxlm.runtime.ownership import Ownership
+from maxlm.runtime.ownership import Ownership, SupersededRunError
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
 from maxlm.runtime.signals import StopSignal
@@ -139,7 +139,7 @@ def _run(
 ) -> int:
     """`asked`: the config for all hosts, also if some are absent."""
     predict = _on_all_hosts(predictor, asked, here.hosts)
-    run = open_run(asked, phases, goodput, open_tasks, here, lambda: watchdog.follow(goodput))
+    run = open_run(asked, phases, goodput, open_tasks, here, functools.partial(_follow, watchdog, goodput))
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
         checkpoints.claim()
@@ -163,6 +163,13 @@ def _run(
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
             _conclude(run, phases.console, outcome, stopped, bill)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
+
+
+def _follow(watchdog: Watchdog, goodput: Goodput, config: Config) -> None:
+    """Watch the run of `config`. Its operations take as long as in earlier attempts with the same config on the same devices."""
+    device = jax.devices()[0].device_kind
+    layout = digest(f"{jax.device_count()} {device} {jax.process_count()} {dump(config)}")
+    watchdog.follow(goodput, RunDirectory(Path(config.run.dir) / config.run.name, jax.process_index() == 0), layout)
 
 
 def _bill(run: OpenRun, phases: Phases) -> Bill:
@@ -192,7 +199,7 @@ def _train(
     """Train with observers, from the event `start` to the event `stop`."""
     config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
     beat = directory.heartbeat if phases.primary else None
-    owner = Ownership(run.checkpoints.directory) if run.asked.elastic is not None else None
+    check_owner = _owning(run)
     if phases.primary:
         progress_file.record(attempt=attempt, folder=str(directory.path.resolve()))
     beside = [PrometheusObserver(run.server, directory, goodput.summary)] if run.server is not None else []
@@ -210,13 +217,33 @@ def _train(
         session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
         session = replace(session, compilations=compilations, concluded=concluded)
         with _profiling(run, session, stop) as session:
-            outcome = train(session if owner is None else replace(session, check_owner=owner.check), start)
+            outcome = train(replace(session, check_owner=check_owner), start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         summary |= {"bill": bill.totals().to_json()} if bill is not None else {}
         hung = {"reason": "hung"} if watchdog.fired else {}
         regroup = {"regroup": True} if _regroups(outcome, here) else {}
         observers.on_event(Event("stop", outcome.step, data=summary | hung | regroup))
     return outcome
+
+
+def _owning(run: OpenRun) -> Callable[[], None]:
+    """Own the run's folders and checkpoints. Returns a check, which raises UserError once another start of the run does."""
+    folder, needs_token = run.checkpoints.directory, run.asked.elastic is not None or is_remote(str(run.checkpoints.directory))
+    owner = Ownership(folder, _superseded(run.asked)) if needs_token else None
+
+    def check() -> None:
+        directory_lock.check()
+        if owner is not None:
+            owner.check()
+
+    check()
+    run.checkpoints.check_owner = check
+    return check
+
+
+def _superseded(config: Config) -> type[UserError]:
+    """Error of a start that has lost the run to a later one; an elastic one may join that."""
+    return UserError if config.elastic is None else SupersededRunError
 
 
 @contextlib.contextmanager
@@ -337,7 +364,10 @@ def _on_all_hosts(predictor: Predictor | None, config: Config, hosts: Sequence[s
     try:
         predict = None if predictor is None else predictor(config, hosts)
     except UserError as error:
-        problem = error
+        if frozen.is_restart():
+            logging.getLogger(__name__).warning("steps are not predicted any more: %s", error)
+        else:
+            problem = error
     require_equal({}, problem)  # also without one: configs are compared later, and may differ here
     return predict
 
@@ -368,8 +398,9 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         problem = None
         try:
+            seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
             for folder, field in folders.items() if jax.process_index() == 0 else ():
-                locks.enter_context(directory_lock.locked(folder, field, deadline.grace_seconds() + LOCK_MARGIN_SECONDS, say, LOCK_FIX))
+                locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken))
         except UserError as error:
             problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
         except OSError as error:

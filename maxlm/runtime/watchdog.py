@@ -7,7 +7,9 @@ is silent. It is a child of every process that trains, also of one without a sup
 """
 
 import contextlib
+import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -22,12 +24,16 @@ from maxlm.config.errors import ExitCode
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
 from maxlm.runtime.cluster_env import service_ports
-from maxlm.runtime.hang import BACKGROUND_SAVE, COMPILE, DEBUGGER, WAITS_FOR_STORAGE, Frame, Limits, Operation, hung, verdict
+from maxlm.runtime.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
+from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, Limits
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
 from maxlm.runtime.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.runtime.slow_hosts import SlowHosts, Times
+from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event, Observers
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.strict_json import dumps
 from maxlm.training.progress import LoopProgress
 
 log = logging.getLogger(__name__)
@@ -36,6 +42,9 @@ TICK_SECONDS = 1.0  # between two looks
 ALIVE_SECONDS = 5.0  # between two signs of life to the monitor
 ANSWER_SECONDS = 5.0  # that the others may take to show their stacks
 CLOSE_SECONDS = 5.0  # for the observers to write what is queued
+STACKS_SECONDS = 10.0  # without progress, after which the stacks tell whether the loop compiles, or is in a debugger
+KEEP_SECONDS = 60.0  # between two writes of what was learned
+LAYOUTS_KEPT = 8  # configs and meshes of a run, of which lengths are kept
 END_SECONDS = 30.0  # from the verdict to the end of the process, whatever hangs in it
 
 
@@ -49,6 +58,7 @@ class Watchdog:
         self.folder: Path | None = None  # of the run, for a summary of all processes
         self.fired = False
         self._settings, self._group = settings or WatchdogConfig(), group
+        self._limits = Limits(self._settings)
         self._primary = group is None or group.process == 0
         self._followed: set[int] = set()  # processes that have reported an operation
         self._stopped = threading.Event()
@@ -60,15 +70,21 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def follow(self, goodput: Goodput) -> None:
-        """Watch the loop whose time `goodput` measures, from now on."""
+    def follow(self, goodput: Goodput, run: RunDirectory | None = None, layout: str = "") -> None:
+        """Watch the loop that `goodput` measures, from now on. `run`: with the lengths of operations of earlier attempts; `layout`: id of
+        its config and mesh, since those of another one say nothing.
+        """
         if not self._settings.enabled:
             return
-        self._goodput, self._limits, self._age = goodput, Limits(self._settings), Age(goodput, self.progress)
+        self._layout, self._kept_before = layout, {} if run is None or not run.primary else _read_kept(run.lengths)
+        self._limits = Limits(self._settings, self._kept_before.get(layout))
+        self._goodput, self._age = goodput, Age(goodput, self.progress)
         self._own_time = OwnTime(self.progress, own_ports=() if self._group is None else service_ports(self._group.spec.address))
         self._slow = SlowHosts(self._settings.slow_share, self._label)
         self._compared = time.monotonic()
         self._operation = Operation()
+        self._lengths: dict[str, float] = {}  # longest operations that process 0 has not learned from yet
+        self._learned, self._kept, self._keeper = 0.0, time.monotonic(), threading.Thread()
         if self._group is not None:
             self._group.follow(self)
         deadline.limit_silence(self._settings.interpreter_seconds)
@@ -86,7 +102,11 @@ class Watchdog:
 
     def heartbeat(self) -> Mapping[str, Any]:
         """As `process_group.Watched` says."""
-        return {"operation": asdict(self._operation), "times": self._own_time.figures()}
+        if self._primary:
+            return {"limits": self._limits.to_send()}
+        lengths, self._lengths = self._lengths, {}
+        lengths = {part: math.ceil(seconds) for part, seconds in lengths.items()}
+        return {"operation": asdict(self._operation), "times": self._own_time.figures(), "lengths": lengths}
 
     def show_stacks(self, reason: str) -> Mapping[str, Any]:
         """As `process_group.Watched` says."""
@@ -125,11 +145,10 @@ class Watchdog:
 
     def _look(self, elapsed: float) -> None:
         """`elapsed`: seconds since the last look."""
-        if self._age.stepped():
-            self._limits.stepped(self.progress.step_s)
         if self._group is not None:
             self._own_time.sample()
         self._operation = self._age.update(elapsed, self._limits)
+        self._learn(self._age.take_observed())
         if not self._primary or self._stopped.is_set():
             return
         if self._group is not None:
@@ -139,6 +158,33 @@ class Watchdog:
         elif self._group is not None and time.monotonic() - self._compared >= HEARTBEAT_SECONDS:
             self._compared = time.monotonic()
             self._compare(self._group)
+
+    def _learn(self, observed: Mapping[str, float]) -> None:
+        """Learn from operations that have ended. Process 0 learns from those of all, and the others judge by its limits."""
+        reports = [] if self._group is None else list(self._group.reports.values())
+        if not self._primary:
+            self._limits.agreed = reports[0].fields["limits"] if reports else {}
+            self._limits.observe(observed)
+            self._lengths = _longest(self._lengths, observed)
+            return
+        for report in reports:
+            if report.time > self._learned:
+                self._lengths = _longest(self._lengths, report.fields["lengths"])
+        self._learned = max((report.time for report in reports), default=0.0)
+        self._limits.observe({part: max(seconds, self._lengths.pop(part, 0.0)) for part, seconds in observed.items()})
+        if self.folder is not None and time.monotonic() >= self._kept + KEEP_SECONDS and not self._keeper.is_alive():
+            self._kept = time.monotonic()
+            self._keeper = threading.Thread(target=self._keep, name="maxlm-limits", daemon=True)  # of its own: storage may hang
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        """Write what was learned to the run directory, for the next attempt."""
+        if self.folder is None:
+            return
+        others = {name: one for name, one in self._kept_before.items() if name != self._layout}
+        kept = dict([*others.items(), (self._layout, self._limits.to_json())][-LAYOUTS_KEPT:])
+        with contextlib.suppress(OSError):
+            write_text(RunDirectory(self.folder, primary=True).lengths, dumps(kept))
 
     def _overdue_anywhere(self) -> bool:
         """True if any process is overdue: asked every second, of up to ten thousand."""
@@ -192,7 +238,9 @@ class Watchdog:
         progress_file.record(passing=passing)  # now: the monitor may end this process before its loop does
         culprit = result.behind[0] if len(result.behind) == 1 < len(operations) else None
         seconds = operations[behind[0]].seconds
+        self._limits.ended(operations[behind[0]].part, seconds)
         if saves:
+            self._keep()
             self._report(result.line, culprit, seconds, final=False)
             sys.stderr.write(f"maxlm: {result.line}; saving, and ending\n")
             os.kill(os.getpid(), signal.SIGTERM)
@@ -200,6 +248,7 @@ class Watchdog:
             return
 
         def write() -> None:
+            self._keep()
             self._report(result.line, culprit, seconds, final=True)
             self._write_summary(result.line, operations, frames)
 
@@ -243,35 +292,89 @@ class Watchdog:
         return "this process" if self._group is None else self._group.label(number)
 
 
+def _longest(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {part: max(one.get(part, 0.0), other.get(part, 0.0)) for part in {**one, **other}}
+
+
+def _read_kept(path: Path) -> dict[str, Any]:
+    """Contents of the file of lengths; {} where there is none, or it is damaged: then the run learns anew."""
+    try:
+        kept = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
 class Age:
     """Seconds that the loop is in its operation without progress, in seconds in which this process ran."""
 
     def __init__(self, goodput: Goodput, progress: LoopProgress) -> None:
         self._goodput, self._progress = goodput, progress
+        self._part = ""
         self._key: object = None
         self._seconds = self._saving_s = 0.0
         self._saving: float | None = None
-        self._steps = 0
-
-    def stepped(self) -> bool:
-        """True if a step was timed since the last call."""
-        before, self._steps = self._steps, self._progress.steps
-        return self._steps != before
+        self._steps = progress.steps
+        self._step_s = 0.0  # since a step was timed
+        self._counts = self._step_counts = True  # no compilation and no debugger is in the operation; in the step
+        self._longest: dict[str, float] = {}  # operations of each kind, since one was observed
+        self._observed: dict[str, float] = {}
 
     def update(self, elapsed: float, limits: Limits) -> Operation:
         """The operation now. `elapsed`: seconds since the last call; beyond two looks, the process was stopped, and that does not count."""
         progress, (part, since) = self._progress, self._goodput.current
+        part = SELDOM if progress.seldom else str(part)
         ran = min(elapsed, 2 * TICK_SECONDS)
         key = (part, since, progress.moved, progress.dispatched, progress.finished)
-        self._seconds = self._seconds + ran if key == self._key else 0.0
+        limits.begin_size(progress.sequences)
+        self._step_s += ran
+        if key != self._key:
+            self._end_operation(part)
+        else:
+            self._seconds += ran
         if progress.saving is None or progress.saving != self._saving:
-            self._saving_s = 0.0
+            self._end_save()
         elif part == "step":  # in which the loop notices the end of a save before each step
             self._saving_s += ran
-        self._key, self._saving = key, progress.saving
-        name, seconds = str(part), self._seconds
+        self._key, self._part, self._saving = key, part, progress.saving
+        if progress.steps != self._steps:
+            self._end_step()
+        name, seconds = part, self._seconds
         if seconds <= limits.of(name) < float("inf") and self._saving_s > limits.of(BACKGROUND_SAVE):
             name, seconds = BACKGROUND_SAVE, self._saving_s
-        if seconds > limits.of(name):  # only then are stacks looked at
+        if seconds > min(limits.of(name), STACKS_SECONDS):  # only then are stacks looked at
             name = DEBUGGER if stacks.debugger_attached() else COMPILE if name != BACKGROUND_SAVE and stacks.compiling() else name
+            if name in (DEBUGGER, COMPILE):
+                self._counts = self._step_counts = False
         return Operation(progress.dispatched, progress.finished, name, int(seconds), seconds > limits.of(name))
+
+    def take_observed(self) -> dict[str, float]:
+        """Seconds of operations that have ended since the last call, the longest of each kind, for `Limits.observe`."""
+        observed, self._observed = self._observed, {}
+        return observed
+
+    def _end_operation(self, part: str) -> None:
+        """The loop has made progress, or goes on with `part`."""
+        if self._counts:
+            self._longest[self._part] = max(self._seconds, self._longest.get(self._part, 0.0))
+        if self._part in ("eval", "restore") and part != self._part:
+            self._observe(self._part)
+        self._seconds, self._counts = 0.0, True
+
+    def _end_save(self) -> None:
+        if self._saving is not None and self._saving != self._progress.saving:
+            self._longest[BACKGROUND_SAVE] = self._saving_s
+            self._observe(BACKGROUND_SAVE)
+            self._observe("save")
+        self._saving_s = 0.0
+
+    def _end_step(self) -> None:
+        """A step was timed. Of its time that counts in which this process ran."""
+        if self._step_counts:
+            self._longest["step"] = min(self._progress.step_s, self._step_s + TICK_SECONDS)
+            self._observe("step")
+            self._observe("data_wait")
+        self._steps, self._step_s, self._step_counts = self._progress.steps, 0.0, True
+
+    def _observe(self, kind: str) -> None:
+        self._observed[kind] = max(self._longest.pop(kind, 0.0), self._observed.get(kind, 0.0))

@@ -20,6 +20,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
+from maxlm.config.paths import read_regular
 from maxlm.config.reliability import AlertsConfig
 from maxlm.telemetry.strict_json import dumps, is_number
 
@@ -90,7 +91,7 @@ class Limit:
         if self._path is None:
             return
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            found = json.loads(self._path.read_bytes())
+            found = json.loads(read_regular(self._path))
             for cause, times in list(found.items())[: MAX_CAUSES + 1]:
                 known = Counter(self._sent.get(cause, ())) | Counter(float(one) for one in times if is_number(one))
                 self._sent[cause] = sorted(known.elements())

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from maxlm.config import directory_lock
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was. Raises OSError."""
+    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was. Raises OSError; UserError if
+    another process has taken the folder that this one had locked.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
@@ -19,6 +23,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         if path.exists():
             temporary.chmod(path.stat().st_mode & 0o777)
+        directory_lock.check(path)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -44,7 +49,8 @@ class AppendFile:
         self._end: int | None = None  # bytes of whole records; None: not known yet, all of the file
 
     def append(self, record: bytes) -> None:
-        """Append one record. Raises OSError; the same call may then be made again."""
+        """Append one record. Raises OSError; the same call may then be made again. UserError if another process has taken the folder."""
+        directory_lock.check(self.path)
         try:
             descriptor, end = self._opened()
             self._end, written = end, 0

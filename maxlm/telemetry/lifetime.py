@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxlm.config import directory_lock
+from maxlm.config.errors import UserError
+from maxlm.config.paths import read_regular
 from maxlm.telemetry.strict_json import dumps, is_finite, is_number, read_objects
 
 BEAT_S = 5.0  # between two heartbeats
@@ -55,7 +58,7 @@ class Process(NamedTuple):
 def read_beat(path: Path) -> Beat | None:
     """The last heartbeat; None if there is none that can be read."""
     try:
-        item = json.loads(path.read_bytes())
+        item = json.loads(read_regular(path))
         attempt, when, goodput = item["attempt"], item["time"], item["goodput"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
@@ -107,7 +110,8 @@ class Heartbeat:
         while True:
             last = self._ended.is_set()
             text = dumps({"attempt": self._attempt, "time": round(time.time(), 3), "goodput": self._summary()})
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UserError):  # another process has taken the folder, and beats there
+                directory_lock.check(self._path)
                 draft.write_text(text, encoding="utf-8")
                 draft.replace(self._path)
             if last:

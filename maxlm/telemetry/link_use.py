@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import figure, percent
 
@@ -141,7 +141,7 @@ def plot(uses: Sequence[LinkUse], title: str, path: Path) -> None:
         with replacing(path) as file:
             page.savefig(file, format="png")
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}; choose another path.") from None
+        raise error_kind(error)(f"--out {path} cannot be written: {error.strerror}; choose another path.") from None
 
 
 def _binned(rates: Rates) -> tuple[np.ndarray, np.ndarray]:

@@ -6,15 +6,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxlm.config.errors import ConfigError, UnavailableError
+from maxlm.config.errors import ConfigError, setting_error
 from maxlm.config.rules import check_run_name
 from maxlm.telemetry.atomic import write_text
 
 PROBE_BYTES = 1 << 20  # written and removed again to test the disk
-
-
-class FullDiskError(ConfigError, UnavailableError):
-    """The disk of `run.dir` is full. Space may be freed: a run that ended so is started again."""
 
 
 class _Entry:
@@ -40,6 +36,7 @@ class RunDirectory:
     routing = _Entry("routing.jsonl")
     events = _Entry("events.jsonl")
     heartbeat = _Entry("heartbeat.json")
+    lengths = _Entry("watchdog.json")  # of steps, saves, waits for data: the watchdog's limits follow from them
     supervisor = _Entry("supervisor.jsonl")  # the one file that the supervisor writes, and not the primary process
     alerts = _Entry("alerts.json")  # when alerts were sent, which limits their number
     log = _Entry("log.txt")
@@ -86,7 +83,7 @@ class RunDirectory:
     def _clean(self) -> None:
         """Remove temporary files of a process that was killed while writing; no other process writes here now."""
         files = (self.config, self.metrics, self.routing, self.heartbeat, self.alerts, self.report)
-        names = (*files, self.roll_backs, self.integrity, self.unhealthy_hosts)
+        names = (*files, self.lengths, self.roll_backs, self.integrity, self.unhealthy_hosts)
         for temporary in [*self.path.glob(".probe-*"), *(file for path in names for file in self.path.glob(f".{path.name}.*"))]:
             temporary.unlink(missing_ok=True)
 
@@ -120,8 +117,9 @@ def _probe(path: Path) -> None:
 
 def unwritable(error: OSError, field: str, folder: str) -> ConfigError:
     """Error for a folder, named by the setting `field`, that cannot be written."""
+    kind = setting_error(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FullDiskError(field, folder, "is on a full disk (not even 1 MiB can be written)", f"free space or choose another {field}")
+        return kind(field, folder, "is on a full disk (not even 1 MiB can be written)", f"free space or choose another {field}")
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return ConfigError(field, folder, f"{error.filename} is a file, not a folder", f"choose another {field} or run.name")
-    return ConfigError(field, folder, f"cannot be written ({error.strerror or error})", f"make it writable or choose another {field}")
+        return kind(field, folder, f"{error.filename} is a file, not a folder", f"choose another {field} or run.name")
+    return kind(field, folder, f"cannot be written ({error.strerror or error})", f"make it writable or choose another {field}")

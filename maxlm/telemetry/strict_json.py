@@ -9,6 +9,8 @@ from typing import Any, TypeGuard
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
+from maxlm.config.paths import open_regular
+
 
 def dumps(value: Any, indent: int | None = None) -> str:
     """Strict JSON, in one line without `indent`: arrays of one element become numbers, unknown types their text."""
@@ -54,7 +56,7 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Objects as in `read_objects`, each with its line, newline included."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             if line.strip():
                 yield line, _object(line)

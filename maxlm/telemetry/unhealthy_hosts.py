@@ -2,6 +2,7 @@
 
 import json
 
+from maxlm.config.paths import read_regular
 from maxlm.telemetry.run_dir import RunDirectory
 
 STRIKES = 2  # findings that name one device, after which its host is to be replaced
@@ -10,11 +11,11 @@ STRIKES = 2  # findings that name one device, after which its host is to be repl
 def to_replace(run: RunDirectory) -> dict[str, str]:
     """Host -> why it is to be replaced, by `unhealthy_hosts.json`; {} if there is none, or none that can be read."""
     try:
-        hosts = json.loads(run.unhealthy_hosts.read_text(encoding="utf-8"))["hosts"]
+        hosts = json.loads(read_regular(run.unhealthy_hosts))["hosts"]
         return {
             str(host): f"{run.unhealthy_hosts} marks host {host} as unhealthy ({mark['strikes']} findings; {mark['reason']})"
             for host, mark in hosts.items()
             if mark["strikes"] >= STRIKES
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

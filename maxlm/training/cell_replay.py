@@ -1,10 +1,10 @@
 """The same work on two devices, compared bit for bit: for a device that computes wrongly, and where nothing is held twice.
 
-The work is the gradient of one microbatch of the real batch by a model of one period of the real layers, all periods in turn. The mesh is
-cut into cells: the devices at one place along `data`, `stage` and `fsdp`. No cell adds to another's numbers: weights are gathered whole
-within the axes of cells, and gradients are summed to a digest instead of being reduced. A reduction of floats would not do, since its order
-depends on where devices lie. So a cell that receives the rows of the cell before runs the same compiled program on the same bits, and any
-difference is an error of one of the two. More rotations of the rows then tell which.
+The work is the gradient of one microbatch of the real batch by the real model with one period of its scanned layers, all periods in turn.
+The mesh is cut into cells: the devices at one place along `data`, `stage` and `fsdp`. No cell adds to another's numbers: weights are
+gathered whole within the axes of cells, and gradients are summed to a digest instead of being reduced. A reduction of floats would not do,
+since its order depends on where devices lie. So a cell that receives the rows of the cell before runs the same compiled program on the
+same bits, and any difference is an error of one of the two. More rotations of the rows then tell which.
 """
 
 from collections import Counter
@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from numpy.typing import NDArray
 
 from maxlm.checkpoint.digest import leaf_sums
-from maxlm.config.schema import ModelConfig
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.objectives import build_objective
 from maxlm.parallel import mesh_axes
@@ -61,8 +60,7 @@ class CellReplay:
         """Sums of the gradients that every cell computed [rotations, cells, leaves, 2]; with rotation r those of the rows of the cell r
         places before. `number`: of the replay, which chooses the layers. Waits for the devices.
         """
-        periods = self._periods(self._program.config.model)
-        arguments = np.asarray(number % max(periods, 1), np.int32), np.asarray(rotations, np.int32)
+        arguments = np.asarray(number % max(self._periods, 1), np.int32), np.asarray(rotations, np.int32)
         sums = self.program(state.params, state.model_state, state.step, batch, *arguments)
         return jax.device_get(sums.addressable_data(0)).swapaxes(0, 1)
 
@@ -70,13 +68,12 @@ class CellReplay:
     def program(self) -> jax.stages.Compiled:
         """The compiled replay: (params, model state, step, batch, period, rotations) -> sums [cells, rotations, leaves, 2], replicated."""
         program, config = self._program, self._program.config
-        part = _one_period(config.model)
-        objective = build_objective(config.model_copy(update={"model": part}))
+        objective = build_objective(config)
         gradients = cast_frozen(objective.config, partial(in_one_pass, objective.loss))
         on_cell = partial(self._on_cell, gradients, objective.denominator)
 
         def sums(params: Parameters, model_state: Parameters, step: Any, batch: Any, period: Any, rotations: Any) -> jax.Array:
-            params, model_state = (self._take(config.model, tree, period) for tree in (params, model_state))
+            params, model_state = (self._take(tree, period) for tree in (params, model_state))
             batch = objective.with_randomness(batch, step)
             rows = P(tuple(axis for axis in mesh_axes("batch", program.mesh) if axis in self.axes))
             run = jax.shard_map(on_cell, in_specs=(P(), P(), rows, P()), out_specs=P(self.axes), axis_names=set(self.axes), check_vma=False)
@@ -114,21 +111,16 @@ class CellReplay:
 
         return lax.map(rotated, ks)[None]
 
-    def _periods(self, model: ModelConfig) -> int:
+    @property
+    def _periods(self) -> int:
+        model = self._program.config.model
         return (model.n_layers - model.n_dense) // len(model.layer_pattern)
 
-    def _take(self, model: ModelConfig, tree: Parameters, period: jax.Array) -> Parameters:
-        """Parameters: of stacked layers those of one period, and nothing of an incomplete last one."""
-        if not self._periods(model):
+    def _take(self, tree: Parameters, period: jax.Array) -> Parameters:
+        """Parameters: of scanned layers those of one period."""
+        if not self._periods or "layers" not in tree:
             return tree
-        kept = {name: branch for name, branch in tree.items() if name not in ("layers", "tail")}
-        if "layers" in tree:
-            kept["layers"] = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, period, 1), tree["layers"])
-        return kept
-
-
-def _one_period(model: ModelConfig) -> ModelConfig:
-    return model.model_copy(update={"n_layers": min(model.n_layers, model.n_dense + len(model.layer_pattern))})
+        return {**tree, "layers": jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, period, 1), tree["layers"])}
 
 
 # Which cell is wrong: from sums alone.

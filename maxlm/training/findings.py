@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxlm.config.paths import read_regular
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.unhealthy_hosts import STRIKES
@@ -116,11 +117,11 @@ class Findings:
 def read(run: RunDirectory) -> dict[str, Any]:
     """The record of earlier attempts; {} if there is none, or none that can be read, which is logged."""
     try:
-        record = json.loads(run.integrity.read_text(encoding="utf-8"))
+        record = json.loads(read_regular(run.integrity))
         Findings(record, run)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         log.warning("%s cannot be read, and is begun anew: %s", run.integrity, error)
         return {}
     return dict(record)

@@ -25,7 +25,7 @@ from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
-from maxlm.models.counts import count_scanned
+from maxlm.models.counts import count_matrices
 from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
 from maxlm.training.optimizer import RULES
@@ -149,13 +149,13 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     """
     model, train = config.model, config.train
     number = FLOAT32 if config.precision.compute == "float32" else 2
-    numbers = count_parameters(model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
+    evenly = math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
+    biased = 0 if model.moe is None or not model.moe.router.bias_rate else model.moe.n_experts  # by routers, without moments or gradients
+    numbers = (count_parameters(model) - biased * (model.n_layers - model.n_dense + model.mtp_depth)) // evenly
     masters, moments = _state_bytes(config)
     each = masters + moments + FLOAT32 * (config.ema is not None)
     if config.diloco is not None:
         each = 2 * FLOAT32 + -(-config.diloco.workers // sizes["data"]) * (masters + moments)
-    if config.compression is not None:  # errors, and velocities
-        each += FLOAT32 * (2 if config.compression.kind == "top_k" and config.diloco is None else 1)
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
@@ -168,7 +168,11 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with, or their halves
         each += number - masters - (config.ema is not None) * FLOAT32 if tiers.master is not None else 0
         each -= moments if tiers.optimizer is not None else 0
-    state = Part("parameters and optimizer state", each * numbers - number * far_weights, smaller)
+    feedback = 0
+    if config.compression is not None:  # of matrices: errors, and velocities
+        kinds = 2 if config.compression.kind == "top_k" and config.diloco is None else 1
+        feedback = FLOAT32 * kinds * count_matrices(model) // evenly
+    state = Part("parameters and optimizer state", each * numbers + feedback - number * far_weights, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
@@ -185,7 +189,7 @@ def _layers_on_host(config: Config, sizes: dict[str, int]) -> tuple[int, int]:
     tiers = config.memory.offload_state
     if tiers is None or not tiers.layers_on_host:
         return 0, 0
-    numbers = count_scanned(config.model) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "tensor"))
+    numbers = count_matrices(config.model, scanned=True) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "tensor"))
     return numbers * (tiers.weights is not None), numbers * (tiers.gradients is not None)
 
 

@@ -19,6 +19,7 @@ import jax
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.checkpoints import STORE
 from maxlm.checkpoint.errors import CopyLostError
+from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
@@ -202,8 +203,10 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     try:
         for step in range(start.step, total):
             if session.profiler is not None:
-                session.profiler.before(step, state, meter)
+                with session.progress.in_seldom():
+                    session.profiler.before(step, state, meter)
             reason = session.stop(step)
+            directory_lock.check()
             if end := _corrupted(session, step, state, now=saving.due(step) or saving.copy_due(step)):
                 return replace(end, eval_loss=eval_loss)
             if reason is None:
@@ -228,12 +231,14 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
             waited = time.monotonic() - waiting
             if end := _corrupted(session, step, state, batch):
                 return replace(end, eval_loss=eval_loss)
+            session.progress.sequences = meter.sequences(step + 1)
             with goodput.measure("step"):
                 looked = probe(state, batch) if probe is not None and probe.due(step + 1) else {}  # first: the state is donated
                 state, metrics = advance(state, batch)
                 meter.stepped(step + 1, metrics._replace(values={**metrics.values, **looked}), waited, batches.waited)
             if (bad := meter.health.take_replay()) is not None:
-                replay.report(session, state, bad)
+                with session.progress.in_seldom():
+                    replay.report(session, state, bad)
                 meter.pause()
             if step == start.step:
                 goodput.started()

@@ -112,7 +112,7 @@ class Meter:
             metrics: Metrics = jax.device_get(device_metrics)
         now = time.monotonic()
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
-        self._tokens += self._sequences(step) * self._seq_len
+        self._tokens += self.sequences(step) * self._seq_len
         self._since = now
         balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
         self._watch(step, metrics, balance)
@@ -125,7 +125,7 @@ class Meter:
             for event in self._compilations.take(step) if self._compilations is not None else ():
                 self._observers.on_event(event)
 
-    def _sequences(self, step: int) -> int:
+    def sequences(self, step: int) -> int:
         """Sequences of the batch of update `step`."""
         return self._sizes.of(batch_number(step - 1, self._left_out))
 
@@ -154,7 +154,7 @@ class Meter:
             data_wait_s=self._waited / self._steps,
             extra={
                 **values,
-                **({"global_batch": self._sequences(step)} if self._ramped else {}),
+                **({"global_batch": self.sequences(step)} if self._ramped else {}),
                 **(balance.figures() if balance is not None else {}),
                 **{f"data_{cause}_s": seconds / self._steps for cause, seconds in self._causes.items()},
                 **memory_use(jax.local_devices()),

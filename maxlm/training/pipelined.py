@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import ModelConfig, PipelineConfig
+from maxlm.config.schema import PipelineConfig
 from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs
 from maxlm.models.decoder import DecoderOutput, join_routing
 from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
-from maxlm.models.stack import PATTERN, by_group, layer_groups, split_layers
+from maxlm.models.stack import split_layers
 from maxlm.models.stages import StageAssignment, gather_from_stages, run_unless_padding, scatter_to_stages
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
@@ -19,6 +19,7 @@ from maxlm.parallel.schedule import Schedule
 from maxlm.training.gradients import split
 
 Microbatch = tuple[Any, Float[Array, ""]]  # of the batch, and the denominator of the loss
+LayerInputs = tuple[BlockContext, list[Array] | None, Float[Array, ""]]  # with those layers of a part that are no padding
 
 
 def gradients(
@@ -50,35 +51,29 @@ def _stage_functions(objective: Objective, assignment: StageAssignment, summed: 
     """Functions of the pipeline. On a stage they read nothing but what the pipeline passes them."""
     config = objective.config
 
-    def model(model_config: ModelConfig, params: Parameters, state: Parameters) -> Decoder:
-        """The model with shapes in place of the arrays that a function does not read."""
-        return bind(model_config, {**abstract_parameters(model_config), **params}, {**abstract_model_state(model_config), **state})
+    def model(params: Parameters, state: Parameters) -> Decoder:
+        """The whole model, with shapes in place of the arrays that a function does not read."""
+        return bind(config.model, {**abstract_parameters(config.model), **params}, {**abstract_model_state(config.model), **state})
 
     def embed(ends: Parameters, microbatch: Microbatch) -> Array:
-        decoder, (batch, _) = model(config.model, ends, end_state), microbatch
+        decoder, (batch, _) = model(ends, end_state), microbatch
         x_BSD = decoder.embed(batch.tokens_BS, batch.positions_BS)
         return decoder.run(x_BSD, objective.context(decoder, batch, summed), ("head",)).x_BSD
 
-    def inputs(microbatch: Microbatch, part: Array) -> tuple[BlockContext, Array | None, Array]:
+    def inputs(microbatch: Microbatch, part: Array) -> LayerInputs:
         batch, denominator = microbatch
-        return objective.context(model(config.model, {}, {}), batch, summed), assignment.active(part), denominator
+        return objective.context(model({}, {}), batch, summed), assignment.active(part), denominator
 
-    def layers(
-        params: Parameters, state: Parameters, x_BSD: Array, inputs: tuple[BlockContext, Array | None, Array]
-    ) -> tuple[tuple[Array, Array], Routing | None]:
-        context, active_L, denominator = inputs
-        part = model(assignment.part_config, params, state)
-        if active_L is None:
-            output = part.run(x_BSD, context, PATTERN)
-        else:
-            active = by_group(layer_groups(assignment.part_config, PATTERN), active_L)  # in whole periods, so there is no tail
-            output = part.run(x_BSD, context, PATTERN, {"layers": active, "tail": ()}, run_unless_padding)
+    def layers(params: Parameters, state: Parameters, x_BSD: Array, inputs: LayerInputs) -> tuple[tuple[Array, Array], Routing | None]:
+        context, active, denominator = inputs
+        beside, layer = (None, None) if active is None else ({"layers": active}, run_unless_padding)
+        output = model(params, state).run(x_BSD, context, ("layers",), beside, layer)  # in whole periods, so there is no tail
         return (output.x_BSD, output.aux_loss / denominator), output.routing
 
     def loss(ends: Parameters, microbatch: Microbatch, x_BSD: Array) -> tuple[Array, Sums]:
         batch, denominator = microbatch
         output = DecoderOutput(x_BSD, jnp.float32(0), None)
-        total, sums = objective.head(model(config.model, ends, end_state), output, batch, summed)
+        total, sums = objective.head(model(ends, end_state), output, batch, summed)
         return total / denominator, sums
 
     return StageFunctions(embed, inputs, layers, loss, Sums.empty, Sums.plus)

@@ -12,6 +12,8 @@ class LoopProgress:
         self.clock = clock
         self.dispatched = 0  # updates given to the devices, of the whole run
         self.finished = 0  # updates whose metrics were read
+        self.sequences = 0  # of the newest batch
+        self.seldom = False  # the loop is in something that few steps have, such as writing a trace
         self.moved = clock()  # time of the newest sign of progress: a step, a batch of an evaluation, the end of a save
         self.saving: float | None = None  # since when a save runs; None: none does
         self.steps = 0  # timed, each from the end of the one before: none with a save or an evaluation before it
@@ -34,6 +36,15 @@ class LoopProgress:
             self.step_s = now - self._read
             self.steps, self.stepped_s, self.waited_s = self.steps + 1, self.stepped_s + self.step_s, self.waited_s + now - began
         self.finished, self.moved, self._read = step, now, now
+
+    @contextmanager
+    def in_seldom(self) -> Iterator[None]:
+        """The block may do something that few steps have, and that takes longer than a step."""
+        self.seldom = True
+        try:
+            yield
+        finally:
+            self.seldom = False
 
     def pause(self) -> None:
         """The time since the last step is not one of steps."""

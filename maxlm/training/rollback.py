@@ -14,6 +14,7 @@ from typing import Any
 from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.paths import read_regular
 from maxlm.config.reliability import HealthConfig
 from maxlm.config.transient import retried
 from maxlm.data.order import batch_number
@@ -128,7 +129,7 @@ def _read(path: Path) -> list[Record]:
 def _text(path: Path) -> str:
     """The text of a file, "" if there is none; bytes that are not UTF-8 are escapes, which JSON refuses."""
     try:
-        return path.read_text(errors="backslashreplace")
+        return read_regular(path).decode(errors="backslashreplace")
     except FileNotFoundError:
         return ""
 
@@ -138,6 +139,6 @@ def _parse(text: str, path: Path) -> list[Record]:
         return []
     try:
         return [Record(**{**one, "batches": tuple(one["batches"])}) for one in json.loads(text)[COUNT]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         fix = "bring back a copy, or delete it; then batches that were left out since the newest checkpoint are trained on"
         raise UserError(f"{path} does not list the roll backs of this run, as it was written: {fix}.") from error

@@ -160,7 +160,7 @@ def fingerprint(source: StartFromConfig | BranchFromConfig) -> str:
         if not is_storage_error(error):
             raise
         raise UnreachableError(f"{folder} cannot be read: {first_line(error)}; try again when the cause is gone.") from error
-    return hashlib.sha256(((saved.directory / CONFIG).read_text(encoding="utf-8") + written).encode()).hexdigest()[:12]
+    return hashlib.sha256((saved.directory / CONFIG).read_bytes() + written.encode()).hexdigest()[:12]
 
 
 def opened(source: StartFromConfig | BranchFromConfig) -> SavedRun:

@@ -22,7 +22,7 @@ from checkpoint_cases import IDENTITY, bits, layout, make_state
 from maxlm.checkpoint import Checkpoints, host_copies, memory, peers, snapshot
 from maxlm.checkpoint.interval import daly, steps_between
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
-from maxlm.config.errors import ConfigError
+from maxlm.config.errors import ConfigError, ExitCode, UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
 from maxlm.training.rollback import Journal
@@ -366,9 +366,9 @@ def test_an_orderly_end_leaves_nothing_and_a_live_run_is_not_touched(work, tmp_p
     other.memory.close(remove=False)  # died
     assert len(list((work / "memory").glob("*/*"))) == 1
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        started = host_copies._started(supervisor.pid)
+        started = host_copies.process_started(supervisor.pid)
         (lost,) = (work / "memory").glob("*/*")
-        mark = {"owner": supervisor.pid, "started": started, "namespace": host_copies._namespace()}
+        mark = {"owner": supervisor.pid, "started": started, "namespace": host_copies.process_namespace()}
         (lost / ".lease-1").write_text(json.dumps(mark))
         shutil.rmtree(work / "checkpoints")
         third = opened(work)
@@ -397,7 +397,7 @@ def test_containers_that_share_a_folder_do_not_know_each_others_processes(tmp_pa
 
     away = host_copies.RunFolder(str(tmp_path), "away")
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(host_copies, "_namespace", lambda: "of another container")
+        elsewhere.setattr(host_copies, "process_namespace", lambda: "of another container")
         away.claim(os.getppid())
         assert away._lease is not None
         away._lease.close()  # its trainer died, and is to be started again
@@ -412,9 +412,11 @@ def test_what_cannot_be_honoured_is_refused_before_training(tmp_path, monkeypatc
     abstract = state_of(0)
     with pytest.raises(ConfigError, match=r"memory_checkpoints.domains = \[0, 1\]: .*there are 1"):
         opened(tmp_path, domains=(0, 1)).memory.prepare(abstract, 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100_000, 90_000, 10_000))
-    with pytest.raises(ConfigError, match=r"has 10.0 KB free, and 2 copies of 18.8 KB must fit"):
-        opened(tmp_path).memory.prepare(abstract, 1)
+    for total, code in ((30_000, ExitCode.WRONG_INPUT), (100_000, ExitCode.UNAVAILABLE)):  # it never fits; others have filled it
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, total=total: shutil._ntuple_diskusage(total, total - 10_000, 10_000))
+        with pytest.raises(ConfigError, match=r"has 10.0 KB free, and 2 copies of 18.8 KB must fit") as refused:
+            opened(tmp_path).memory.prepare(abstract, 1)
+        assert refused.value.exit_code == code
     monkeypatch.undo()
     (user,) = (tmp_path / "memory").iterdir()
     user.chmod(0o755)
@@ -423,6 +425,19 @@ def test_what_cannot_be_honoured_is_refused_before_training(tmp_path, monkeypatc
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"memory_checkpoints.folder = .*/file: cannot be used \(.*xists|Not a dir"):
         opened(tmp_path, folder=str(tmp_path / "file")).memory.prepare(abstract, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE])
+def test_a_memory_folder_that_is_full_at_a_restart_is_tried_again(tmp_path, monkeypatch, number):
+    """Good checkpoints are there: the run must not end for good as if its input were wrong."""
+
+    def fails(*arguments, **settings):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(host_copies.RunFolder, "_new_lease", fails)
+    with pytest.raises(UserError, match=r"memory_checkpoints.folder = .*cannot be used") as refused:
+        opened(tmp_path).memory.prepare(state_of(0), 1)
+    assert refused.value.exit_code == ExitCode.UNAVAILABLE
 
 
 def test_tiles_cover_a_leaf_once_and_any_region_is_made_of_them():

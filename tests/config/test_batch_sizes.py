@@ -66,6 +66,32 @@ def test_a_ramp_that_does_not_rise_is_refused(sections, said):
         tiny_config(train=sections)
 
 
+SHAPES = [{**dict.fromkeys(("data", "fsdp", "expert", "stage"), 1), **mesh} for n in (1, 2, 4) for mesh in ({"data": n}, {"stage": n})]
+BALANCED = {"n_experts": 4, "top_k": 2, "d_ff": 32, "router": {"balance_loss": 0.01}}
+
+
+@pytest.mark.parametrize("least", [{}, {"noise_scale": {}}])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_no_mesh_chooses_microbatches_that_are_balanced(parts, least):
+    """Their number is part of the loss: on every mesh that takes the size it is the number of one device."""
+    train = {"microbatches": parts, "batch_ramp": [{"global_batch": 4, "until_tokens": 64}], **least}
+    config = tiny_config(model={"moe": BALANCED}, train=train)
+    for size in range(1, 17):
+        found = {config.microbatches_of(size, mesh) for mesh in SHAPES} - {None}
+        assert found == {config.microbatches_of(size, SHAPES[0])} - {None}
+    free = tiny_config(model={"moe": {**BALANCED, "router": {"balance_loss": 0.01, "balance_over": "sequence"}}}, train=train)
+    assert any(len({free.microbatches_of(size, mesh) for mesh in SHAPES}) > 1 for size in (4, 8)), "a mesh chooses where it may"
+
+
+def test_a_mesh_that_does_not_split_them_is_refused():
+    ramp = [{"global_batch": 12, "until_tokens": 64}]
+    config = tiny_config(model={"moe": BALANCED}, train={"batch_ramp": ramp, "microbatches": 2}, mesh={"data": 4})
+    with pytest.raises(
+        UserError, match=r"= 12: does not split over the 4 shards .* balances; use fewer shards, or .*balance_over=sequence"
+    ):
+        check_devices(config, 4)
+
+
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "said"),
     [

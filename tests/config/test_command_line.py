@@ -223,7 +223,7 @@ def test_paths_of_what_is_installed_beside_the_program(monkeypatch, capsys):
         assert code == ExitCode.WRONG_INPUT and "there are configs, gcp/maxlm-gcp" in err
 
 
-@pytest.mark.parametrize("verb", [["run", "x.yml"], ["report", "x"], ["train-classifier", "a", "b", "c.npz"]])
+@pytest.mark.parametrize("verb", [["run", "x.yml"], ["report", "x"]])
 def test_packages_of_the_corpus_that_are_missing_are_named_together_before_anything_is_read(monkeypatch, capsys, verb):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in ("ftfy", "chardet") else find(name, *more))

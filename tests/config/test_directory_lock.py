@@ -1,17 +1,27 @@
 """One run at a time in a directory: who holds it is named, a dead holder holds nothing, and nothing is left behind."""
 
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
 
+import numpy as np
 import pytest
-from small_run import environment, finish, make_workspace, metrics, start, wait_for_step
+from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 from tiny import tiny_config
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
+from maxlm.data import prepare, storage
+from maxlm.data.writer import FlatWriter
 from maxlm.runtime import run
+from maxlm.telemetry import atomic
 
 HOLD = (
     "import sys, time\nfrom pathlib import Path\nfrom maxlm.config.directory_lock import locked\n"
@@ -101,3 +111,170 @@ def test_a_run_whose_checkpoints_go_into_its_own_folder_by_another_name_does_not
     config = tiny_config(run={"dir": str(tmp_path / "link"), "name": "a"}, checkpoint={"dir": str(tmp_path / "runs" / "a")})
     with run._locked(config, print):
         assert (tmp_path / "runs" / "a" / directory_lock.NAME).exists()
+
+
+def without_locks(monkeypatch, number=errno.ENOSYS):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@contextlib.contextmanager
+def second_writer(folder, monkeypatch, how):
+    """Another process on another machine, as far as this one can tell: it takes the folder that this one has."""
+    if how == "removed":
+        (folder / directory_lock.NAME).unlink()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(directory_lock, "process_namespace", lambda: "another machine")
+        lock = directory_lock.Lock(folder, "run.dir")
+        lock.acquire(0, (said := []).append, "end that first")
+    assert how == "removed" or "the file system has no locks" in said[0]
+    yield lock
+    lock.release()
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, "removed"], ids=str)
+def how(request, monkeypatch):
+    """Two processes can hold a folder: its file system has no locks, or somebody has removed the file."""
+    if request.param != "removed":
+        without_locks(monkeypatch, request.param)
+    return request.param
+
+
+WRITERS = {
+    "replaced file": lambda folder: atomic.write_text(folder / "file", "first"),
+    "metrics": lambda folder: atomic.AppendFile(folder / "deep" / "metrics.jsonl").append(b"first\n"),
+    "store": lambda folder: storage.write_bytes(str(folder), "progress", b"first"),
+    "tokens": lambda folder: FlatWriter(str(folder / "tokens"), np.dtype(np.uint8), storage.TOKENS)._write(np.ones(9, np.uint8)),
+    "loop": lambda folder: directory_lock.check(),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_two_writers_never_mix(tmp_path, monkeypatch, how, write):
+    """Once a second process has the folder, the first writes nothing more in it: one clear line, for every way of writing."""
+    folder = tmp_path / "run"
+    with directory_lock.locked(folder, "run.dir", 0, print, "end that first"), second_writer(folder, monkeypatch, how):
+        with pytest.raises(UserError, match=rf"run.dir = {folder}: process {os.getpid()} on .* has taken over: this process ends"):
+            write(folder)
+        written = {file.name for file in folder.rglob("*") if file.is_file()} - {directory_lock.NAME, "zarr.json"}
+        assert not {name for name in written if "first" in (folder / name).read_text()}
+        write(tmp_path)  # elsewhere it may write, as its own
+    assert not (folder / directory_lock.NAME).exists()
+
+
+def test_the_first_does_not_free_what_the_second_holds(tmp_path, monkeypatch, how):
+    with contextlib.ExitStack() as second:
+        with directory_lock.locked(tmp_path / "run", "run.dir", 0, print, "end that first"):
+            lock = second.enter_context(second_writer(tmp_path / "run", monkeypatch, how))
+        lock.check()
+        assert (tmp_path / "run" / directory_lock.NAME).exists()
+
+
+def test_without_locks_a_living_process_of_this_machine_is_seen(tmp_path, monkeypatch, holder):
+    """The second ends, as with locks; a dead one holds nothing."""
+    without_locks(monkeypatch)
+    with pytest.raises(UserError, match=rf"process {holder.pid} on .+ uses it; end that first"):
+        take(tmp_path / "run")
+    holder.kill()
+    holder.wait()
+    take(tmp_path / "run", say=(said := []).append)
+    assert len(said) == 1
+    assert said[0].startswith("warning: ")
+
+
+def test_a_removed_file_is_made_again_and_still_locks(tmp_path, monkeypatch):
+    with directory_lock.locked(tmp_path / "run", "run.dir", 0, print, "end that first") as lock:
+        (tmp_path / "run" / directory_lock.NAME).unlink()
+        lock.check()
+        with pytest.raises(UserError, match=f"process {os.getpid()} on .* uses it"):
+            take(tmp_path / "run")
+        lock.check()
+
+
+def test_a_worker_process_asks_for_the_lock_of_its_parent(tmp_path, monkeypatch, how):
+    folder = tmp_path / "run"
+    with directory_lock.locked(folder, "output", 0, print, "end that first") as lock:
+        theirs = pickle.loads(pickle.dumps(lock))
+        with directory_lock.working_for(theirs):
+            atomic.write_text(folder / "file", "text")
+            with second_writer(folder, monkeypatch, how), pytest.raises(UserError, match="has taken over"):
+                theirs.check()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"token": 3}', "\0" * 9, "[" * 100_000])
+def test_a_file_that_cannot_be_read_proves_nothing(tmp_path, content):
+    with directory_lock.locked(tmp_path, "run.dir", 0, print, "end that first") as lock:
+        (tmp_path / directory_lock.NAME).write_text(content)
+        if "3" in content:
+            with pytest.raises(UserError, match="another process has taken over"):
+                lock.check()
+        else:
+            lock.check()
+
+
+ELSEWHERE = """
+import errno, fcntl, os, sys
+def flock(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+if sys.argv.pop(1) == "no locks":
+    fcntl.flock = flock
+from maxlm.config import directory_lock
+directory_lock.process_namespace = lambda: str(os.getpid())
+from maxlm.__main__ import main
+main()
+"""
+
+
+def _until(there, seconds=900):
+    until = time.monotonic() + seconds
+    while not there() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert there()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["no locks", "removed"])
+def test_two_runs_on_two_machines_never_mix(tmp_path, how):
+    """The first ends with one line once the second has begun, and the second is one unbroken run."""
+    folder = make_workspace(tmp_path)
+
+    def begin(*overrides):
+        command = [sys.executable, "-c", ELSEWHERE, how, "train", "small.yml", *overrides]
+        return subprocess.Popen(command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    first = begin("train.steps=1000000")
+    wait_for_step(folder, 30, first, timeout=900)
+    if how == "removed":  # while it looks away: it would make the file again within a second
+        first.send_signal(signal.SIGSTOP)
+        (folder / "runs" / "small" / directory_lock.NAME).unlink()
+    second = begin("train.steps=1000000")
+    if how == "removed":
+        begun = len(events(folder, "start"))
+        _until(lambda: len(events(folder, "start")) > begun or second.poll() is not None)
+        first.send_signal(signal.SIGCONT)
+    said = finish(first, code=2, timeout=900)
+    assert "has taken over: this process ends" in said
+    assert "Traceback" not in said
+    wait_for_step(folder, metrics(folder)[-1]["step"] + 20, second, timeout=900)
+    second.terminate()
+    said = finish(second, code=3)
+    assert ("the file system has no locks" in said) == (how == "no locks")
+    steps = [record["step"] for record in metrics(folder)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_two_processes_that_make_one_store_in_a_bucket_never_mix(monkeypatch):
+    """There are no locks: the second takes it, and the first ends before it writes again."""
+    bucket = {}
+    monkeypatch.setattr(storage, "read_bytes", lambda store, name: bucket.get(name))
+    monkeypatch.setattr(storage, "write_bytes", lambda store, name, value: bucket.update({name: value}))
+    monkeypatch.setattr(storage, "delete", lambda store, name: bucket.pop(name, None))
+    with prepare._locked("gs://bucket/store"):
+        directory_lock.check()
+    assert not bucket
+    with pytest.raises(UserError, match="another process has begun to write it"), prepare._locked("gs://bucket/store"):
+        bucket[directory_lock.NAME] = b"of another process"
+        directory_lock.check()
+    assert bucket == {directory_lock.NAME: b"of another process"}

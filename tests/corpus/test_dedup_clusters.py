@@ -18,6 +18,8 @@ from maxlm.corpus.dedup import clusters, components, words
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
 from maxlm.corpus.dedup.signatures import signatures, write_signatures
+from maxlm.corpus.dedup.writing import Priority
+from maxlm.corpus.urls import url_key
 
 NO_VERIFY = DedupSettings(minhash=MinHashSettings(verify=None))
 SETTINGS = [DedupSettings(), NO_VERIFY, DedupSettings(exact=False), DedupSettings(minhash=None)]
@@ -60,7 +62,7 @@ def ngrams(text: str) -> set[tuple[str, ...]]:
 def oracle(documents: Sequence[Document], settings: DedupSettings) -> list[dict[str, str]]:
     """The same by comparing every pair."""
     order = sorted(documents, key=lambda one: (-len(one.text), one.id.encode()))
-    table = signatures([one.id for one in order], [one.text for one in order], settings)
+    table = signatures(order, settings)
     hashes = list(zip(table["exact_lo"].to_pylist(), table["exact_hi"].to_pylist(), strict=True))
     bands, parent = [set(row) for row in table["bands"].to_pylist()], list(range(len(order)))
     verify = settings.minhash.verify if settings.minhash else None
@@ -192,3 +194,66 @@ def test_large_group_is_joined_whole(tmp_path: Path):
     documents = [Document(f"{i:03d}", "one two three four five six seven " * 3 + "x" * (i % 2 + 1) * (i + 1)) for i in range(100)]
     settings = DedupSettings(minhash=MinHashSettings(verify=VerifySettings(jaccard=0.3, window=2), ngram=2))
     assert {row["kept"] for row in rows(documents, tmp_path, settings)} == {"099"}
+
+
+def test_urls_are_compared_by_the_stated_rule():
+    """Each list is one URL, and no two lists are the same."""
+    same = [
+        [
+            "https://www.Example.org/a",
+            "http://example.org:80/a/",
+            "example.org/a#part",
+            " https://EXAMPLE.org.:443/a?utm_source=x&UTM_b=1&gclid=2",
+        ],
+        ["https://example.org/a?b=1&c=2", "http://example.org/a/?utm_medium=m&b=1&c=2#f"],
+        ["https://example.org/a?c=2&b=1"],
+        ["https://example.org/A"],
+        ["https://example.org:8080/a", "http://example.org:8080/a"],
+        ["http://example.org:443/a"],
+        ["https://example.org", "http://www.example.org/", "example.org/?fbclid=3"],
+        ["ftp://example.org/a"],
+        ["https://münchen.de/ä", "http://xn--mnchen-3ya.de/ä"],
+        ["https://example.org/a?utm=1"],
+        ["no url"],
+    ]
+    keys = [{url_key(url) for url in urls} for urls in same]
+    assert all(len(one) == 1 for one in keys) and len(set.union(*keys)) == len(same), keys
+    assert url_key("") == url_key(" ") == "" and url_key("http://[broken") == "http://[broken"
+
+
+@pytest.mark.parametrize(
+    "settings", [DedupSettings(url=True), DedupSettings(url=True, exact=False, minhash=None)], ids=["all kinds", "url alone"]
+)
+def test_of_documents_with_one_url_the_first_stays_and_texts_of_others_are_not_compared(settings: DedupSettings, tmp_path: Path):
+    """As if the copies by URL were not there; those go to what stays of the first, which may be a copy of a text itself."""
+    rng, documents = random.Random(3), corpus(40, 7)
+    for one in documents:
+        if rng.random() < 0.6:
+            one.metadata["url"] = f"http{rng.choice(('', 's'))}://a.b/{rng.randrange(25)}{rng.choice(('', '/', '#x'))}"
+    order = sorted(documents, key=lambda one: (-len(one.text), one.id.encode()))
+    firsts: dict[str, str] = {}
+    by_url = {
+        one.id: firsts[key]
+        for one in order
+        if (url := one.metadata.get("url")) and firsts.setdefault(key := url_key(str(url)), one.id) != one.id
+    }
+    others = rows([one for one in documents if one.id not in by_url], tmp_path / "others", settings.model_copy(update={"url": False}))
+    kept = {row["id"]: row["kept"] for row in others}
+    found = {row["id"]: (row["kind"], row["kept"]) for row in rows(documents, tmp_path / "all", settings)}
+    assert found == {row["id"]: (row["kind"], row["kept"]) for row in others} | {
+        id: ("url", kept.get(first, first)) for id, first in by_url.items()
+    }
+    assert len(by_url) > 10 and (not settings.exact or any(first in kept for first in by_url.values()))
+    assert run(documents[::-1], tmp_path / "reversed", settings, shards=3) == (tmp_path / "all" / "removed").read_bytes()
+
+
+def test_the_preferred_source_stays(tmp_path: Path):
+    """By the order of `prefer`, then sources that it does not name by length, whatever the kind of the copies."""
+    priority = Priority(("best", "good"), {"b": "best", "g": "good", "x": "other", "y": "more"})
+    texts = {"x#1": "one two three four five six seven", "g#1": "one two three four five six", "b#1": "one two three", "y#1": "one two"}
+    settings = DedupSettings(url=True, prefer=priority.prefer)
+    for left, stays in (("xgby", "b#1"), ("xgy", "g#1"), ("xy", "x#1")):
+        documents = [Document(id, text, {"url": "http://a.b"}) for id, text in texts.items() if id[0] in left]
+        write_signatures(documents, tmp_path / "a", settings, priority)
+        clusters.cluster([tmp_path / "a"], tmp_path / "out", settings, work=tmp_path / "w")
+        assert {row["kept"] for row in pq.read_table(tmp_path / "out").to_pylist()} == {stays}

@@ -15,7 +15,7 @@ from maxlm.corpus.document import Document
 pytest.importorskip("duckdb")
 from maxlm.corpus.dedup import minhash, words
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
-from maxlm.corpus.dedup.signatures import open_signatures, signatures, write_signatures
+from maxlm.corpus.dedup.signatures import open_signatures, signatures as of_documents, write_signatures
 
 TEXTS = [
     "Don't  STOP,\tnow!",
@@ -33,6 +33,10 @@ TEXTS = [
     "\x00NUL",
     "ΣΑΣ σας",
 ]
+
+
+def signatures(ids, texts, settings):
+    return of_documents([Document(id, text) for id, text in zip(ids, texts, strict=True)], settings)
 
 
 def exact(texts: list[str]) -> list[tuple[int, int]]:
@@ -136,7 +140,7 @@ def test_other_settings_another_format_and_damage_are_one_line(tmp_path: Path, m
     with pytest.raises(UserError, match=r'"bands": 20.*"bands": 14'):
         open_signatures(path, DedupSettings(minhash=MinHashSettings(bands=14)))
     monkeypatch.setattr("maxlm.corpus.dedup.signatures.FORMAT", 99)
-    with pytest.raises(UserError, match=r"format 1.*99"):
+    with pytest.raises(UserError, match=r"format 2.*99"):
         open_signatures(path, settings)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="not a whole Parquet file"):

@@ -207,6 +207,30 @@ def test_a_run_with_other_settings_in_between_changes_nothing(tmp_path, monkeypa
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 
+PARTS = {"lines": {"max_documents": 1}, "paragraphs": {"max_documents": 1}, "substrings": {"min_words": 12}}
+KINDS = ({"url": True}, {"exact": True}, {"minhash": {}}, *({name: part} for name, part in PARTS.items()))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))
+def test_the_copy_of_the_preferred_source_stays(tmp_path, kind):
+    """Of every kind of copies, though the other source has the longer text and the smaller path."""
+    words = " ".join(f"word{n}" for n in range(40))
+    longer = {"exact": f"{words} ...", "minhash": f"{words} more"}.get(next(iter(kind)), f"{words}\n\nand a line of its own")
+    for name, text in (("b", words), ("a", longer)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jsonl").write_text(json.dumps({"text": text, "url": "http://a.b"}) + "\n")
+    sources = {name: {"paths": [str(tmp_path / name)]} for name in "ab"}
+    kept = []
+    for prefer in ([], ["b"], ["a", "b"]):
+        copies = {"exact": False, "minhash": None, **kind, "prefer": prefer}
+        config = {"output": str(tmp_path / f"out{len(kept)}"), "sources": sources, "deduplicate": copies}
+        run(CorpusSettings.model_validate(config))
+        kept.append([one["metadata"]["source"] for one in records(Path(config["output"]) / "documents") if words in one["text"]])
+    assert kept == [["a"], ["b"], ["a"]]
+    with pytest.raises(ValueError, match=r"deduplicate\.prefer: c is no source \(a, b\)"):
+        CorpusSettings.model_validate(config | {"deduplicate": {"prefer": ["b", "c"]}})
+
+
 @pytest.fixture
 def bucket():
     """A folder in fsspec's memory, which tells the time at which each file was made."""

@@ -5,6 +5,7 @@ import os
 import random
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -133,4 +134,51 @@ def test_ray_gives_the_same_bytes(tmp_path):
         run(settings(tmp_path, "b", ray={"address": "local", "memory_gb": 0.2, "combine_cpus": 1}, run={"memory_mb": 64}))
     finally:
         ray.shutdown()
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+@pytest.mark.soak
+def test_a_node_of_ray_that_is_killed_changes_no_byte(tmp_path, capsys):
+    """Four nodes; one is killed when the first tasks are done, with a task on it. Its tasks begin again on others."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    rng, words = random.Random(1), ["river", "stone", "north", "paper", "green", "seven", "winter", "bridge", "quiet", "mason"]
+    (tmp_path / "raw").mkdir()
+    for number in range(24):
+        texts = [" ".join(rng.choices(words, k=rng.randrange(50, 400))) + f" {rng.random()}" for _ in range(150)]
+        lines = [json.dumps({"text": text}) + "\n" for text in [*texts, texts[0]]]
+        (tmp_path / "raw" / f"{number:02}.jsonl").write_text("".join(lines))
+    sources = {"made": {"paths": [str(tmp_path / "raw")]}}
+    stages = {"filters": {"language": {}, "gopher_repetition": {}}, "deduplicate": {"lines": {}}, "format": "parquet"}
+    base = {"sources": sources, "run": {"task_bytes": 1, "memory_mb": 64}, **stages}
+    run(CorpusSettings.model_validate({"output": str(tmp_path / "a"), **base}))
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        nodes = [cluster.add_node(num_cpus=1, memory=2**30, resources={f"node{number}": 1}) for number in range(4)]
+        cluster.wait_for_nodes()
+        address = {"address": cluster.address, "memory_gb": 0.2, "combine_cpus": 1}
+        config = CorpusSettings.model_validate({"output": str(tmp_path / "b"), **base, "ray": address})
+        plan, said, killed = engine.make_plan(config), [], []
+
+        def say(line):
+            said.append(line)
+            if not killed and not line.startswith("filter: 24"):
+                killed.append(len(list((tmp_path / "b" / "marks").rglob("*.json"))))
+                cluster.remove_node(nodes[0], allow_graceful=False)
+
+        began = time.monotonic()
+        engine.run(plan, make_executor(config, say))
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        with capsys.disabled():
+            print(
+                f"\n{time.monotonic() - began:.0f} s; killed after {killed} of 24 tasks of the first pass; {len(alive)} nodes live",
+                *said,
+                sep="\n",
+            )
+        assert killed and 0 < killed[0] < 24 and len(alive) == 4, "the head and three nodes"
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
     assert files(tmp_path / "a") == files(tmp_path / "b")

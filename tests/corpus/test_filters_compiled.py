@@ -13,10 +13,10 @@ from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan, thresholds
 from maxlm.corpus.filters.language import sample_text
 from maxlm.corpus.filters.lines import BoilerplateFilter, Phrases, is_pattern, keep_lines
-from maxlm.corpus.filters.lists import split_url
 from maxlm.corpus.filters.settings import BoilerplateSettings
 from maxlm.corpus.filters.statistics import TextStatistics
 from maxlm.corpus.shards import line_of
+from maxlm.corpus.urls import split_url
 
 LINES = """
 Sign in|READ MORE|read  more…|SIGN\tUP|12|3.4.5|1,2 likes|12k Likes|12 k  Likes|(3)|- 5 -|½ %|share this page now|x Items In  Cart y

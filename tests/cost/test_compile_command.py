@@ -327,13 +327,16 @@ def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch):
     assert [cached(0), cached(1), cached(0, source.replace("2", "3"))] == [False, True, False]
 
 
-def test_a_damaged_or_unwritable_cache_costs_only_time(folder, monkeypatch):
+def test_a_damaged_exchanged_or_unwritable_cache_costs_only_time(folder, monkeypatch):
     program_cache.write("key", {"seconds": 1.0}, "text")
     assert program_cache.read("key") == ({"seconds": 1.0}, "text")
-    path = program_cache.folder() / "key.hlo.gz"
-    path.write_bytes(path.read_bytes()[:-6])
-    assert program_cache.read("key") is None
-    assert program_cache.read("another") is None
+    (path,) = program_cache.folder().glob("key*")
+    whole = path.read_bytes()
+    path.with_name(path.name.replace("key", "another")).write_bytes(whole)
+    assert program_cache.read("another") is None, "another program's file is none of this key"
+    for damaged in (b"", whole[:-6], whole[:40], whole[:-1] + bytes([whole[-1] ^ 128]), whole + b"x"):
+        path.write_bytes(damaged)
+        assert program_cache.read("key") is None
     (folder / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(folder / "file"))
     program_cache.write("key", {"seconds": 1.0}, "text")

@@ -303,3 +303,18 @@ def _die(texts: list[str], fraction: float) -> None:
 def test_held_out_by_hash_is_near_the_fraction():
     held = np.mean([encoding.is_held_out(f"document {number}".encode(), 0.1) for number in range(5000)])
     assert 0.08 < held < 0.12
+
+
+def test_what_is_rewritten_between_interruption_and_continuation_is_noticed(source, tmp_path, monkeypatch):
+    """The digests of the shards are part of the saved progress: tokens and digests on the disk that fit each other are not enough."""
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 40)
+        make(prepare_config(tmp_path / "store", source))
+    folder = str(tmp_path / "store/train/tokens")
+    tokens = storage.open_array(folder, write=True)
+    tokens[5].write(tokens[5].read().result() ^ 1).result()
+    storage.write_bytes(folder, "digests/0", storage.chunk_digests(tokens[: storage.TOKENS.shard].read().result(), storage.TOKENS))
+    make(prepare_config(tmp_path / "store", source))
+    with pytest.raises(UserError, match="tokens/digests/0 is missing, damaged or was edited"):
+        TokenStore(str(tmp_path / "store")).read(0, 10)

@@ -128,7 +128,7 @@ BREAKS = {
     "manifest gone": (lambda store: (store / "store.json").unlink(), "not a token store"),
     "manifest cut": (lambda store: (store / "store.json").write_text("{"), "store.json is not a maxlm token store's"),
     "manifest of something else": (lambda store: (store / "store.json").write_text('{"name": "x"}'), "not a maxlm token store's"),
-    "newer format": (edit(format="maxlm-tokens-3"), "format"),
+    "newer format": (edit(format="maxlm-tokens-4"), "format"),
     "other dtype": (edit(dtype="uint32"), "not uint32"),
     "more tokens": (
         edit(splits={"train": {"tokens": 10**6, "documents": 60}, "eval": {"tokens": 1, "documents": 1}}),
@@ -181,21 +181,74 @@ def test_a_shard_in_the_place_of_another_is_noticed(store):
     two.write_bytes(content)
     opened = TokenStore(str(store))
     opened.read(0, 64)
-    with pytest.raises(DamagedStoreError, match="tokens/c/1 is damaged or another shard's"):
+    with pytest.raises(DamagedStoreError, match="tokens/c/1, chunk 0, is not what was written"):
         opened.read(60, 70)
 
 
-def test_a_store_of_the_format_before_is_read_and_said(store, caplog):
-    body = json.loads((store / "store.json").read_text())
-    del body["sha256"], body["files"]
-    (store / "store.json").write_text(json.dumps({**body, "format": "maxlm-tokens-1"}))
+def rewrite(store: str, split: str, array: str, at: int, values: list[int]) -> None:
+    """Other elements with valid CRCs, as another program would write them."""
+    written = storage.open_array(f"{store}/{split}/{array}", write=True)
+    written[at : at + len(values)].write(np.array(values, written.dtype.numpy_dtype)).result()
+
+
+@pytest.mark.parametrize("place", ["disk", "memory://bucket/rewritten"])
+def test_every_element_that_is_rewritten_with_a_valid_crc_is_noticed(tmp_path, place):
+    """Of tokens and of documents, of both splits, on a disk and in a bucket: the line names shard and chunk; others are still read."""
+    path = write_store(tmp_path / "store" if place == "disk" else place, DOCUMENTS, DOCUMENTS[:9])
+    for split, array, layout in [(s, a, getattr(storage, a.upper())) for s in manifest.SPLITS for a in ("tokens", "documents")]:
+        whole = TokenStore(path, split)
+        read = {"tokens": whole.read, "documents": whole.read_documents}[array]
+        length = {"tokens": whole.n_tokens, "documents": whole.size.documents + 1}[array]
+        before = read(0, length)
+        for at in {*range(0, length, 211), length - 1}:
+            rewrite(path, split, array, at, [before[at] + 1])
+            shard, chunk = at // layout.shard, at % layout.shard // layout.chunk
+            with pytest.raises(DamagedStoreError) as caught:
+                again = TokenStore(path, split)
+                (again.read if array == "tokens" else again.read_documents)(0, length)
+            assert f"{split}/{array}/c/{shard}, chunk {chunk}, is not what was written" in str(caught.value) and "\n" not in str(
+                caught.value
+            )
+            rewrite(path, split, array, at, [before[at]])
+    np.testing.assert_array_equal(TokenStore(path).read(0, len(STREAM)), STREAM)
+
+
+def test_digests_that_fit_rewritten_tokens_are_noticed_too(store):
+    """Whoever rewrites the digests of a shard as well has not rewritten those of the shards, and store.json with them."""
+    rewrite(str(store), "train", "tokens", 70, [7, 7, 7])
+    first, last = storage.TOKENS.shard, 2 * storage.TOKENS.shard
+    other = STREAM.astype(np.uint8).copy()
+    other[70:73] = 7
+    storage.write_bytes(str(store / "train/tokens"), "digests/1", storage.chunk_digests(other[first:last], storage.TOKENS))
+    opened = TokenStore(str(store))
+    opened.read(0, 64)
+    with pytest.raises(DamagedStoreError, match="tokens/digests/1 is missing, damaged or was edited"):
+        opened.read(60, 70)
+
+
+def test_a_chunk_that_is_read_again_is_compared_again(store, monkeypatch):
+    """A long run reads a chunk in every epoch: rewritten in between, it is noticed."""
+    monkeypatch.setattr("maxlm.data.token_store.CACHE_BYTES", 64)
+    opened = TokenStore(str(store))
+    for _ in range(2):
+        np.testing.assert_array_equal(opened.read(0, len(STREAM)), STREAM)
+    rewrite(str(store), "train", "tokens", 70, [int(STREAM[70]) ^ 1])
+    with pytest.raises(DamagedStoreError, match="tokens/c/1, chunk 0"):
+        opened.read(0, len(STREAM))
+
+
+@pytest.mark.parametrize(("form", "dropped"), [("maxlm-tokens-1", ("sha256", "files")), ("maxlm-tokens-2", ("sha256",))])
+def test_a_store_of_an_older_format_is_read_and_said(store, caplog, form, dropped):
+    body = {key: value for key, value in json.loads((store / "store.json").read_text()).items() if key not in dropped}
+    body["format"] = form
+    (store / "store.json").write_bytes(manifest.as_bytes(body) if "files" in body else json.dumps(body).encode())
     np.testing.assert_array_equal(TokenStore(str(store)).read(0, len(STREAM)), STREAM)
     TokenStore(str(store), "eval")
-    assert caplog.text.count("maxlm-tokens-1, without checksums") == 1
+    assert caplog.text.count(f"{form}, without digests of its chunks") == 1
 
 
 def test_what_may_pass_is_tried_again_and_has_its_own_code(store, monkeypatch, caplog):
-    opened, real, tries = TokenStore(str(store)), storage.shard_samples, []
+    opened, real, tries = TokenStore(str(store)), storage.read_bytes, []
 
     def fails(*args):
         tries.append(1)
@@ -203,7 +256,7 @@ def test_what_may_pass_is_tried_again_and_has_its_own_code(store, monkeypatch, c
             raise ValueError("UNKNOWN: Error reading local file: Stale file handle [os_error_code='116']")
         return real(*args)
 
-    monkeypatch.setattr(storage, "shard_samples", lambda *args: named(fails, *args))
+    monkeypatch.setattr(storage, "read_bytes", lambda *args: named(fails, *args))
     monkeypatch.setattr(transient, "RETRY_DELAYS_S", (0.0, 0.0))
     failures = 3
     assert opened.read(0, 10).tolist() == STREAM[:10].tolist() and caplog.text.count("is tried again") == 1

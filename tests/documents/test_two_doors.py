@@ -102,7 +102,7 @@ def test_a_folder_of_descriptions_only_has_no_data(tmp_path):
     assert agreed(tmp_path / "README.md") == ["Content of README.md."]
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.foo", "a.jsonl.br", "model.bin"])
+@pytest.mark.parametrize("name", ["a.xlsx", "a.foo", "a.jsonl.br", "model.bin"])
 def test_an_unknown_suffix_in_a_folder_is_refused_by_name(tmp_path, name):
     (tmp_path / "a.jsonl").write_bytes(lines())
     write(tmp_path, name)
@@ -308,3 +308,34 @@ def test_an_object_over_several_lines_is_one_record(tmp_path):
     for text in ('{"text": "a",\n"more": {"b":\n{"c": 1}\n}}', '{"text": "a", "data": [\n{"text": "b"}\n]}', '{\n"text": "a"\n}'):
         (tmp_path / "a.json").write_text(text)
         assert agreed(tmp_path / "a.json") == ["a"]
+
+
+def test_a_row_that_is_wrong_costs_no_other_row(tmp_path, monkeypatch):
+    """A wrong quote, too few fields, a row above the limit, one whose quote never ends; in blocks of any size."""
+    long = "x" * 300
+    path = tmp_path / "a.csv"
+    path.write_text(f'id,text\na,One.\nb,"Two"?\nc\nd,{long}\ne,"Three\nlines.\n"\nf,"{long}\n{long}"\ng,Four.\nh,"Five')
+    for block in (1, 7, 4096):
+        monkeypatch.setattr("maxlm.documents.stream.BLOCK", block)
+        found = list(records(str(path), Wanted("text", ReadSettings(max_record_bytes=200))))
+        texts = [(one.number, one.text) for one in found if isinstance(one, Record)]
+        defects = [(one.number, one.reason) for one in found if isinstance(one, Defect)]
+        assert texts == [(2, "One."), (6, "Three\nlines.\n"), (11, "Four.")]
+        assert defects[:3] == [(3, "malformed"), (4, "malformed"), (5, "too_large")] and defects[-1] == (0, "truncated")
+    with pytest.raises(UserError, match=r"a\.csv, line 3.* breaks the rules of its format.*expected after"):
+        list(documents_in(find_files([str(path)]), Fields.of_text("text")))
+
+
+def test_rows_of_text_are_metadata_and_conversations(tmp_path):
+    (tmp_path / "a.csv").write_bytes("text,url,score,none\nWörter,http://a.b,0.5,\n".encode())
+    (document,) = documents_in(find_files([str(tmp_path / "a.csv")]), Fields.of_text("text"))
+    assert document.about.fields == {"url": "http://a.b", "score": "0.5"} and document.about.id == "a.csv#2"
+    (whole_row,) = documents_in(find_files([str(tmp_path / "a.csv")]), Fields(None, frozenset({"text"})))
+    assert json.loads(whole_row.text) == {"text": "Wörter", "url": "http://a.b", "score": "0.5"}
+    with pytest.raises(
+        UserError, match=r"a\.csv has no field body; set data\.prepare\.text_field to one of its fields: text, url, score, none"
+    ):
+        list(documents_in(find_files([str(tmp_path / "a.csv")]), Fields.of_text("body")))
+    (tmp_path / "latin.csv").write_bytes("text,by\nDéjà vu à Paris et très bien été.,café\n".encode("latin-1"))
+    texts, defects, mended = by_corpus(tmp_path / "latin.csv")
+    assert (texts, defects, mended) == (["Déjà vu à Paris et très bien été."], [], True)

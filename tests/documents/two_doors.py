@@ -1,7 +1,9 @@
 """What `data prepare` and `corpus run` make of one source, to be compared; and files of every format, compression and damage."""
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 from collections.abc import Callable
@@ -85,6 +87,13 @@ def lines(field: str = "text") -> bytes:
     )
 
 
+def rows(by: str = ",", column: str = "text") -> bytes:
+    """A file with line feeds, quotes and the delimiter in texts, as spreadsheets write it."""
+    out = io.StringIO()
+    csv.writer(out, delimiter=by).writerows([("n", column, "more"), *((number, text, f'a{by}"b"') for number, text in enumerate(TEXTS))])
+    return out.getvalue().encode()
+
+
 def listed(indent: int | None = None) -> bytes:
     return json.dumps(
         [{"n": number, "text": text, "tags": ["]", '"', {"a": [1]}]} for number, text in enumerate(TEXTS)], indent=indent
@@ -114,7 +123,26 @@ FILES: dict[str, Made] = {
     "page.txt": (lambda _: b"<html><body><p>Some words.</p></body></html>", ["Some words."], "text"),
     "page.md": (lambda _: f"<html>{TEXTS[0]}".encode(), [f"<html>{TEXTS[0]}"], "text"),
     "a.xml": (lambda _: b"<project><name>x</name></project>", None, "text"),
-    "a.csv": (lambda _: b"text,n\nWords,1\n", None, "text"),
+    **{
+        f"a.{suffix}": (lambda _, by=by: rows(by), TEXTS, "text")
+        for suffix, by in (("csv", ","), ("CSV", ","), ("tsv", "\t"), ("tab", "\t"))
+    },
+    "other_column.csv": (lambda _: rows(column="content"), TEXTS, "content"),
+    "missing_column.csv": (lambda _: rows(column="content"), None, "text"),
+    "no_header.csv": (lambda _: rows().partition(b"\r\n")[2], None, "text"),
+    "semicolon.csv": (lambda _: rows(";"), None, "text"),
+    "marked.csv": (lambda _: b"\xef\xbb\xbf" + rows(), TEXTS, "text"),
+    "wide.csv": (lambda _: rows().decode().encode("utf-16"), TEXTS, "text"),
+    "latin.csv": (lambda _: "text,n\ndéjà vu à Paris,1\n".encode("latin-1"), None, "text"),
+    "quotes.csv": (lambda _: b'n,text\n\n1,"a ""b"", c\r\nd"\n2,e "f" g\n3,"h"', ['a "b", c\nd', 'e "f" g', "h"], "text"),
+    "one_column.csv": (lambda _: b"text\nOne.\n\nTwo.\n", ["One.", "Two."], "text"),
+    "empty_field.csv": (lambda _: b"text,n\nOne.,\n,2\n", ["One."], "text"),
+    "header_only.csv": (lambda _: b"text,n\n", None, "text"),
+    "more_fields.csv": (lambda _: b"text,n\nOne.,1\nTwo, and more,2\n", None, "text"),
+    "open_quote.csv": (lambda _: b'text,n\nOne.,1\n"Two.,2\n', None, "text"),
+    "wrong_quote.csv": (lambda _: b'text,n\n"One" more.,1\nTwo.,2\n', None, "text"),
+    "text_twice.csv": (lambda _: b"text,text\nOne.,Two.\n", None, "text"),
+    "field_twice.csv": (lambda _: b"text,n,n\nOne.,1,2\n", ["One."], "text"),
     "a.foo": (lambda _: TEXTS[0].encode(), None, "text"),
     "a.bin": (lambda _: b"\x00\x01\x02" * 99, None, "text"),
     "a.safetensors": (lambda _: b"\x10\0\0\0\0\0\0\0{}" + b"\0" * 99, None, "text"),

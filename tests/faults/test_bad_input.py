@@ -11,6 +11,7 @@ from small_run import CONFIG, finish, make_workspace, start
 
 from maxlm import cli
 from maxlm.config import load
+from maxlm.data import manifest, storage
 from maxlm.data.prepare import prepare
 
 
@@ -221,6 +222,8 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "model.n_kv_heads=3": ["model.n_kv_heads = 3", "model.n_heads = 4", "use 1, 2 or 4"],
     "model.head_dim=7": ["model.head_dim = 7", "even"],
     "model.activation=relu": ["model.activation = relu", "swiglu, geglu"],
+    "model.vocab_size=2147483648": ["model.vocab_size = 2147483648", "2147483647"],
+    "model.learned_positions.max_seq_len=2147483648": ["model.learned_positions.max_seq_len = 2147483648", "2147483647"],
     "model.learned_positions={}": ["model.learned_positions.max_seq_len is missing"],
     "model.learned_positions.max_seq_len=16": ["data.seq_len = 32", "model.learned_positions.max_seq_len = 16"],
     "model.learned_positions.max_seq_len=64 ; model.rope.theta=5": ["model.rope = set", "learned"],
@@ -232,6 +235,7 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     f"model.latent={LATENT}": ["model.n_kv_heads = 2", "n_heads = 4", "use 4"],
     f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.head_dim=16": ["model.head_dim = 16", "rope_dim = 12", "use 12"],
     f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.latent.rope_dim=3": ["model.latent.rope_dim = 3", "even"],
+    f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.latent.value_dim=16": ["model.latent.value_dim = 16", "rope_dim = 12", "use 12"],
     f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.qk_norm=true": ["model.qk_norm = true", "norms of its own"],
     f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.bias=qkv": ["model.bias = qkv", "no biases"],
     f"model.latent={LATENT} ; model.n_kv_heads=4 ; model.latent.q_rank=20": ["mesh.fsdp = 8", "model.latent.q_rank = 20", "use 1, 2 or 4"],
@@ -413,6 +417,17 @@ def other_tokenizer(folder: Path) -> None:
     (folder / "small.yml").write_text(text)
 
 
+def rewritten_store(folder: Path) -> None:
+    """Another token in the place of the first one, with all checksums and digests up to those in store.json."""
+    store = str(folder / "store")
+    tokens = storage.open_array(f"{store}/train/tokens", write=True)
+    tokens[0].write(tokens[0].read().result() ^ 1).result()
+    digests = storage.chunk_digests(tokens.read().result(), storage.TOKENS)
+    storage.write_bytes(f"{store}/train/tokens", "digests/0", digests)
+    storage.write_bytes(f"{store}/train", "tokens.shards", storage.digest(digests))
+    manifest.save(store, manifest.load(store))
+
+
 def edit(path: str, change) -> object:
     """A change to one JSON file of the workspace."""
 
@@ -444,6 +459,7 @@ DATA = {  # name -> (what is done to the workspace, overrides, words of the mess
     "small vocabulary": (lambda f: None, [*NEW_RUN, "model.vocab_size=296"], ["model.vocab_size", "296", "300"]),
     "run folder is a file": (lambda f: (f / "runs" / "other").write_text("mine"), NEW_RUN, ["run.dir", "is a file"]),
     "runs is a file": (lambda f: (f / "afile").write_text("mine"), [*NEW_RUN, "run.dir=afile"], ["run.dir", "is a file"]),
+    "rewritten store, resumed": (rewritten_store, [], ["data.store", "holds other tokens", "step 2"]),
     "other model's checkpoint": (lambda f: None, ["model.d_ff=48"], ["model.d_ff", "48", "64"]),
     "other seed's checkpoint": (lambda f: None, ["train.seed=1"], ["train.seed"]),
     "other batch's checkpoint": (lambda f: None, ["train.global_batch=16"], ["train.global_batch"]),
@@ -459,6 +475,29 @@ def test_data_or_checkpoints_that_do_not_fit(workspace, capsys, monkeypatch, nam
     capsys.readouterr()
     line = refuse(workspace, capsys, monkeypatch, "train", "small.yml", *overrides)
     assert all(word in line for word in said), line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "small.yml", "train.steps=9"], ["train", "small.yml", "run.name=other"], ["eval", "runs/small", "--tasks", "task.yml"]],
+    ids=["resumed", "new", "eval"],
+)
+def test_a_chunk_that_was_rewritten_with_valid_checksums_ends_the_run(workspace, capsys, monkeypatch, arguments):
+    """One line names shard and chunk; no checkpoint is written from what was read."""
+    (workspace / "task.yml").write_text("{name: held, kind: perplexity, store: store}")
+    for split in ("train", "eval"):
+        tokens = storage.open_array(str(workspace / "store" / split / "tokens"), write=True)
+        for chunk in range(0, tokens.shape[0], storage.TOKENS.chunk):
+            tokens[chunk].write(tokens[chunk].read().result() ^ 1).result()
+    saved = sorted(path for path in workspace.glob("runs/*/checkpoints/*"))
+    monkeypatch.setattr("sys.argv", ["maxlm", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2
+    split = "eval" if "eval" in arguments else "train"
+    assert f"store/{split}/tokens/c/0, chunk " in line and "is not what was written" in line and len(line) < 600, line
+    assert sorted(path for path in workspace.glob("runs/*/checkpoints/*")) == saved
 
 
 @pytest.mark.parametrize("field", ["run.dir", "checkpoint.dir"])

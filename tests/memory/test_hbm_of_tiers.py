@@ -12,7 +12,7 @@ from maxlm.compiler import aot
 from maxlm.config.schema import AXES
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.topologies import parse
-from maxlm.models.counts import count_parameters, count_scanned
+from maxlm.models.counts import count_matrices, count_parameters
 from maxlm.training import fits
 
 
@@ -46,7 +46,7 @@ def test_bounds_count_layers_on_the_host_there(monkeypatch):
     """4 bytes a number of a float32 model's matrices of layers leave the device for weights, and 4 for gradients."""
     sizes = dict.fromkeys(AXES, 1)
     near, far = (tiny_config(memory={"offload_state": HOST | more}) for more in ({}, {"weights": "host", "gradients": "host"}))
-    layers = 4 * count_scanned(far.model)
+    layers = 4 * count_matrices(far.model, scanned=True)
     assert fits.least(near, sizes)[0].bytes - fits.least(far, sizes)[0].bytes == layers
     monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes: None)
     least = 12 * count_parameters(near.model)  # of the host: masters and moments

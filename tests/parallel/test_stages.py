@@ -12,7 +12,6 @@ from tiny import GLOBAL_BATCH, SEQ_LEN, steps_of, tiny_batch, tiny_config, tiny_
 from maxlm.cost.network import is_collective
 from maxlm.hlo.parser import read
 from maxlm.models import BlockContext, abstract_parameters, bind, init_parameters
-from maxlm.models.stack import PATTERN as LAYERS, by_group, layer_groups
 from maxlm.models.stages import StageAssignment, run_unless_padding
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
@@ -26,13 +25,20 @@ PATTERN = {
     "layer_pattern": ("local", "local", "global"),
     "window": 8,
     "tie_embeddings": True,
+    "parametrization": {"kind": "completep", "base_width": 32, "base_depth": 2},
 }  # the last period is cut short
+EXPERTS = {
+    "n_layers": 4,
+    "moe": {"n_experts": 4, "top_k": 2, "d_ff": 32, "n_shared": 1},
+    "parametrization": {"kind": "completep", "base_width": 32, "base_depth": 2},
+}
 LAYOUTS = {  # devices, model, mesh, other sections
     "stage, fewer microbatches than stages": (8, DEEP, {"stage": 8, "fsdp": 1}, {"train": {"microbatches": 4}}),
     "stage x data, as many, a pattern": (4, PATTERN, {"stage": 2, "data": 2, "fsdp": 1}, {"train": {"microbatches": 2}}),
     "stage x fsdp x tensor": (8, DEEP, {"stage": 2, "fsdp": 2, "tensor": 2}, {"train": {"microbatches": 4}}),
     "stage x fsdp, more, uneven": (8, UNEVEN, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 8}}),
     "interleaved": (8, DEEP, {"stage": 4, "fsdp": 2}, {"train": {"microbatches": 4}, "pipeline": {"chunks": 2}}),
+    "experts": (2, EXPERTS, {"stage": 2, "fsdp": 1}, {"train": {"microbatches": 4}}),
     "gpipe": (4, UNEVEN, {"stage": 4, "fsdp": 1}, {"train": {"microbatches": 8}, "pipeline": {"schedule": "gpipe"}}),
 }
 
@@ -227,19 +233,18 @@ def test_nan_in_padding_changes_nothing():
     """Weights of padded layers are NaN: hidden states and gradients are what they were, to the bit."""
     config = tiny_config(model=PATTERN).model
     assignment = StageAssignment(config, 2)
-    part_config, active_L = assignment.part_config, assignment.active(jnp.int32(1))
-    assert active_L.tolist() == [True, True, False], "the second of two periods lacks its global layer"
-    params = jax.jit(init_parameters, static_argnums=(0, 1))(part_config, 0)
+    active = assignment.active(jnp.int32(1))
+    assert [rows.tolist() for rows in active] == [[[True, True]], [False]], "the second of two periods lacks its global layer"
+    params = jax.jit(init_parameters, static_argnums=(0, 1))(config, 0)
     x_BSD = jax.random.normal(jax.random.key(0), (2, SEQ_LEN, config.d_model))
     positions_BS, segment_ids_BS = jnp.arange(SEQ_LEN)[None].repeat(2, 0), jnp.ones((2, SEQ_LEN), jnp.int32)
 
     @jax.jit
     def outcome(layers):
         def total(layers, x_BSD):
-            model = bind(part_config, {**abstract_parameters(part_config), "layers": layers})
+            model = bind(config, {**abstract_parameters(config), "layers": layers})
             context = BlockContext(model.angles(positions_BS), segment_ids_BS, memory=tiny_config().memory)
-            active = {"layers": by_group(layer_groups(part_config, LAYERS), active_L), "tail": ()}
-            y_BSD = model.run(x_BSD, context, LAYERS, active, run_unless_padding).x_BSD
+            y_BSD = model.run(x_BSD, context, ("layers",), {"layers": active}, run_unless_padding).x_BSD
             return jnp.sum(y_BSD**2), y_BSD
 
         (_, y_BSD), (grads, dx_BSD) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(layers, x_BSD)

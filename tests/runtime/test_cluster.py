@@ -80,6 +80,14 @@ def test_other_code_is_named(workspace, tmp_path):
     assert "(process 1): maxlm is " in refused(both(workspace, PYTHONPATH=str(package.parent)))
 
 
+@pytest.mark.soak
+def test_another_variable_of_jax_is_named(workspace):
+    """In the suite: `test_consistency`, on facts of one process."""
+    line = refused(both(workspace, JAX_DEFAULT_MATMUL_PRECISION="bfloat16", JAX_COMPILATION_CACHE_DIR=str(workspace / "cache")))
+    assert "(process 1): JAX_DEFAULT_MATMUL_PRECISION is bfloat16, and not set on 1 other" in line
+    assert not (workspace / "runs").exists(), "nothing was written"
+
+
 def test_a_host_without_the_data_is_named_and_nobody_waits_for_it(workspace, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(workspace / "small.yml", tmp_path / "elsewhere")

@@ -1,14 +1,15 @@
 """Training refuses devices other than those of the config's `cluster` section."""
 
+import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tiny import tiny_config
 
 from maxlm.config import UserError
 from maxlm.config.schema import ClusterConfig
-from maxlm.runtime import consistency, host_allgather
+from maxlm.runtime import consistency
 from maxlm.runtime.consistency import check_devices, require_same
 
 
@@ -38,17 +39,19 @@ def test_another_machine_is_refused(kind, count):
     assert told.value.exit_code == 2
 
 
+def beside_another(monkeypatch, facts, problem=""):
+    """This process and another, of the host `other`, which sends `facts` and `problem`."""
+    other = json.dumps({"host": "other", "unavailable": False, "problem": problem, "facts": facts})
+    monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(consistency, "allgather_text", lambda text: [text, other])
+
+
 def test_what_one_host_cannot_find_is_told_to_all(monkeypatch):
     """Also in the host that has found it: both are told why before either waits for the other."""
-
-    def two_hosts(text):
-        return [text.split("\n"), ["other", "False", "models/x holds no config.yml", ""]]
-
-    monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(consistency, "allgather_lines", two_hosts)
+    beside_another(monkeypatch, {}, "models/x holds no config.yml")
     with pytest.raises(UserError, match=r"other.*: models/x holds no config\.yml"):
         require_same("train.start_from", lambda: "1234")
-    monkeypatch.setattr(consistency, "allgather_lines", lambda text: [text.split("\n"), ["other", "False", "", "5678"]])
+    beside_another(monkeypatch, {"train.start_from": "5678"})
     with pytest.raises(UserError, match=r"train\.start_from is "):
         require_same("train.start_from", lambda: "1234")
 
@@ -62,17 +65,70 @@ def test_what_this_host_cannot_find_is_raised():
 
 
 def test_any_number_of_facts_is_compared(monkeypatch):
-    """The last one too, of a hundred tasks."""
+    """The last one too, of a hundred tasks, and one that a process lacks."""
     facts = {f"task {number}": f"{number:012x}" for number in range(100)}
-    other = "\n".join(["other", "False", "", *list(facts.values())[:-1], "f" * 12])
-    monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(host_allgather, "allgather", lambda values: np.stack([values, encoded(other, values)]))
+    beside_another(monkeypatch, {**facts, "task 99": "f" * 12})
     with pytest.raises(UserError, match="task 99 is ffffffffffff"):
+        consistency.require_equal(facts)
+    beside_another(monkeypatch, {**facts, "task 100": "0"})
+    with pytest.raises(UserError, match="task 100 is 0, and not set on 1 other"):
         consistency.require_equal(facts)
 
 
-def encoded(text, like):
-    """`text`, or its length, as the other process sends it beside `like`."""
-    if like.dtype == np.int32:
-        return np.array([len(text)], np.int32)
-    return np.frombuffer(text.encode()[: like.size].ljust(like.size, b"\0"), np.uint8)
+DIFFERENT = (
+    ("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false"),
+    ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=16384"),
+    ("JAX_DEFAULT_MATMUL_PRECISION", "float32"),
+    ("JAX_ENABLE_X64", "1"),
+    ("JAX_THREEFRY_PARTITIONABLE", "0"),
+    ("NVIDIA_TF32_OVERRIDE", "0"),
+    ("NCCL_ALGO", "Ring"),
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("TF_XLA_FLAGS", "--tf_xla_auto_jit=2"),
+)
+THE_SAME = (
+    ("XLA_FLAGS", "--xla_dump_to=/tmp/x --xla_gpu_kernel_cache_file=a --xla_force_host_platform_device_count=3"),
+    ("XLA_FLAGS", ""),
+    ("LIBTPU_INIT_ARGS", "--megascale_port=81 --megascale_slice_id=1"),
+    ("JAX_PROCESS_ID", "3"),
+    ("JAX_LOCAL_DEVICE_IDS", "0,1"),
+    ("JAX_COORDINATOR_ADDRESS", "a:1"),
+    ("JAX_COMPILATION_CACHE_DIR", "/tmp/x"),
+    ("JAX_DUMP_IR_TO", "/tmp/x"),
+    ("JAX_LOG_COMPILES", "1"),
+    ("NCCL_SOCKET_IFNAME", "eth1"),
+    ("CUDA_VISIBLE_DEVICES", "1"),
+)
+
+
+@pytest.mark.parametrize(("name", "value", "same"), [(*pair, False) for pair in DIFFERENT] + [(*pair, True) for pair in THE_SAME])
+def test_hosts_differ_by_what_changes_a_program_and_by_nothing_else(monkeypatch, name, value, same):
+    for known in (name for name, _ in (*DIFFERENT, *THE_SAME)):
+        monkeypatch.delenv(known, raising=False)
+    before = consistency.machine_facts()
+    monkeypatch.setenv(name, value)
+    assert (consistency.machine_facts() == before) == same
+    beside_another(monkeypatch, before)
+    with nullcontext() if same else pytest.raises(UserError, match=rf"{name}.* is not set, and .* on 1 other, .*environment"):
+        consistency.require_equal(consistency.machine_facts())
+
+
+def test_flags_are_compared_as_xla_reads_them(monkeypatch, tmp_path):
+    """In any order, the last of two, from a file, and with quotes."""
+
+    def facts(value):
+        monkeypatch.setenv("XLA_FLAGS", value)
+        return consistency.machine_facts()
+
+    (tmp_path / "flags").write_text("--xla_a=1\n--xla_b")
+    same = [
+        facts(text) for text in ("--xla_b=true --xla_a=1", "--xla_a=2 --xla_b  --xla_a=1", "'--xla_a=1' --xla_b", str(tmp_path / "flags"))
+    ]
+    assert all(one == same[0] for one in same)
+    assert facts("--xla_a=1") != same[0]
+    assert facts("--xla_a='1") != same[0], "an open quote"
+
+
+def test_versions_of_the_libraries_that_compute_are_compared():
+    assert {"jax", "jaxlib", "flax", "numpy", "Python"} <= consistency.machine_facts().keys()
+    assert "pytest" not in consistency.machine_facts()

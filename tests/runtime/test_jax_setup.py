@@ -1,6 +1,7 @@
 """Configuration of jax before it touches a device."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -42,6 +43,44 @@ def test_programs_of_several_cpu_devices_are_not_kept(monkeypatch, tmp_path):
     finally:
         monkeypatch.undo()
         enable_compilation_cache()
+
+
+ATTACKS = """
+import logging, os, pathlib, sys
+import jax
+from maxlm.runtime.jax_setup import enable_compilation_cache
+
+warnings = []
+logging.getLogger("maxlm").addHandler(logging.Handler())
+logging.getLogger("maxlm").handlers[0].emit = warnings.append
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+folder = pathlib.Path(enable_compilation_cache())
+for change in (
+    None,
+    lambda files: files[1:] + files[:1],
+    lambda files: [file[:-9] for file in files],
+    lambda files: [b"" for _ in files],
+):
+    files = sorted(folder.glob("maxlm-*-cache")) if change else []
+    for file, content in zip(files, change([file.read_bytes() for file in files]) if change else ()):
+        file.write_bytes(content)
+    for again in (False, True):
+        jax.clear_caches()
+        warnings.clear()
+        values = [float(jax.jit(function)(3.0)) for function in (lambda x: x * 2 + 1, lambda x: x * x - 5)]
+        print(values, len(warnings), again or change is None)
+"""
+
+
+def test_exchanged_and_damaged_files_of_the_compilation_cache_are_compiled_again(tmp_path):
+    """And kept again. jax alone runs the other program, or fails in an assertion."""
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "XLA_FLAGS": ""}
+    said = subprocess.run([sys.executable, "-c", ATTACKS], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == 8
+    for line in said:
+        values, count, well = re.fullmatch(r"(\[.*\]) (\d+) (\w+)", line).groups()
+        assert values == "[7.0, 4.0]"
+        assert (count == "0") == (well == "True"), said
 
 
 def test_a_cpu_is_as_many_devices_as_asked_and_keeps_the_other_flags(monkeypatch):

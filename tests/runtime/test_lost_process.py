@@ -123,7 +123,7 @@ def test_a_crash_of_process_0_that_comes_of_a_lost_host_is_not_blamed(group):
 def test_a_closed_connection_is_a_better_reason_than_a_late_heartbeat(group):
     """A process on a busy host is late; another is killed, and its neighbour crashes because of it."""
     hub, others = group()
-    others[2].send("heartbeat", suspects=[1], operation=None, times=None)
+    others[2].send("heartbeat", suspects=[1], operation=None, times=None, lengths={}, limits={})
     others[3].close()
     time.sleep(0.1)
     others[2].send("abort", reason="RuntimeError: " + gloo(3), code=1, lost="", passing=False, final=False)

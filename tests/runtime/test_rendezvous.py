@@ -359,11 +359,12 @@ def test_a_recorded_message_is_of_no_use(ends):
 
 
 OPERATION = {"dispatched": 3, "finished": 2, "part": "step", "seconds": 1, "overdue": False}
+LENGTHS = {"lengths": {"step": 7, "data_wait": 10**4}, "limits": {}}
 TIMES = {"steps": 2, "wall_ms": 9, "stepped_ms": 8, "waited_ms": 7, "stopped_ms": 0, "sending_ms": 1}
 
 
-def _heartbeat(times=TIMES, **operation):
-    return json.dumps({"kind": "heartbeat", "suspects": [], "operation": OPERATION | operation, "times": times})
+def _heartbeat(times=TIMES, lengths=LENGTHS, **operation):
+    return json.dumps({"kind": "heartbeat", "suspects": [], "operation": OPERATION | operation, "times": times, **lengths})
 
 
 def members(**fields):
@@ -375,8 +376,9 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
     """Ten thousand hosts send one every five seconds, with numbers as large as in a long run."""
     client, server = ends()
     fields = {"operation": dict.fromkeys(OPERATION, 10**7) | {"part": "data_wait", "overdue": True}, "times": dict.fromkeys(TIMES, 10**10)}
+    fields |= LENGTHS
     client.send("heartbeat", suspects=[], **fields)
-    assert len(server.connection.recv(4096, socket.MSG_PEEK)) < 400
+    assert len(server.connection.recv(4096, socket.MSG_PEEK)) < 450
     assert server.receive(soon()) == {"kind": "heartbeat", "suspects": [], **fields}
     assert server.round_trip() is None or server.round_trip() < 1
 
@@ -396,12 +398,14 @@ def test_a_heartbeat_is_small_and_arrives_whole(ends):
         '{"kind": "hello", "process": 1, "count": 2, "host": "%s", "asks": false, "digest": "", "code": null}' % ("h" * 65),
         '{"kind": "hello", "process": 1, "count": 2, "host": "h", "asks": false, "digest": "", "code": null, "more": 1}',
         '{"kind": "hello", "process": 1, "count": 2}',
-        '{"kind": "heartbeat", "suspects": [true], "operation": null, "times": null}',
+        '{"kind": "heartbeat", "suspects": [true], "operation": null, "times": null, "lengths": {}, "limits": {}}',
         '{"kind": "heartbeat", "suspects": []}',
         *(
             _heartbeat(**wrong)
             for wrong in ({"part": "a" * 33}, {"part": "a\\n"}, {"seconds": -1}, {"dispatched": 2**53}, {"overdue": 1}, {"x": 1})
         ),
+        *(_heartbeat(lengths={**LENGTHS, "limits": wrong}) for wrong in ({"step": -1}, {"a b": 1}, {"step": 1.5}, None)),
+        *(_heartbeat(lengths={**LENGTHS, "lengths": wrong}) for wrong in ({"a" * n: 1 for n in range(1, 18)}, {"step": None})),
         *(_heartbeat(times={**TIMES, name: value}) for name in TIMES for value in (-1, 1.5, 2**53, True)),
         '{"kind": "hang", "reason": "two\\nlines"}',
         '{"kind": "stack", "where": "%s", "waits": false}' % ("h" * 1001),

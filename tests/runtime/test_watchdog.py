@@ -147,7 +147,7 @@ def test_processes_whose_loops_are_over_hide_no_hang_of_the_others():
 
     def report(**operations):
         for number in (1, 2, 3):
-            fields = {"operation": operations.get("abcd"[number]), "times": None}
+            fields = {"operation": operations.get("abcd"[number]), "times": None, "lengths": {}}
             group.reports[number] = Report(time.monotonic(), fields)
         dog._look(1.0)
         dog._operation = Operation(100, 100, "save", 9999, True)

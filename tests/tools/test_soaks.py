@@ -55,6 +55,8 @@ def test_fourteen_days_run_each_soak_once():
     lengths = [sum(seconds.get(test.partition("[")[0], soaks.UNMEASURED_S) for test in part) for part in parts]
     assert max(lengths) - min(lengths) <= 600
     assert parts == soaks.split(tests[::-1], seconds), "the order of collection changes nothing"
+    drawn = f"{soaks.DAILY}test_fuzz.py::test_cases[0]"
+    assert soaks.split([*tests, drawn], seconds) == [sorted([*part, drawn]) for part in parts], "random cases are run every day"
     first = datetime.date(2026, 12, 28)
     assert {soaks.part_of(first + datetime.timedelta(n)) for n in range(14)} == set(range(1, 15))
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus.decontaminate.items import Item, read_items
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings
 from maxlm.corpus.decontaminate.tokens import I64, U64, HashTable, Words, clean, words
@@ -162,6 +162,6 @@ def load_arrays(path: Path, names: tuple[str, ...]) -> tuple[dict[str, Any], dic
         with np.load(path, allow_pickle=False) as file:
             return json.loads(file["about"].tobytes()), {name: file[name] for name in names}
     except OSError as error:
-        raise UserError(f"{shorten(str(path))}: cannot be read: {error.strerror or error}.") from None
+        raise as_user_error(error) from None
     except (ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile):
         raise UserError(f"{shorten(str(path))}: damaged, or not a file of this stage; build it again.") from None

@@ -1,10 +1,10 @@
 """Clusters of copies from files of signatures, in bounded memory.
 
-Documents are numbered in keep order: longest text first, then smallest id by its bytes. The document that stays is the first of its cluster
-in this order, so nothing depends on the order of files, of rows or of threads. A cluster is a connected component of the graph whose edges
-are exact copies (equal hashes) and near copies (candidates of at least one band that pass verification, if it is on). In a band's group of
-equal hashes, with verification, each document is compared with the `window` ones before and after it in keep order; without it, all are
-joined.
+Documents are numbered in keep order: by source as `prefer` names them, longest text first, then smallest id by its bytes. The document that
+stays is the first of its cluster in this order, so nothing depends on the order of files, of rows or of threads. A cluster is a connected
+component of the graph whose edges are exact copies (equal hashes) and near copies (candidates of at least one band that pass verification,
+if it is on). In a band's group of equal hashes, with verification, each document is compared with the `window` ones before and after it in
+keep order; without it, all are joined. Of documents with one URL, all but the first go before that: no text is compared with theirs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,15 +44,15 @@ def cluster(
 ) -> ClusterSummary:
     """Find the copies among the documents of `files` and write those to remove to `output`, atomically: Parquet with REMOVED, sorted by id.
 
-    `cluster` is the smallest id of the cluster and `kept` the id of the document that stays; `kind` is "exact" if an earlier document in
-    keep order has the same normalised text, else "near"; `size`: documents of the cluster, the one that stays among them.
-    `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
+    `cluster` is the smallest id of the cluster and `kept` the id of the document that stays; `kind` is "url" if an earlier document in keep
+    order has its URL, else "exact" if one has the same normalised text, else "near"; `size`: documents of the cluster, the one that stays
+    among them. `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
     """
     for path in files:
         open_signatures(path, settings).close()
     with Database(work, memory_mb, threads) as database:
         _number(database, files, settings)
-        _copies(database, settings.exact)
+        _copies(database, settings)
         candidates = _near(database, files, settings)
         pairs = database.number("SELECT count(*) FROM edges")
         connect(database)
@@ -69,11 +69,12 @@ def cluster(
 
 
 def _number(database: Database, files: Sequence[Path], settings: DedupSettings) -> None:
-    """Table `ranked`: node (0, 1, ... in keep order), place (in order of arrival), id, exact hash."""
-    database.run("CREATE TABLE documents (place BIGINT, id VARCHAR, length BIGINT, lo UBIGINT, hi UBIGINT)")
+    """Table `ranked`: node (0, 1, ... in keep order), place (in order of arrival), id, exact hash, hash of the URL."""
+    columns = "place BIGINT, id VARCHAR, priority BIGINT, lo UBIGINT, hi UBIGINT, url_lo UBIGINT, url_hi UBIGINT"
+    database.run(f"CREATE TABLE documents ({columns})")
     place = 0
     for path in files:
-        for table in read_columns(path, settings, ["id", "length", "exact_lo", "exact_hi"]):
+        for table in read_columns(path, settings, ["id", "priority", "exact_lo", "exact_hi", "url_lo", "url_hi"]):
             places = pa.array(np.arange(place, place + len(table)))
             database.insert("documents", table.add_column(0, "place", places))
             place += len(table)
@@ -81,27 +82,36 @@ def _number(database: Database, files: Sequence[Path], settings: DedupSettings) 
         for name in table.column(0).to_pylist():
             raise UserError(f"{shorten(name)}: two documents have this id; each document needs its own.")
     database.run(
-        "CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, place, id, lo, hi FROM "
-        "(SELECT * FROM documents ORDER BY length DESC, id)"
+        "CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, place, id, lo, hi, url_lo, url_hi FROM "
+        "(SELECT * FROM documents ORDER BY priority DESC, id)"
     )
     database.run("DROP TABLE documents")
 
 
-def _copies(database: Database, exact: bool) -> None:
-    """Table `copies`: nodes whose normalised text an earlier node has, and the first such node."""
-    database.run("CREATE TABLE copies (node BIGINT, first BIGINT)")
-    if not exact:
-        return
+def _copies(database: Database, settings: DedupSettings) -> None:
+    """Table `copies`: nodes whose URL or else whose normalised text an earlier node has, the node that stays for them, and the kind."""
+    database.run("CREATE TABLE copies (node BIGINT, first BIGINT, kind VARCHAR)")
+    if settings.url:
+        _equal(database, "url", "SELECT url_lo, url_hi, node FROM ranked WHERE url_lo <> 0 OR url_hi <> 0 ORDER BY url_lo, url_hi, node")
+    if settings.exact:
+        _equal(database, "exact", "SELECT lo, hi, node FROM ranked ANTI JOIN copies USING (node) ORDER BY lo, hi, node")
+    if settings.url and settings.exact:  # the first of an URL may be a copy itself
+        database.run("UPDATE copies SET first = kept.first FROM (SELECT * FROM copies) kept WHERE kept.node = copies.first")
+
+
+def _equal(database: Database, kind: str, query: str) -> None:
+    """Add to `copies` the nodes of `query` with the hash of an earlier one: hashes and nodes, in their order."""
     last = np.zeros(3, np.uint64)  # hash and first node of the group before
     known = False
-    for lo, hi, node in database.arrays("SELECT lo, hi, node FROM ranked ORDER BY lo, hi, node"):
+    for lo, hi, node in database.arrays(query):
         new = np.empty(len(lo), bool)
         new[1:] = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])
         new[0] = not known or lo[0] != last[0] or hi[0] != last[1]
         heads = np.maximum.accumulate(np.where(new, np.arange(len(lo)), -1))
         first = np.where(heads < 0, int(last[2]), node[heads])
         if not new.all():
-            database.insert("copies", {"node": node[~new], "first": first[~new]})
+            later = node[~new]
+            database.insert("copies", {"node": later, "first": first[~new], "kind": np.full(len(later), kind)})
         last, known = np.array([lo[-1], hi[-1], first[-1].astype(np.uint64)], np.uint64), True
 
 
@@ -211,7 +221,7 @@ def _removed(database: Database) -> None:
     """Table `removed`: node, id, root (the node that stays) and kind, from `copies` and `labels`."""
     database.run(
         "CREATE TABLE removed AS SELECT * FROM (SELECT ranked.node, id, coalesce(labels.root, copies.first, ranked.node) AS root, "
-        "CASE WHEN copies.node IS NULL THEN 'near' ELSE 'exact' END AS kind FROM ranked LEFT JOIN copies USING (node) "
+        "coalesce(copies.kind, 'near') AS kind FROM ranked LEFT JOIN copies USING (node) "
         "LEFT JOIN labels ON labels.node = coalesce(copies.first, ranked.node)) WHERE node <> root"
     )
 

@@ -1,7 +1,7 @@
 """Lines or paragraphs that many documents share: counted on disk, and removed from all documents but one.
 
 A line ends at a line feed; a paragraph ends at one or more blank lines. Two are the same if their normalised texts are (module `words`).
-One that occurs in more than `max_documents` documents stays in the first of them in keep order (longest text, then smallest id by bytes),
+One that occurs in more than `max_documents` documents stays in the first of them in keep order (`DedupSettings`),
 where it first occurs.
 """
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.settings import FORMAT, RepeatSettings
 from maxlm.corpus.dedup.words import hash_words
-from maxlm.corpus.dedup.writing import groups, parquet, row_groups
+from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, groups, parquet, row_groups
 from maxlm.corpus.document import Document
 
 Unit = Literal["lines", "paragraphs"]
@@ -30,7 +30,7 @@ OCCURRENCES = pa.schema(
     [
         ("row", pa.int64()),  # number of the document in its shard
         ("id", pa.string()),
-        ("length", pa.int64()),  # characters of the document
+        ("priority", pa.int64()),  # of the document in keep order
         ("positions", pa.list_(pa.int32())),  # numbers of its lines that are long enough
         ("lo", pa.list_(pa.uint64())),
         ("hi", pa.list_(pa.uint64())),
@@ -53,12 +53,14 @@ def without(text: str, positions: Collection[int], unit: Unit) -> str:
     return "".join(part for position, part in enumerate(split(text, unit)) if position not in gone)
 
 
-def write_occurrences(documents: Iterable[Document], path: Path, settings: RepeatSettings, unit: Unit) -> int:
+def write_occurrences(
+    documents: Iterable[Document], path: Path, settings: RepeatSettings, unit: Unit, priority: Priority = BY_LENGTH
+) -> int:
     """Write the hashes of a shard's lines to `path`, atomically, and return the number of documents. Raises UserError."""
     schema, count = OCCURRENCES.with_metadata({METADATA: _key(settings, unit).encode()}), 0
     with parquet(path, schema, compression={"id": "zstd"}, use_dictionary=False) as writer:
         for group in groups(documents, GROUP_CHARS, each=64):
-            writer.write_table(_occurrences(group, count, settings, unit).cast(schema))
+            writer.write_table(_occurrences(group, count, settings, unit, priority).cast(schema))
             count += len(group)
     return count
 
@@ -77,7 +79,7 @@ def find_repeated(
     some, in the order of the shard. Returns the number of lines. `work`: a folder for temporary files. Raises UserError.
     """
     with Database(work, memory_mb, threads) as database:
-        database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, length BIGINT)")
+        database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, priority BIGINT)")
         database.run("CREATE TABLE lines (shard INTEGER, row BIGINT, position INTEGER, lo UBIGINT, hi UBIGINT)")
         for shard, path in enumerate(files):
             for table in row_groups(path, METADATA, _key(settings, unit)):
@@ -87,12 +89,12 @@ def find_repeated(
             f"HAVING count(*) > {settings.max_documents}"
         )
         database.run(
-            "CREATE TABLE occurrences AS SELECT lo, hi, length, id, shard, row, position FROM lines JOIN repeated USING (lo, hi) "
+            "CREATE TABLE occurrences AS SELECT lo, hi, priority, id, shard, row, position FROM lines JOIN repeated USING (lo, hi) "
             "JOIN documents USING (shard, row)"
         )
         database.run("CREATE TABLE removed (shard BIGINT, row BIGINT, position BIGINT)")
         before = (-1, -1)
-        query = "SELECT lo, hi, shard, row, position FROM occurrences ORDER BY lo, hi, length DESC, id, shard, row, position"
+        query = "SELECT lo, hi, shard, row, position FROM occurrences ORDER BY lo, hi, priority DESC, id, shard, row, position"
         for lo, hi, shards, rows, positions in database.arrays(query):
             later = np.empty(len(lo), bool)
             later[1:] = (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
@@ -108,7 +110,7 @@ def _key(settings: RepeatSettings, unit: Unit) -> str:
     return json.dumps({"format": FORMAT, "unit": unit, "min_length": settings.min_length})
 
 
-def _occurrences(group: list[Document], start: int, settings: RepeatSettings, unit: Unit) -> pa.Table:
+def _occurrences(group: list[Document], start: int, settings: RepeatSettings, unit: Unit, priority: Priority) -> pa.Table:
     texts: list[str] = []
     positions: list[list[int]] = []
     for document in group:
@@ -124,7 +126,7 @@ def _occurrences(group: list[Document], start: int, settings: RepeatSettings, un
         {
             "row": np.arange(start, start + len(group)),
             "id": pa.array([document.id for document in group], pa.string()),
-            "length": np.array([len(document.text) for document in group], np.int64),
+            "priority": np.array([priority(document) for document in group], np.int64),
             "positions": pa.ListArray.from_arrays(offsets, pa.array(flat)),
             "lo": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 0])),
             "hi": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 1])),
@@ -135,7 +137,7 @@ def _occurrences(group: list[Document], start: int, settings: RepeatSettings, un
 def _insert(database: Database, shard: int, table: pa.Table) -> None:
     rows = table["row"].to_numpy()
     shards = np.full(len(rows), shard, np.int32)
-    database.insert("documents", table.select(["row", "id", "length"]).add_column(0, "shard", pa.array(shards)))
+    database.insert("documents", table.select(["row", "id", "priority"]).add_column(0, "shard", pa.array(shards)))
     columns = {name: table[name].combine_chunks() for name in ("positions", "lo", "hi")}
     counts = np.diff(columns["lo"].offsets.to_numpy())
     flat = {name: column.flatten().to_numpy() for name, column in columns.items()}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FORMAT = 1  # of the signature files and of the rules that make them: raise it when any hash would change
+FORMAT = 2  # of the signature files and of the rules that make them: raise it when any hash would change
 
 
 class Frozen(BaseModel):
@@ -57,8 +57,14 @@ class SubstringSettings(Frozen):
 
 
 class DedupSettings(Frozen):
-    """The deduplication stage. A part that is null (or `exact: false`) is not run."""
+    """The deduplication stage. A part that is null (or false) is not run.
 
+    Of copies the one stays that comes first in keep order: by source, in the order of `prefer` and before sources that it does not name,
+    then the longest text, then the smallest id by its bytes.
+    """
+
+    prefer: tuple[str, ...] = ()  # names of sources; of copies of every kind
+    url: bool = False  # documents of one URL are copies, whatever their texts; compared without scheme, www., fragment, utm_* ...
     exact: bool = True
     minhash: MinHashSettings | None = MinHashSettings()
     lines: RepeatSettings | None = None
@@ -72,4 +78,4 @@ def signature_key(settings: DedupSettings) -> str:
     fields = minhash.model_dump(exclude={"verify"}) if minhash else None
     if fields is not None and minhash is not None:
         fields["sample"] = minhash.verify.sample if minhash.verify else None
-    return json.dumps({"exact": settings.exact, "minhash": fields}, sort_keys=True)
+    return json.dumps({"exact": settings.exact, "minhash": fields, "prefer": settings.prefer, "url": settings.url}, sort_keys=True)

@@ -3,7 +3,7 @@
 A suffix array finds what two places have in common from its first to its last word (Lee et al. 2022, arXiv 2107.06499), in memory of
 several times the corpus. The runs of at least `min_words` words that it finds are those whose windows of `min_words` words are the same, so
 the hashes of all windows, sorted on disk, find them in bounded memory. The first place of a window is that in the first document in keep
-order (longest text, then smallest id by bytes), and there the first. Of all other places every word goes, but for those that a place shares
+order (`DedupSettings`), and there the first. Of all other places every word goes, but for those that a place shares
 with the first one, which it overlaps where text repeats itself. So of each window one place stays whole at most, and every word that goes
 stands at an earlier place with the same words around it.
 
@@ -23,7 +23,7 @@ from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import FORMAT, SubstringSettings
 from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
-from maxlm.corpus.dedup.writing import parquet, row_groups
+from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, parquet, row_groups
 from maxlm.corpus.document import Document
 
 METADATA = b"maxlm.dedup.substrings"
@@ -36,7 +36,7 @@ WINDOWS = pa.schema(
     [
         ("row", pa.int64()),  # number of the document in its shard
         ("id", pa.string()),
-        ("length", pa.int64()),  # characters of the document
+        ("priority", pa.int64()),  # of the document in keep order
         ("first", pa.int64()),  # word that the first of `windows` begins with: a document of more than AT_ONCE windows has several rows
         ("windows", pa.list_(pa.uint64())),  # hashes, by the first word of each
     ]
@@ -44,7 +44,7 @@ WINDOWS = pa.schema(
 REMOVED_RUNS = pa.schema([("row", pa.int64()), ("id", pa.string()), ("firsts", pa.list_(pa.int64())), ("ends", pa.list_(pa.int64()))])
 
 
-def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings) -> int:
+def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings, priority: Priority = BY_LENGTH) -> int:
     """Write the hashes of a shard's windows to `path`, atomically, and return the number of documents. Raises UserError."""
     schema, count = WINDOWS.with_metadata({METADATA: _key(settings).encode()}), 0
     encoding: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
@@ -55,7 +55,7 @@ def write_windows(documents: Iterable[Document], path: Path, settings: Substring
             hashes, count = window_hashes(document.text, settings.min_words), number + 1
             for first in range(0, max(len(hashes), 1), AT_ONCE):
                 some = hashes[first : first + AT_ONCE]
-                rows.append({"row": number, "id": document.id, "length": len(document.text), "first": first, "windows": some})
+                rows.append({"row": number, "id": document.id, "priority": priority(document), "first": first, "windows": some})
                 size += len(some) + ROW
                 if size > AT_ONCE:
                     writer.write_table(_table(rows, schema))
@@ -115,7 +115,7 @@ def window_hashes(text: str, size: int) -> np.ndarray:
 
 
 def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
-    columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in ("row", "id", "length", "first")]
+    columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in ("row", "id", "priority", "first")]
     offsets = np.append(0, np.cumsum([len(row["windows"]) for row in rows])).astype(np.int32)
     windows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row["windows"] for row in rows])))
     return pa.Table.from_arrays([*columns, windows.cast(schema.field("windows").type)], schema=schema)
@@ -123,12 +123,12 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
 
 def _number(database: Database, files: Sequence[Path], settings: SubstringSettings) -> None:
     """Table `ranked`: node (0, 1, ... in keep order), shard, row, id."""
-    database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, length BIGINT)")
+    database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, priority BIGINT)")
     for shard, path in enumerate(files):
-        for table in row_groups(path, METADATA, _key(settings), ["row", "id", "length", "first"]):
+        for table in row_groups(path, METADATA, _key(settings), ["row", "id", "priority", "first"]):
             begins = table.filter(pc.equal(table["first"], 0)).drop_columns(["first"])
             database.insert("documents", begins.add_column(0, "shard", pa.array(np.full(len(begins), shard))))
-    ordered = "SELECT shard, row, id FROM documents ORDER BY length DESC, id"
+    ordered = "SELECT shard, row, id FROM documents ORDER BY priority DESC, id"
     database.run(f"CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, shard, row, id FROM ({ordered})")  # noqa: S608
     database.run("DROP TABLE documents")
 

@@ -1,7 +1,8 @@
 """Parquet files that are there whole or not at all and say what they were made with, and groups of documents to fill them with."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,23 @@ import pyarrow.parquet as pq
 from maxlm.config.errors import UserError, as_user_error, shorten
 from maxlm.corpus.document import Document
 from maxlm.telemetry.atomic import replacing
+
+
+@dataclass(frozen=True)
+class Priority:
+    """Place of documents in keep order: larger first, then the smaller id. `origins`: the source of each input file."""
+
+    prefer: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, document: Document) -> int:
+        """Number of characters, plus a multiple of 2^40 for each place in `prefer`."""
+        name = self.origins.get(document.id.rpartition("#")[0]) if self.prefer else None
+        rank = len(self.prefer) - self.prefer.index(name) if name in self.prefer else 0
+        return len(document.text) + (rank << 40)
+
+
+BY_LENGTH = Priority()
 
 
 @contextlib.contextmanager
@@ -32,7 +50,7 @@ def row_groups(path: Path, name: bytes, made_with: str, columns: list[str] | Non
     """Tables of a file whose schema says `made_with` under `name`. Raises UserError: it says otherwise, or is damaged."""
     try:
         with pq.ParquetFile(path) as file:
-            stored = (file.schema_arrow.metadata or {}).get(name, b"").decode()
+            stored = (file.schema_arrow.metadata or {}).get(name, b"").decode(errors="replace")
             if stored != made_with:
                 raise UserError(
                     f"{shorten(str(path))}: made with {stored or 'another program'}, and the settings are {made_with}: "

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.settings import RaySettings
@@ -78,7 +78,9 @@ def _call(function: Callable[..., Any], folder: str, *args: Any) -> Any:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise UserError(f"ray: {folder} is not on node {os.uname().nodename}; all nodes must share the folders of the corpus.") from error
+        raise error_kind(error)(
+            f"ray: {folder} is not on node {os.uname().nodename}; all nodes must share the folders of the corpus."
+        ) from error
     return function(*args)
 
 

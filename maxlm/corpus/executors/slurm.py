@@ -69,7 +69,7 @@ class SlurmExecutor:
             if not left:
                 return
             for refusal in sorted(Path(job.slurm_logs_folder).parent.glob(f"*{REFUSED}")):
-                code, _, line = refusal.read_text("utf-8").partition(" ")
+                code, _, line = refusal.read_text("utf-8", "replace").partition(" ")
                 raise (UnavailableError if code == str(ExitCode.UNAVAILABLE.value) else UserError)(line)
             self.say(f"{len(left):,} tasks of job {job.job_id} ended without a result (killed?); logs in {job.slurm_logs_folder}")
         raise UserError(

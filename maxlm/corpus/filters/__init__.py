@@ -1,6 +1,6 @@
 """Cleaning and filtering: published quality rules, lists, language, personal data, a classifier and perplexity."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from maxlm.corpus.filters.classifier import ClassifierFilter
@@ -9,15 +9,18 @@ from maxlm.corpus.filters.lines import BoilerplateFilter, C4Filter
 from maxlm.corpus.filters.lists import BadWordsFilter, UrlFilter
 from maxlm.corpus.filters.perplexity import PerplexityFilter
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
-from maxlm.corpus.filters.protocol import Filter, Scorer, ScorerSource, run_filters, run_together, takes_many
+from maxlm.corpus.filters.protocol import Filter, Scorer, ScorerSource, TagFilter, removed, run_filters, run_together, takes_many
 from maxlm.corpus.filters.quality import FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, LengthFilter
+from maxlm.corpus.filters.released import RELEASED
 from maxlm.corpus.filters.settings import FilterSettings
 
-__all__ = ["Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "run_filters", "run_together", "takes_many"]
+__all__ = ["Filter", "FilterSettings", "Scorer", "ScorerSource", "build_filters", "removed", "run_filters", "run_together", "takes_many"]
 
 
-def build_filters(settings: FilterSettings, scorer: Scorer | None = None) -> list[Filter]:
-    """The filters that `settings` name, in the order of its fields. `scorer`: of perplexity.checkpoint. Raises UserError."""
+def build_filters(settings: FilterSettings, scorer: Scorer | None = None, tagging: Collection[str] = ()) -> list[Filter]:
+    """The filters that `settings` name, in the order of its fields. `scorer`: of perplexity.checkpoint; `tagging`: names of those that tag
+    and remove nothing. Raises UserError.
+    """
     makers: dict[str, Callable[..., Filter]] = {
         "urls": UrlFilter,
         "length": LengthFilter,
@@ -32,5 +35,8 @@ def build_filters(settings: FilterSettings, scorer: Scorer | None = None) -> lis
         "perplexity": partial(PerplexityFilter, scorer=scorer),
         "personal_data": PersonalDataFilter,
     }
-    sections = ((name, getattr(settings, name)) for name in type(settings).model_fields)
-    return [makers[name](section) for name, section in sections if section is not None]
+    if settings.rules == "fineweb":
+        makers |= RELEASED
+    sections = ((name, getattr(settings, name)) for name in makers)
+    made = [makers[name](section) for name, section in sections if section is not None]
+    return [TagFilter(one) if one.name in tagging else one for one in made]

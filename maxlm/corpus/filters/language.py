@@ -71,14 +71,19 @@ def sample_text(text: str, characters: int) -> str:
     return " ".join(text.encode("utf-8", "replace").decode().split())  # the libraries refuse lone surrogates
 
 
-def _fasttext(path: str) -> Identify:
-    library = _import("fasttext", "fasttext-predict")
+def load_fasttext(path: str, setting: str) -> Any:
+    """The fastText model at `path`, which is `setting`.model. Raises UserError: it is missing or none, or the package is."""
+    library = _import("fasttext", "fasttext-predict", setting)
     if not Path(path).is_file():
-        raise UserError(f"{shorten(path)}: no such file; language.model is the path of a fastText model, for example lid.176.ftz.")
+        raise UserError(f"{shorten(path)}: no such file; {setting}.model is the path of a fastText model, for example lid.176.ftz.")
     try:
-        model = library.load_model(path)
+        return library.load_model(path)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{shorten(path)}: is not a fastText model: {error}.") from None
+
+
+def _fasttext(path: str) -> Identify:
+    model = load_fasttext(path, "language")
 
     def identify(text: str) -> list[tuple[str, float]]:
         # lid.176 was trained on lower case as well, and a page in capitals is no other language
@@ -158,10 +163,10 @@ def find_language(
     return shares / total
 
 
-def _import(module: str, package: str) -> Any:
+def _import(module: str, package: str, setting: str = "language") -> Any:
     import importlib
 
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"language.backend needs the package {package}: pip install {package}.") from None
+        raise UserError(f"{setting} needs the package {package}: pip install {package}.") from None

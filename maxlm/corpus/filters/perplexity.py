@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.config.errors import UserError, error_kind, shorten
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.protocol import Scorer, removed, replace_text
 from maxlm.corpus.filters.settings import PerplexitySettings
@@ -28,7 +28,7 @@ class KenlmScorer:
         try:
             self.model = kenlm.Model(path)
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{shorten(path)}: is not a KenLM model: {error}.") from None
+            raise error_kind(error)(f"{shorten(path)}: is not a KenLM model: {error}.") from None
         self.characters = tokens == "characters"
 
     def score(self, texts: Sequence[str]) -> list[float]:

@@ -5,195 +5,217 @@ Each expression begins with a literal or a class that few texts are full of, and
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.resources import files
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
+from maxlm.corpus.filters.phones import find_phones
+from maxlm.corpus.filters.secret_keys import find_keys
 from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.filters.statistics import statistics_of
 
-EMAIL, IP_ADDRESS, PHONE, KEY = "<EMAIL>", "<IP_ADDRESS>", "<PHONE>", "<KEY>"
-PLACEHOLDERS = {"masked_email": EMAIL, "masked_ip": IP_ADDRESS, "masked_phone": PHONE, "masked_key": KEY}
+Span = tuple[int, int]  # of characters
+Find = Callable[[str, int], Iterator[Span]]  # text and its hints -> places from left to right, without overlap
 LONGEST_LOCAL_PART = 64  # characters before the @ (RFC 5321, 4.5.3.1.1)
 LOCAL_PART_CHARACTERS = frozenset("._%+-'&")
 
-AT = re.compile(r"@(?<=[\w%+'&-]@)(?:[^\W_](?:[\w-]{0,62})\.){1,8}[^\W\d_][\w-]{1,62}")
+AT = re.compile(r"@(?<=[\w%+'&-]@)(?!\d{1,2}x\.)(?:[^\W_](?:[\w-]{0,62})\.){1,8}[^\W\d_][\w-]{1,62}")
+TOP_LEVEL_DOMAINS = frozenset(
+    name
+    for line in files(__package__).joinpath("top_level_domains.txt").read_text("utf-8").splitlines()
+    if not line.startswith("#")
+    for name in line.split()
+)
+ESCAPE = re.compile(r"\\(?:[nrt]|f[BIRP])(?=\w)")
+LOGIN_BEFORE = re.compile(r"(?://(?:[^\s/@:]{0,64}:)?|(?<!\w)(?:ssh|scp|sftp|rsync|ssh-copy-id)[ \t][^\n@]{0,60})\Z")
+LOGIN_AFTER = re.compile(r":[\w~/.]|\(|/\w")
+MESSAGE_ID = re.compile(r"(?:message-id|in-reply-to|references|msgid|mid):?[^\n]{0,80}<?\Z", re.IGNORECASE)
+
 IPV4 = re.compile(r"(?<![\w.-])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w-]|\.\w)")
 IPV6 = re.compile(r"(?<![\w:.])[23][0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:])")  # 2000::/3, global unicast (RFC 4291, 2.4)
-_DIGITS = r"(?:[ .\-/\u00a0]{0,3}\(?\d{1,9}\)?)"
-PHONES = (
-    re.compile(rf"\+(?<!\w\+)\d{{1,4}}{_DIGITS}{{1,7}}(?!\w)"),
-    re.compile(r"(?<![\w.+-])(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[ .-]\d{4}(?![\w-]|\.\d)"),  # North American plan
-)
-LABELLED_PHONE = re.compile(
-    r"\b((?:telephone|telefon|phone|mobile|mobil|handy|tel|fax|call)\b\.?[ \t]?(?:number|no\.|nr\.)?[ \t]{0,2}:?[ \t]{0,2})"
-    rf"(\+?\(?\d{{1,9}}\)?{_DIGITS}{{0,7}})(?!\w)",
+IPV6_DOCUMENTATION = ipaddress.ip_network("3fff::/20")  # RFC 9637, which Python 3.11 does not know
+RESOLVERS = frozenset(("1.1.1.1", "1.0.0.1", "4.2.2.1", "4.2.2.2", "8.8.8.8", "8.8.4.4", "9.9.9.9"))  # addresses that look like versions
+NUMBERED_BEFORE = re.compile(  # a version, an object identifier or a section stands here
+    r"(?:\b(?:v|ver|versions?|vers|releases?|released|rel|standards-version|oids?|sections?|sec|chapter|clause|appendix|table|figure|item"
+    r"|firmware|driver|build|kernel|linux|upgraded? to|updated? to|bump(?:ed|s)?(?: \S{1,40})? to|since|before|until"
+    r"|upstream|debian|revision|rev|patch|release:|new)\W{0,3}|§ ?)\Z",
     re.IGNORECASE,
 )
-KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
-KEY_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
-LONGEST_KEY = 20_000  # characters
-# Forms of tokens: the issuers' documentation, as collected in gitleaks' rules. The literal that each begins with is looked for first.
-KEYS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("AKIA", re.compile(r"AKIA(?<!\wAKIA)[0-9A-Z]{16}(?!\w)")),
-    ("ASIA", re.compile(r"ASIA(?<!\wASIA)[0-9A-Z]{16}(?!\w)")),
-    ("AIza", re.compile(r"AIza(?<!\wAIza)[\w-]{35}(?![\w-])")),
-    ("ghp_", re.compile(r"ghp_(?<!\wghp_)[A-Za-z0-9]{36}(?!\w)")),
-    ("gho_", re.compile(r"gho_(?<!\wgho_)[A-Za-z0-9]{36}(?!\w)")),
-    ("ghs_", re.compile(r"ghs_(?<!\wghs_)[A-Za-z0-9]{36}(?!\w)")),
-    ("github_pat_", re.compile(r"github_pat_(?<!\wgithub_pat_)\w{22,100}(?!\w)")),
-    ("glpat-", re.compile(r"glpat-(?<!\wglpat-)[\w-]{20,100}(?![\w-])")),
-    ("xox", re.compile(r"xox(?<!\wxox)[abeoprs]-(?=[\w-]{0,60}\d)[\w-]{10,200}(?![\w-])")),
-    ("sk-", re.compile(r"sk-(?<![\w-]sk-)(?=[\w-]{0,60}\d)[\w-]{32,200}(?![\w-])")),
-    ("sk_live_", re.compile(r"sk_live_(?<!\wsk_live_)\w{16,100}(?!\w)")),
-    ("npm_", re.compile(r"npm_(?<!\wnpm_)[A-Za-z0-9]{36}(?!\w)")),
-    ("pypi-", re.compile(r"pypi-(?<!\wpypi-)[\w-]{50,250}(?![\w-])")),
-    ("hf_", re.compile(r"hf_(?<!\whf_)[A-Za-z]{34}(?!\w)")),
-    ("eyJ", re.compile(r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,1000}(?![\w-])")),  # JSON Web Token
-)
-ASSIGNED = re.compile(
-    r"\b((?:api[_-]?key|secret[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd)"
-    r"[\"']?[ \t]{0,2}[:=][ \t]{0,2}[\"']?)(?=[\w/+=-]{0,40}\d)[\w/+=-]{12,200}",
+NETWORK_BEFORE = re.compile(
+    r"(?:\b(?:ip|ips|ipv4|inet|addr|addrs|address|addresses|adresse|host|hosts|server|servers|dns|nameservers?|ping|traceroute|whois|dig|gateway"
+    r"|routers?|route|subnet|network|networks|netmask|proxy|client|peer|listen|bind|telnet|curl|remote|src|dst|source|destination|relay|node"
+    r"|firewall|via|IN\s{1,8}A)(?:[\s:=(\"'\[!]|\b(?:is|at|to|of|the|from|as|on)\b|\baddr(?:ess)?\b){1,10}|://|@|\[)\Z",
     re.IGNORECASE,
 )
-ASSIGNED_WORDS = ("key", "secret", "token", "passw")
-KEYS_WITHOUT_HINT = tuple((literal, pattern) for literal, pattern in KEYS if literal == "eyJ")
+NETWORK_AFTER = re.compile(r":\d{2,5}\b|/(?:[89]|[12]\d|3[0-2])\b(?![./])|\]|\s+(?:[a-z0-9-]{1,40}\.){1,4}[a-z]{2,}\s*$", re.MULTILINE)
+LARGE_OCTET = 100  # few versions have a part of this size
+
+# Length of an account number by country: SWIFT's IBAN registry, release 101.
+IBAN_LENGTHS = {
+    country: int(length)
+    for country, length in re.findall(
+        r"([A-Z]{2})(\d\d)",
+        "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BI27 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DJ27 DK18 DO28 EE20 EG29 ES24 FI18 FK18 FO18 "
+        "FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 "
+        "MD24 ME22 MK19 MN20 MR27 MT31 MU30 NI28 NL18 NO15 OM23 PK24 PL28 PS29 PT25 QA29 RO24 RS22 RU33 SA24 SC31 SD18 SE24 SI19 SK24 SM27 "
+        "SO23 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20 YE30",
+    )
+}
+IBAN = re.compile(r"(?<![^\W_])[A-Z]{2}\d\d(?:[ -]?[A-Z0-9]{4}){2,8}(?:[ -]?[A-Z0-9]{1,3})?(?![^\W_])")
+# Payment cards: ISO/IEC 7812, leading digits and lengths as the networks publish them.
+CARD = re.compile(
+    r"(?<![\w.,+/-])(?:\d{4}([ -])\d{4}\1\d{4}\1\d{4}|3\d{3}([ -])\d{6}\2\d{5}|3[068]\d{2}([ -])\d{6}\3\d{4}|\d{13,19})(?![\w+/-]|[.,]\d)"
+)
+CARD_NETWORKS = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})|(?:5[1-5]|2[2-7])\d{14}|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|65\d\d|64[4-9]\d)\d{12}|35\d{14}|62\d{14,17}"
+)
+CARD_WORDS = re.compile(
+    r"\b(?:cards?|visa|mastercard|master card|amex|american express|discover|jcb|diners|maestro|credit|debit|cc|pan|kartennummer|"
+    r"kreditkarten?(?:nummer)?|carte|tarjeta|carta|cart[aã]o|карт\w{0,3})\b[^\n]{0,40}\Z",
+    re.IGNORECASE,
+)
+
+
+def find_emails(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
+    """E-mail addresses. A name without a domain that there is (user@localhost, logo@2x.png), and a login (user@host:path) is none."""
+    done = 0
+    for match in AT.finditer(text) if "@" in text else ():
+        start = at = match.start()
+        while start > max(done, at - LONGEST_LOCAL_PART) and (text[start - 1].isalnum() or text[start - 1] in LOCAL_PART_CHARACTERS):
+            start -= 1
+        if escape := ESCAPE.match(text, max(0, start - 1)):
+            start = escape.end()  # "\\njane@" in a program, "\\fIjane@" in a manual page
+        while start < at and text[start] in ".-'&%":
+            start += 1
+        end = _domain_end(text, match)
+        before = text[max(0, start - 100) : start]
+        if start == at or end is None or LOGIN_AFTER.match(text, end) or LOGIN_BEFORE.search(before) or MESSAGE_ID.search(before):
+            continue
+        yield start, end
+        done = end
+
+
+def _domain_end(text: str, match: re.Match[str]) -> int | None:
+    """End of the domain: labels as far as one that is a top-level domain; None without one."""
+    name = match[0].rstrip("-_")
+    while "." in name:
+        last = name.rpartition(".")[2].lower()
+        if last in TOP_LEVEL_DOMAINS or last.startswith("xn--"):
+            return match.start() + len(name)
+        name = name.rpartition(".")[0]
+    return None
+
+
+def find_ip_addresses(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
+    """Public IPv4 addresses: no private, loopback, reserved and documentation addresses, versions and identifiers."""
+    if hints & scan.HINT_IPV4:
+        yield from (match.span() for match in IPV4.finditer(text) if _is_public(match[0]) and _is_ipv4(text, match))
+
+
+def find_ipv6_addresses(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
+    """Public IPv6 addresses."""
+    if hints & scan.HINT_IPV6:
+        yield from (match.span() for match in IPV6.finditer(text) if len(match[0]) > len("2822::") and _is_public(match[0]))
+
+
+def _is_public(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return parsed.is_global and not parsed.is_multicast and parsed not in IPV6_DOCUMENTATION
+
+
+def _is_ipv4(text: str, match: re.Match[str]) -> bool:
+    """True for an address, False for a version or another number of four parts."""
+    before = text[max(0, match.start() - 60) : match.start()]
+    if NUMBERED_BEFORE.search(before):
+        return False
+    if max(map(int, match[0].split("."))) >= LARGE_OCTET or match[0] in RESOLVERS:
+        return True
+    return NETWORK_BEFORE.search(before) is not None or NETWORK_AFTER.match(text, match.end()) is not None
+
+
+def find_ibans(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
+    """International bank account numbers (ISO 13616) of a country's length with the right check digits."""
+    for match in IBAN.finditer(text) if hints & scan.HINT_DIGITS else ():
+        end = match.end()
+        while end > match.start():  # words in capitals may follow
+            number = re.sub(r"[ -]", "", text[match.start() : end])
+            wanted = IBAN_LENGTHS.get(number[:2], 0)
+            if len(number) <= wanted:
+                break
+            end -= 1
+        if len(number) == wanted and text[end - 1].isalnum() and (end == match.end() or text[end] in " -") and _mod97(number) == 1:
+            yield match.start(), end
+
+
+def _mod97(number: str) -> int:
+    return int("".join(str(int(char, 36)) for char in number[4:] + number[:4])) % 97
+
+
+def find_cards(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
+    """Payment card numbers with the right check digit (Luhn), in groups, or after a word for a card."""
+    for match in CARD.finditer(text) if hints & scan.HINT_DIGITS else ():
+        digits = re.sub(r"\D", "", match[0])
+        if not CARD_NETWORKS.fullmatch(digits) or not _luhn(digits) or len(set(digits)) < 2:
+            continue
+        if len(digits) < len(match[0]) or CARD_WORDS.search(text[max(0, match.start() - 60) : match.start()]):
+            yield match.span()
+
+
+def _luhn(digits: str) -> bool:
+    doubled = (sum(divmod(2 * int(digit), 10)) for digit in digits[-2::-2])
+    return (sum(doubled) + sum(map(int, digits[::-2]))) % 10 == 0
+
+
+KINDS: dict[str, tuple[str, tuple[Find, ...]]] = {  # setting -> placeholder and searches, in the order in which they run
+    "key": ("<KEY>", (find_keys,)),
+    "email": ("<EMAIL>", (find_emails,)),
+    "iban": ("<IBAN>", (find_ibans,)),
+    "card": ("<CARD>", (find_cards,)),
+    "ip": ("<IP_ADDRESS>", (find_ip_addresses, find_ipv6_addresses)),
+    "phone": ("<PHONE>", (find_phones,)),
+}
 
 
 class PersonalDataFilter:
-    """Mask e-mail addresses, public IP addresses, telephone numbers and keys. Metadata `masked_email` and so on: how many."""
+    """Mask e-mail and public IP addresses, telephone, account and card numbers, and keys. Metadata `masked_email` and so on: number."""
 
     name = "personal_data"
 
     def __init__(self, settings: PersonalDataSettings) -> None:
-        kinds: tuple[tuple[bool, str, Callable[[str, int], tuple[str, int]]], ...] = (
-            (settings.key, "masked_key", mask_keys),
-            (settings.email, "masked_email", mask_emails),
-            (settings.ip, "masked_ip", mask_ip_addresses),
-            (settings.phone, "masked_phone", mask_phones),
-        )
-        self.masks = [(name, mask) for wanted, name, mask in kinds if wanted]
+        self.kinds = [(f"masked_{kind}", *found) for kind, found in KINDS.items() if getattr(settings, kind)]
 
     def __call__(self, document: Document) -> Document | Removed:
         text, counts, hints = document.text, dict[str, int](), statistics_of(document.text).hints
         changed = True
         while changed:  # until nothing is found: what stood beside something masked may be judged in another way
             changed = False
-            for name, mask in self.masks:
-                text, n = mask(text, hints)
-                if n:
-                    counts[name], changed = counts.get(name, 0) + n, True
+            for name, placeholder, searches in self.kinds:
+                for find in searches:
+                    text, n = substitute(text, find(text, hints), placeholder)
+                    if n:
+                        counts[name], changed = counts.get(name, 0) + n, True
             hints = scan.ALL_HINTS
         if not counts:
             return document
-        cuts = tuple(Removed(document.id, self.name, name, _around(text, PLACEHOLDERS[name]), {"masked": n}) for name, n in counts.items())
+        placeholders = {name: placeholder for name, placeholder, _ in self.kinds}
+        cuts = tuple(Removed(document.id, self.name, name, _around(text, placeholders[name]), {"masked": n}) for name, n in counts.items())
         return Document(document.id, text, {**document.metadata, **counts}, (*document.cuts, *cuts))
+
+
+def substitute(text: str, spans: Iterator[Span], placeholder: str) -> tuple[str, int]:
+    """The text with `spans` replaced, and their number."""
+    pieces, done = [], 0
+    for start, end in spans:
+        pieces += [text[done:start], placeholder]
+        done = end
+    return ("".join([*pieces, text[done:]]), len(pieces) // 2) if pieces else (text, 0)
 
 
 def _around(text: str, placeholder: str) -> str:
     """Text on both sides of the first placeholder, which a person can judge it by without the data it stands for."""
     place = text.find(placeholder)
     return text[max(0, place - 80) : place + 80]
-
-
-def mask_emails(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
-    """The text with e-mail addresses replaced, and their number. A name without a domain (user@localhost) stays."""
-    if "@" not in text:
-        return text, 0
-    pieces, done = [], 0
-    for match in AT.finditer(text):
-        start = at = match.start()
-        while start > max(done, at - LONGEST_LOCAL_PART) and (text[start - 1].isalnum() or text[start - 1] in LOCAL_PART_CHARACTERS):
-            start -= 1
-        if start == at:
-            continue
-        pieces += [text[done:start], EMAIL]
-        done = match.end()
-    return ("".join([*pieces, text[done:]]), len(pieces) // 2) if pieces else (text, 0)
-
-
-def mask_ip_addresses(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
-    """The text with public IPv4 and IPv6 addresses replaced, and their number."""
-    n = 0
-    for hint, pattern in ((scan.HINT_IPV4, IPV4), (scan.HINT_IPV6, IPV6)):
-        if hints & hint:
-            text, n = _substitute(pattern, _mask_ip, text, n)
-    return text, n
-
-
-def mask_phones(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
-    """The text with telephone numbers replaced, and their number: 7 to 15 digits (ITU-T E.164), 6 where labelled."""
-    n = 0
-    if hints & scan.HINT_PHONE:
-        for pattern in PHONES:
-            text, n = _substitute(pattern, _mask_phone, text, n)
-    if hints & scan.HINT_LABELLED_PHONE:
-        text, n = _substitute(LABELLED_PHONE, _mask_labelled, text, n)
-    return text, n
-
-
-def mask_keys(text: str, hints: int = scan.ALL_HINTS) -> tuple[str, int]:
-    """The text with keys, tokens and assigned passwords replaced, and their number."""
-    text, n = _mask_private_keys(text)
-    for literal, pattern in KEYS if hints & scan.HINT_TOKEN else KEYS_WITHOUT_HINT:
-        if literal in text:
-            text, n = _substitute(pattern, _mask_key, text, n)
-    if hints & scan.HINT_TOKEN:
-        lower = text.lower()
-        if any(word in lower for word in ASSIGNED_WORDS):
-            text, n = _substitute(ASSIGNED, _mask_assigned, text, n)
-    return text, n
-
-
-def _mask_private_keys(text: str) -> tuple[str, int]:
-    pieces: list[str] = []
-    done = 0
-    begin, end = KEY_BEGINS.search(text) if "PRIVATE KEY" in text else None, None
-    while begin is not None:
-        if end is None or end.start() < begin.end():
-            end = KEY_ENDS.search(text, begin.end())
-        if end is None:
-            break
-        last = begin.end()
-        if end.start() - begin.end() <= LONGEST_KEY:
-            pieces += [text[done : begin.start()], KEY]
-            done = end.end()
-            last = done
-        begin = KEY_BEGINS.search(text, last)
-    return ("".join([*pieces, text[done:]]), len(pieces) // 2) if pieces else (text, 0)
-
-
-def _substitute(pattern: re.Pattern[str], mask: Callable[[re.Match[str]], str], text: str, n: int) -> tuple[str, int]:
-    """The text with matches replaced, and `n` plus the number of those that changed."""
-    changed = 0
-
-    def replace(match: re.Match[str]) -> str:
-        nonlocal changed
-        masked = mask(match)
-        changed += masked != match[0]
-        return masked
-
-    return pattern.sub(replace, text), n + changed
-
-
-def _mask_ip(match: re.Match[str]) -> str:
-    try:
-        return IP_ADDRESS if ipaddress.ip_address(match[0]).is_global else match[0]
-    except ValueError:
-        return match[0]
-
-
-def _mask_key(match: re.Match[str]) -> str:
-    return KEY
-
-
-def _mask_assigned(match: re.Match[str]) -> str:
-    return match[1] + KEY
-
-
-def _mask_phone(match: re.Match[str]) -> str:
-    return PHONE if 7 <= sum(map(str.isdigit, match[0])) <= 15 else match[0]
-
-
-def _mask_labelled(match: re.Match[str]) -> str:
-    return match[1] + PHONE if 6 <= sum(map(str.isdigit, match[2])) <= 15 else match[0]

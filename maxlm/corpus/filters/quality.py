@@ -1,5 +1,9 @@
 """Quality rules on whole documents: length, Gopher and FineWeb."""
 
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.resources import files
+
 import numpy as np
 
 from maxlm.corpus.document import Document, Removed
@@ -10,6 +14,14 @@ from maxlm.corpus.filters.settings import FineWebSettings, GopherQualitySettings
 from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of, word_hashes
 
 Broken = tuple[str, float, float]  # reason, value, limit
+UNSPACED_LANGUAGES = ("ja", "zh")  # stop words of one character, between which there is no space
+
+
+@lru_cache(1)
+def shipped_stop_words() -> dict[str, tuple[str, ...]]:
+    """Stop words by language, from stop_words.txt."""
+    lines = files(__package__).joinpath("stop_words.txt").read_text("utf-8").splitlines()
+    return {words[0]: tuple(words[1:]) for words in map(str.split, lines) if words[0] != "#"}
 
 
 class LengthFilter:
@@ -33,7 +45,7 @@ class LengthFilter:
                 broken = "length_too_few_words", words, settings.min_words
             elif settings.max_words is not None and words > settings.max_words:
                 broken = "length_too_many_words", words, settings.max_words
-        return _verdict(self.name, document, broken)
+        return verdict(self.name, document, broken)
 
 
 class GopherQualityFilter:
@@ -47,14 +59,15 @@ class GopherQualityFilter:
 
     def __init__(self, settings: GopherQualitySettings) -> None:
         self.settings = settings
-        self.stop_words = {language: word_hashes(words) for language, words in settings.stop_words.items()}
-        self.primary_stop_words = {primary_language(language): hashes for language, hashes in self.stop_words.items()}
+        self.stop_words = {language: self.hashes(words) for language, words in settings.stop_words.items()}
+        shipped = {language: self.hashes(words) for language, words in shipped_stop_words().items()}
+        self.primary_stop_words = shipped | {primary_language(language): hashes for language, hashes in self.stop_words.items()}
         self.all_stop_words = np.unique(np.concatenate([np.empty(0, np.uint64), *self.stop_words.values()]))
 
     def __call__(self, document: Document) -> Document | Removed:
         statistics = statistics_of(document.text)
         broken = self._counts(statistics) or self._lines(statistics) or self._stop_words(statistics, document.metadata.get("language"))
-        return _verdict(self.name, document, broken)
+        return verdict(self.name, document, broken)
 
     def _counts(self, statistics: TextStatistics) -> Broken | None:
         settings = self.settings
@@ -90,8 +103,17 @@ class GopherQualityFilter:
         wanted = self.all_stop_words if language is None else self._of_language(str(language))
         if wanted is None or not self.settings.min_stop_words:
             return None
-        found = scan.count_present(statistics.hashes_W, wanted, self.settings.min_stop_words)
+        unspaced = language is not None and primary_language(str(language)) in UNSPACED_LANGUAGES
+        found = scan.count_present(statistics.hashes_T if unspaced else self.words(statistics), wanted, self.settings.min_stop_words)
         return ("gopher_stop_words", found, self.settings.min_stop_words) if found < self.settings.min_stop_words else None
+
+    def hashes(self, words: tuple[str, ...]) -> Hashes:
+        """Hashes of stop words, sorted."""
+        return word_hashes(words)
+
+    def words(self, statistics: TextStatistics) -> Hashes:
+        """Hashes of the words that stop words are compared with."""
+        return statistics.hashes_W
 
     def _of_language(self, tag: str) -> Hashes | None:
         """Stop words of a document's language: of the very tag, or else of its language without region and script."""
@@ -115,7 +137,7 @@ class GopherRepetitionFilter:
 
     def __call__(self, document: Document) -> Document | Removed:
         statistics = statistics_of(document.text)
-        return _verdict(self.name, document, self._lines(statistics) or self._ngrams(statistics))
+        return verdict(self.name, document, self._lines(statistics) or self._ngrams(statistics))
 
     def _lines(self, statistics: TextStatistics) -> Broken | None:
         settings = self.settings
@@ -131,11 +153,15 @@ class GopherRepetitionFilter:
         return None
 
     def _ngrams(self, statistics: TextStatistics) -> Broken | None:
-        shares = statistics.repetition
+        shares = self.shares(statistics)
         for n, reason, limit in self.ngrams:
             if shares[n] > limit:
                 return reason, shares[n], limit
         return None
+
+    def shares(self, statistics: TextStatistics) -> Sequence[float]:
+        """Fraction of characters, by the n-gram's length in words."""
+        return statistics.repetition
 
 
 class FineWebFilter:
@@ -161,10 +187,11 @@ class FineWebFilter:
             broken = "fineweb_short_lines", short, settings.min_short_lines
         elif repeated >= settings.min_duplicate_line_characters:
             broken = "fineweb_duplicate_line_characters", repeated, settings.min_duplicate_line_characters
-        return _verdict(self.name, document, broken)
+        return verdict(self.name, document, broken)
 
 
-def _verdict(stage: str, document: Document, broken: Broken | None) -> Document | Removed:
+def verdict(stage: str, document: Document, broken: Broken | None) -> Document | Removed:
+    """The document, or its removal with the rule that it breaks."""
     if broken is None:
         return document
     reason, value, limit = broken

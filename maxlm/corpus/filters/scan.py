@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from maxlm.corpus.filters.thresholds import BULLETS, CLOSING_QUOTES, SENTENCE_ENDS
+from maxlm.corpus.filters.thresholds import BULLETS, CLOSING_QUOTES, RELEASED_SIGNS, RELEASED_TERMINALS, SENTENCE_ENDS
 
 # Classes of a code point.
 SPACE, LETTER, WORD, BULLET, SENTENCE_END, CLOSING_QUOTE, UNSPACED, UPPER = 1, 2, 4, 8, 16, 32, 64, 128
@@ -27,7 +27,7 @@ N_LINES, LINE_CHARACTERS, REPEATED_LINES, REPEATED_LINE_CHARACTERS, N_PARAGRAPHS
 )
 
 # Hints of a text: what a search for personal data has to look for.
-HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_LABELLED_PHONE, HINT_TOKEN = 1, 2, 4, 8, 16
+HINT_IPV4, HINT_IPV6, HINT_PHONE, HINT_DIGITS, HINT_TOKEN = 1, 2, 4, 8, 16
 ALL_HINTS = 31
 
 NEWLINE, SPACE_SIGN, FULL_STOP, ELLIPSIS, HASH_SIGN = 0x0A, 0x20, 0x2E, 0x2026, 0x23
@@ -75,6 +75,21 @@ def tables() -> tuple[NDArray[np.uint8], CodePoints]:
         block = classes[first : last + 1]
         block[block & WORD > 0] |= UNSPACED
     return classes, lower
+
+
+@lru_cache(1)
+def released_terminals() -> frozenset[str]:
+    """Marks that end a line for FineWeb as released."""
+    ranges = [[int(part, 16) for part in entry.split("-")] for entry in RELEASED_TERMINALS.split()]
+    return frozenset(chr(code) for ends in ranges for code in range(ends[0], ends[-1] + 1))
+
+
+@lru_cache(1)
+def released_signs() -> NDArray[np.bool_]:
+    """Code points below TABLE that make no word for FineWeb as released."""
+    signs = np.zeros(TABLE, np.bool_)
+    signs[[*range(9), 11, 12, *range(13, 32), *range(127, 160), *map(ord, RELEASED_SIGNS), *map(ord, released_terminals())]] = True
+    return signs
 
 
 @njit(cache=True, nogil=True)
@@ -233,13 +248,20 @@ def find_duplicates(lines: Lines, hashes_L: Hashes) -> Counts:
 
 
 @njit(cache=True, nogil=True)
-def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
+def find_repetition(hashes_W: Hashes, lengths_W: Lines, characters: int) -> NDArray[np.float64]:
     """Fraction of the words' characters, by n-gram length: for 2 to 4 in the most frequent n-gram, the longest of equals, if it
     comes twice; for 5 to 10 in n-grams that repeat an earlier one, from left to right and without overlap.
+
+    `characters` above 0 are those that FineWeb as released divides by: the text's. Then the most frequent n-gram is the first of equals,
+    even if none comes twice, and has spaces between its words.
     """
-    total, shares = 0, np.zeros(11)
-    for i in range(lengths_W.size):
-        total += lengths_W[i]
+    total, shares, released = characters, np.zeros(11), characters > 0
+    if released:
+        for n in range(2, min(5, lengths_W.size + 1)):
+            shares[n] = (lengths_W[:n].sum() + n - 1) / total
+    else:
+        for i in range(lengths_W.size):
+            total += lengths_W[i]
     grams_W, characters_W = hashes_W.copy(), lengths_W.astype(np.int64)
     places = np.arange(hashes_W.size + 1)  # of the n-grams that may come twice, and an end
     slots = np.empty(hashes_W.size, np.uint64)
@@ -251,8 +273,8 @@ def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
             if places[k + 1] == places[k] + 1:
                 places[n_places], n_places = places[k], n_places + 1
         table = table_for(n_places)
-        counts = np.zeros(table.size if n < 5 else 0, np.int64)
-        best, best_characters, repeated, free = 1, 0, 0, 0
+        counts, firsts = np.zeros(table.size if n < 5 else 0, np.int64), np.zeros(table.size if n < 5 else 0, np.int64)
+        best, best_characters, best_first, repeated, free = 1, 0, 0, 0, 0
         for k in range(n_places):
             i = places[k]
             grams_W[i] = max(grams_W[i] * STEP + hashes_W[i + n - 1], np.uint64(1))
@@ -265,10 +287,16 @@ def find_repetition(hashes_W: Hashes, lengths_W: Lines) -> NDArray[np.float64]:
                     repeated, free = repeated + characters_W[i], i + n
             else:
                 counts[slot] += 1
-                if counts[slot] > best or (counts[slot] == best and best > 1 and characters_W[i] > best_characters):
-                    best, best_characters = counts[slot], characters_W[i]
+                if counts[slot] == 1:
+                    firsts[slot] = i
+                better = firsts[slot] < best_first if released else characters_W[i] > best_characters
+                if counts[slot] > best or (counts[slot] == best and best > 1 and better):
+                    best, best_characters, best_first = counts[slot], characters_W[i], firsts[slot]
             table[slot] = grams_W[i]
-        shares[n] = min(1.0, best * best_characters / total) if n < 5 and total else repeated / max(total, 1)
+        if n >= 5:
+            shares[n] = repeated / max(total, 1)
+        elif best > 1:
+            shares[n] = min(1.0, best * (best_characters + (n - 1) * released) / total)
         if (n < 5 and best == 1) or (n >= 5 and repeated == 0):
             break  # no n-gram comes twice: no longer one does
         if n < 5:
@@ -310,6 +338,33 @@ def scan_tokens(codes: CodePoints, classes: NDArray[np.uint8], lower: CodePoints
 
 
 @njit(cache=True, nogil=True)
+def scan_pieces(codes: CodePoints, classes: NDArray[np.uint8], signs: NDArray[np.bool_]) -> tuple[Hashes, Lines, Lines, Counts]:
+    """Words and signs of a text, for the rules of FineWeb as released: hashes_W with case, starts_W, lengths_W, counts.
+
+    A word is a run of letters and digits, or one other character that is no white space; in scripts without spaces, one character.
+    Counts: words that are not of `signs` alone, their characters, words with a letter.
+    """
+    hashes_W, starts_W, lengths_W = np.empty(codes.size, np.uint64), np.empty(codes.size, np.int32), np.empty(codes.size, np.int32)
+    n, counts, i = 0, np.zeros(3, np.int64), 0
+    while i < codes.size:
+        kind = class_of(codes[i], classes)
+        if kind & SPACE:
+            i += 1
+            continue
+        start, value, letter, only_signs, joined = i, SEED, False, True, kind & (WORD | UNSPACED) == WORD
+        while i == start or (joined and i < codes.size):
+            kind = class_of(codes[i], classes)
+            if i > start and kind & (WORD | UNSPACED) != WORD:
+                break
+            value, letter = (value ^ np.uint64(codes[i])) * PRIME, letter or (kind & LETTER) != 0
+            only_signs = only_signs and codes[i] < TABLE and signs[codes[i]]
+            i += 1
+        hashes_W[n], starts_W[n], lengths_W[n], n = value, start, i - start, n + 1
+        counts[0], counts[1], counts[2] = counts[0] + (not only_signs), counts[1] + (i - start) * (not only_signs), counts[2] + letter
+    return hashes_W[:n], starts_W[:n], lengths_W[:n], counts
+
+
+@njit(cache=True, nogil=True)
 def find_members(hashes_T: Hashes, table: Hashes) -> Counts:
     """Positions of the tokens that are in `table`."""
     positions, n = np.empty(hashes_T.size, np.int64), 0
@@ -332,7 +387,7 @@ def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
     """Kinds of data that the text may contain, so that slow expressions are tried on few texts. Necessary conditions, not sufficient ones:
 
     IPv4: three full stops between digits in one word. IPv6: 2000 to 3fff before a colon. Phone: "+" before a digit, or three digits, one
-    character that is no digit, four digits. Labelled phone: six digits with at most five other characters between each two. Token: 12 or
+    character that is no digit, four digits. Digits: six digits with at most five other characters between each two. Token: 12 or
     more of the characters that tokens have, with a digit among them or 20 long.
     """
     hints, stops, digits, gap, run, run_has_digit, length = 0, 0, 0, 0, 0, False, 0
@@ -343,7 +398,7 @@ def find_hints(codes: CodePoints, classes: NDArray[np.uint8]) -> int:
         if digit:
             digits, gap, length = (digits + 1 if gap <= 5 else 1), 0, length + 1
             if digits >= 6:
-                hints |= HINT_LABELLED_PHONE
+                hints |= HINT_DIGITS
             four = length == 4 and i >= 7 and is_digit(codes[i - 5], classes) and is_digit(codes[i - 6], classes)
             if four or (i > 0 and codes[i - 1] == 0x2B):
                 hints |= HINT_PHONE

@@ -1,6 +1,6 @@
 """Settings of the filters. A section that is absent is off; defaults are the published thresholds (`thresholds.py`)."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -73,8 +73,9 @@ class GopherQualitySettings(Section):
     min_stop_words: int = Field(published.GOPHER_MIN_STOP_WORDS, ge=0, description="Different stop words that a document has at least.")
     stop_words: dict[str, tuple[str, ...]] = Field(
         {"en": published.GOPHER_STOP_WORDS},
-        description="Stop words by language, as ISO 639-1 (en-us and eng in metadata are en). A document whose metadata name a language "
-        "without a list here is not judged by this rule; one without a language is judged by all lists together.",
+        description="Stop words by language, as ISO 639-1 (en-us and eng in metadata are en), with those of stop_words.txt for 36 more. "
+        "A document whose metadata name a language without a list is not judged by this rule; one without a language is judged by all "
+        "lists given here together.",
     )
 
 
@@ -136,6 +137,9 @@ class FineWebSettings(Section):
         published.FINEWEB_MIN_DUPLICATE_LINE_CHARACTERS,
         description="Removed where this fraction of characters or more is in duplicate lines.",
     )
+    max_newlines_per_word: float | None = Field(
+        None, ge=0, description="Newlines for each word, at most: lists (rules: fineweb has 0.3, the paper has no such rule)."
+    )
 
 
 class BadWordsSettings(Section):
@@ -165,19 +169,24 @@ class BoilerplateSettings(Section):
 
 
 class PersonalDataSettings(Section):
-    """Personal data are replaced by placeholders: <EMAIL>, <IP_ADDRESS>, <PHONE>, <KEY>."""
+    """Personal data are replaced by placeholders: <EMAIL>, <IP_ADDRESS>, <PHONE>, <IBAN>, <CARD>, <KEY>."""
 
-    email: bool = Field(True, description="E-mail addresses.")
-    ip: bool = Field(True, description="Public IPv4 and IPv6 addresses; private and reserved ones stay.")
-    phone: bool = Field(True, description="Telephone numbers: international, North American, and those that are labelled (Tel., phone).")
-    key: bool = Field(True, description="Private keys, and tokens and passwords of known form.")
+    email: bool = Field(True, description="E-mail addresses; logins (user@host:path) stay.")
+    ip: bool = Field(True, description="Public IPv4 and IPv6 addresses; private, loopback, reserved and documentation addresses stay.")
+    phone: bool = Field(
+        True, description="Telephone numbers of a numbering plan: international, North American, in national groups, and labelled (Tel.)."
+    )
+    iban: bool = Field(True, description="Bank account numbers with right check digits (ISO 13616).")
+    card: bool = Field(True, description="Payment card numbers with a right check digit, in groups or after a word for a card.")
+    key: bool = Field(True, description="Private keys, tokens and passwords of known form, passwords in URLs.")
 
 
 class ClassifierSettings(Section):
-    """A linear classifier on hashed word n-grams, that `maxlm corpus train-classifier` trained."""
+    """A classifier of fastText, as `fasttext supervised` trains it and others publish theirs."""
 
-    model: str = Field(description="Path of a classifier's .npz file.")
-    min_score: Fraction = Field(0.5, description="Probability of the wanted class that a document has at least.")
+    model: str = Field(min_length=1, description="Path of a fastText model (.bin or .ftz).")
+    label: str = Field(min_length=1, description="The wanted label, without __label__.")
+    min_score: Fraction = Field(0.5, description="Probability of this label that a document has at least.")
 
 
 class PerplexitySettings(Section):
@@ -200,6 +209,11 @@ class PerplexitySettings(Section):
 class FilterSettings(Section):
     """The filters, in the order in which they run. A section that is absent is off."""
 
+    rules: Literal["papers", "fineweb"] = Field(
+        "papers",
+        description="Definitions and default thresholds of c4, gopher_quality, gopher_repetition and fineweb: of the papers, or "
+        "of FineWeb as released (datatrove's filters).",
+    )
     urls: UrlSettings | None = Field(None, description="Listed domains and URLs.")
     length: LengthSettings | None = Field(None, description="Bounds of length.")
     language: LanguageSettings | None = Field(None, description="Language identification.")
@@ -212,6 +226,20 @@ class FilterSettings(Section):
     classifier: ClassifierSettings | None = Field(None, description="Quality classifier.")
     perplexity: PerplexitySettings | None = Field(None, description="Bits per byte under a language model.")
     personal_data: PersonalDataSettings | None = Field(None, description="Masking of personal data.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _thresholds_of_the_rules(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("rules") != "fineweb":
+            return data
+        released = {name: fields for name, fields in published.FINEWEB_RELEASED.items() if isinstance(data.get(name), dict)}
+        return data | {name: fields | data[name] for name, fields in released.items()}
+
+    @model_validator(mode="after")
+    def _newlines_are_counted_by_one_set(self) -> Self:
+        if self.rules == "papers" and self.fineweb is not None and self.fineweb.max_newlines_per_word is not None:
+            raise ValueError("fineweb.max_newlines_per_word is a rule of FineWeb as released: set rules: fineweb, or remove it")
+        return self
 
     @property
     def files(self) -> list[str]:

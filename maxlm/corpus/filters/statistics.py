@@ -73,12 +73,17 @@ class TextStatistics:
     @lazy
     def repetition(self) -> list[float]:
         """Indexed by the n-gram's length in words: fraction of characters (`scan.find_repetition`)."""
-        return scan.find_repetition(self.hashes_W, self._words_and_lines[1]).tolist()
+        return scan.find_repetition(self.hashes_W, self._words_and_lines[1], 0).tolist()
 
     @lazy
     def hashes_T(self) -> Hashes:
         """Tokens: runs of letters and digits, or single characters in scripts without spaces."""
         return scan.scan_tokens(self.codes, *scan.tables())
+
+    @lazy
+    def pieces(self) -> tuple[Hashes, Lines, Lines, Counts]:
+        """Words and signs, with case: `scan.scan_pieces`."""
+        return scan.scan_pieces(self.codes, scan.tables()[0], scan.released_signs())
 
     @lazy
     def hints(self) -> int:

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Console
 
 from maxlm.config import Config, load, rules
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.runtime import cluster
 from maxlm.runtime.comm.arguments import split_config
@@ -182,7 +182,7 @@ def _print(measured: _Measured, hosts: Sequence[str], out: Path | None, *, as_js
         try:
             plot(rows, _where(hosts), out)
         except OSError as error:
-            raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another path.") from None
+            raise error_kind(error)(f"--out {out} cannot be written: {error.strerror}; choose another path.") from None
         if not as_json:
             print(f"plot: {out}")
 

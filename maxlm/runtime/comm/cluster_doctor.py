@@ -23,7 +23,7 @@ from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.comm.measure import OPERATIONS, RUN_SECONDS, RUNS, Operation, Row, fitting_sizes, measure, timed_loop, times_by_process
 from maxlm.runtime.comm.sizes import format_seconds, format_size
 from maxlm.runtime.doctor import Finding, Report, as_text
-from maxlm.runtime.host_allgather import allgather, allgather_lines
+from maxlm.runtime.host_allgather import allgather, allgather_text
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
 SLOW = 1.5  # times as long as the median of the others
@@ -72,7 +72,7 @@ def diagnose_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
             "--cluster: there is one process, and nothing to compare it with: start the same command on every host, "
             "with coordinator=HOST:PORT process_count=N process_id=I where no launcher says them."
         )
-    kinds = [lines[0] for lines in allgather_lines(jax.local_devices()[0].device_kind)]
+    kinds = allgather_text(jax.local_devices()[0].device_kind)
     names = [process_label(host, number) for number, host in enumerate(here.hosts)]
     counts = Counter(device.process_index for device in jax.devices())
     devices = [f"{counts[number]} x {kind}" for number, kind in enumerate(kinds)]

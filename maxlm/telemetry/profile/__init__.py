@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import error_kind
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.profile.attribution import Profile, profile_of
 from maxlm.telemetry.profile.page import Facts, render
@@ -27,5 +27,5 @@ def reduce_trace(trace: Path, folder: Path, facts: Facts) -> Profile:
         write_viewer_file(folder / VIEWER_FILE, profile)
         write_text(folder / PAGE, render(profile, replace(facts, notes=(*facts.notes, *warned))))
     except OSError as error:
-        raise UserError(f"{folder}: the profile cannot be written ({error.strerror or error}); choose another folder.") from error
+        raise error_kind(error)(f"{folder}: the profile cannot be written ({error.strerror or error}); choose another folder.") from error
     return profile

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.telemetry.profile import wire
 from maxlm.telemetry.profile.wire import BYTES, DamagedTraceError, Events, signed, text
 
@@ -61,7 +61,7 @@ class Trace:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise UserError(f"{path}: no trace can be read there ({getattr(error, 'strerror', None) or error}).") from None
+            raise error_kind(error)(f"{path}: no trace can be read there ({getattr(error, 'strerror', None) or error}).") from None
         self.planes: list[Plane] = []
         self.warnings: list[str] = []  # of who recorded it, errors included: events that were dropped, devices that were not traced
         try:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.report.load import check_distinct, load_run
 from maxlm.telemetry.report.render import TITLE_END, identity, render
@@ -67,5 +67,5 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
     try:
         write_text(Path(out), page)
     except OSError as error:
-        raise UserError(f"{out}: the report cannot be written ({error.strerror or error}); choose another file") from error
+        raise error_kind(error)(f"{out}: the report cannot be written ({error.strerror or error}); choose another file") from error
     return Path(out)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
 from maxlm.telemetry.course import Undone, current_step, surviving
@@ -180,7 +180,7 @@ def load_run(path: Path) -> Run:
     try:
         existing = [file for file in files if file.is_file()]
     except (OSError, ValueError) as error:  # a name too long, a NUL
-        raise UserError(f"{path}: cannot be read ({error})") from error
+        raise error_kind(error)(f"{path}: cannot be read ({error})") from error
     if not existing:
         reason = "does not exist" if not path.exists() else "holds none of config.yml, metrics.jsonl, events.jsonl"
         inside = _runs_in(path)
@@ -202,7 +202,7 @@ def load_run(path: Path) -> Run:
         results, samples = read_results(run.evaluations, notes, undone), read_samples(run.samples, notes, undone)
         modified = max(file.stat().st_mtime for file in existing)
     except OSError as error:
-        raise UserError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
+        raise error_kind(error)(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
     life = read_beat(run.heartbeat), read_processes(run.supervisor)
     return Run(path.resolve().name, path, series, events, config, text, notes, modified, loads, results, *life, not_finite, samples=samples)
 
@@ -214,7 +214,7 @@ def check_distinct(paths: Sequence[Path]) -> None:
         try:
             place = path.resolve()
         except (OSError, ValueError) as error:  # a NUL, a loop of links
-            raise UserError(f"{path}: cannot be read ({error})") from error
+            raise error_kind(error)(f"{path}: cannot be read ({error})") from error
         if place in named:
             raise UserError(f"{path} is named twice: leave one of them out.")
         named[place] = path

@@ -1,0 +1,177 @@
+"""Telephone numbers in text: layouts by expressions, validity by libphonenumber's tables of all countries (package phonenumberslite)."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+import phonenumbers
+
+from maxlm.corpus.filters import scan
+
+_GROUPS = r"(?:[ .\-/\u00a0]{0,3}\(?\d{1,9}\)?)"
+INTERNATIONAL = re.compile(rf"\+(?<![\w+]\+)\(?\d{{1,4}}\)?{_GROUPS}{{1,7}}(?![^\W_])")
+NORTH_AMERICAN = re.compile(
+    r"(?<![\w.+/-])(?:1[ .-])?(?:\([2-9]\d\d\)[ -]?[2-9]\d\d[ .-]\d{4}|[2-9]\d\d([.-])[2-9]\d\d\1\d{4})(?![\w-]|[./]\d)"
+)
+TRUNK = re.compile(  # national numbers of other countries in groups: 0 and an area code
+    r"(?<![\w.+/:-])(?<!\d )(?:\(0\d{1,4}\) ?|0\d{1,4}(?: ?/ ?|[ -]))\d{2,8}(?:[ -]\d{2,4}){0,4}(?![\w/:-]|[ .,]\d)"
+)
+NUMBER = re.compile(rf"(?<![\w.,+-])\+?\(?\d{{1,9}}\)?{_GROUPS}{{0,7}}(?![^\W_])")
+LABEL = re.compile(
+    r"\b(?:(telephone|t[eé]l[eé]phone|tel[eé]fono|telefone|telefon|telefoon|phone|telefax|fax|whatsapp|hotline|helpline|t[eé]l|tlf|tfno|тел|телефон"
+    r"|факс|電話|电话|手机|전화)|mobile|mobil|mobiel|m[oó]vil|handy|portable|celular|cellulare|cell|call|dial|gsm|ph)\b"
+    r"([^\d\n+(]{0,24})\Z",
+    re.IGNORECASE,
+)
+PROSE = re.compile(r"[\w ,.:'’-]*")  # between a word for a telephone and a number
+NO_PHONE = re.compile(r"\d{1,3}[.,]\d+|\d{5}-\d{4}|\d{1,2}([-./])\d{1,2}\1\d{2,4}|\d{4}([-./])\d{1,2}\2\d{1,2}")  # decimals, ZIP+4, dates
+LONGEST_LABEL = 40  # characters before a number
+MARKED = re.compile(r"[^\n]{0,22}(?:[:=]|\b(?:number|no|nr|num)\b)[^\n]{0,4}|\.?[ \t]{0,2}", re.IGNORECASE)
+LOCAL = re.compile(r"\d{3}[ -]\d{4}|\d{2,4}(?:[ -]\d{2}){2,3}|\d{3,4}[ -]\d{3,4}")
+NOT_BEFORE = re.compile(
+    r"(?:\b(?:pages?|pp?|lines?|isbn|issn|serial|ticket|bug|case|order|part|range|port|id|rfc|doi)\W{0,3}|[$€£#=*<>^]\s?)\Z", re.IGNORECASE
+)
+NOT_AFTER = re.compile(r"\s?(?:[eE][-+]?\d|[%*=^]|px\b|bytes?\b|times\b|\.\d)")
+FEWEST, MOST = 7, 15  # digits (ITU-T E.164)
+
+
+def find_phones(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, int]]:
+    """Telephone numbers that exist by the numbering plans: international, North American and national ones in groups, and labelled ones."""
+    spans: list[tuple[int, int]] = []
+    if hints & scan.HINT_PHONE:
+        spans += _valid(text, (match.span() for match in INTERNATIONAL.finditer(text)), (None,))
+        spans += _valid(text, (match.span() for match in NORTH_AMERICAN.finditer(text)), ("US",))
+    if hints & scan.HINT_DIGITS:
+        spans += _valid(text, (match.span() for match in TRUNK.finditer(text)), TRUNK_REGIONS, whole=True)
+        spans += _labelled(text)
+    done = 0
+    for start, end in sorted(spans):
+        if start >= done:
+            yield start, end
+            done = end
+
+
+TRUNK_REGIONS = (
+    "GB",
+    "DE",
+    "FR",
+    "IT",
+    "NL",
+    "BE",
+    "CH",
+    "AT",
+    "AU",
+    "NZ",
+    "JP",
+    "KR",
+    "ZA",
+    "SE",
+    "FI",
+    "TR",
+    "UA",
+    "RO",
+    "IL",
+    "IE",
+    "AR",
+    "IN",
+    "ID",
+    "TH",
+    "EG",
+    "NG",
+    "CN",
+    "TW",
+    "MY",
+    "PH",
+    "VN",
+    "PK",
+    "IR",
+    "SA",
+    "AE",
+    "KE",
+    "BD",
+)
+REGIONS = (
+    "US",
+    *TRUNK_REGIONS,
+    "ES",
+    "PT",
+    "PL",
+    "CZ",
+    "SK",
+    "HU",
+    "GR",
+    "DK",
+    "NO",
+    "RU",
+    "KZ",
+    "BR",
+    "MX",
+    "CL",
+    "CO",
+    "PE",
+    "SG",
+    "HK",
+    "MA",
+    "BG",
+    "HR",
+    "RS",
+    "SI",
+    "LT",
+    "LV",
+    "EE",
+    "IS",
+    "LU",
+    "CY",
+    "MT",
+)
+
+
+def _valid(text: str, spans: Iterable[tuple[int, int]], regions: Iterable[str | None], whole: bool = False) -> Iterator[tuple[int, int]]:
+    """Numbers among `spans`, without the last groups of digits if that makes one valid and it needs not be `whole`."""
+    for start, end in spans:
+        if NOT_BEFORE.search(text, max(0, start - 12), start) or NO_PHONE.fullmatch(text, start, end):
+            continue
+        while end > start and not is_valid(text[start:end], regions):
+            end = start if whole else _last_group(text, start, end)
+        if end > start and not NOT_AFTER.match(text, end):
+            yield start, end
+
+
+def _last_group(text: str, start: int, end: int) -> int:
+    """End of the number without its last group of digits; `start` if one group is left."""
+    place = end - 1
+    while place > start and (text[place].isdigit() or text[place] == ")"):
+        place -= 1
+    while place > start and not text[place - 1].isdigit() and text[place - 1] != ")":
+        place -= 1
+    return place
+
+
+def is_valid(number: str, regions: Iterable[str | None]) -> bool:
+    """True for a number that one of the regions' numbering plans has. None: of the number's own country code."""
+    if not FEWEST <= sum(map(str.isdigit, number)) <= MOST or number.count("(") != number.count(")"):
+        return False
+    number = re.sub(r"(?<=\d)[ \u00a0]?\(0\)", "", number)  # +49 (0)30
+    for region in regions:
+        try:
+            if phonenumbers.is_valid_number(phonenumbers.parse(number, region)):
+                return True
+        except phonenumbers.NumberParseException:
+            continue
+    return False
+
+
+def _labelled(text: str) -> Iterator[tuple[int, int]]:
+    """Numbers after a word for a telephone: `marked` ones stand right after it, or after a colon."""
+    for match in NUMBER.finditer(text):
+        start, end = match.span()
+        number = match[0]
+        if end - start < FEWEST or sum(map(str.isdigit, number)) < FEWEST - 1 or NOT_AFTER.match(text, end):
+            continue
+        label = LABEL.search(text, max(0, start - LONGEST_LABEL), start)
+        if label is None:
+            continue
+        marked = label[1] is not None and MARKED.fullmatch(label[2]) is not None
+        if marked and LOCAL.fullmatch(number):
+            yield start, end
+        elif marked or (PROSE.fullmatch(label[2]) and (not number.isdigit() or number[0] == "0")):
+            yield from _valid(text, [(start, end)], (None,) if number[0] == "+" else REGIONS)

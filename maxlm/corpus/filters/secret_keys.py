@@ -1,0 +1,107 @@
+"""Keys, tokens and passwords in text, by the forms that their issuers give them."""
+
+import re
+from collections.abc import Iterator
+
+from maxlm.corpus.filters import scan
+
+KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
+KEY_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
+LONGEST_KEY = 20_000  # characters
+# Forms of tokens: the issuers' documentation, as collected in the rules of gitleaks and detect-secrets. The literal that each begins with
+# is looked for first. A group is the secret; without one the whole match is.
+TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("AKIA", re.compile(r"AKIA(?<!\wAKIA)[0-9A-Z]{16}(?!\w)")),
+    ("ASIA", re.compile(r"ASIA(?<!\wASIA)[0-9A-Z]{16}(?!\w)")),
+    ("AIza", re.compile(r"AIza(?<!\wAIza)[\w-]{35}(?![\w-])")),
+    ("ya29.", re.compile(r"ya29\.(?<!\wya29\.)[\w-]{30,300}(?![\w-])")),
+    ("GOCSPX-", re.compile(r"GOCSPX-(?<!\wGOCSPX-)[\w-]{28}(?![\w-])")),
+    ("gh", re.compile(r"gh[pousr]_(?<!\wgh[pousr]_)[A-Za-z0-9]{36}(?!\w)")),
+    ("github_pat_", re.compile(r"github_pat_(?<!\wgithub_pat_)\w{22,100}(?!\w)")),
+    ("gl", re.compile(r"gl(?:pat|dt|rt|cbt|ptt|soat)-(?<![\w-]gl[a-z]{2}-)(?<![\w-]gl[a-z]{3}-)[\w-]{20,100}(?![\w-])")),
+    ("xox", re.compile(r"xox(?<!\wxox)[abeoprs]-(?=[\w-]{0,60}\d)[\w-]{10,200}(?![\w-])")),
+    ("xapp-", re.compile(r"xapp-(?<![\w-]xapp-)\d-[\w-]{20,200}(?![\w-])")),
+    ("hooks.slack.com/", re.compile(r"hooks\.slack\.com/(?:services|workflows|triggers)/([\w+/-]{20,120})")),
+    ("/api/webhooks/", re.compile(r"discord(?:app)?\.com/api/webhooks/(\d{15,22}/[\w-]{50,90})")),
+    ("sk-", re.compile(r"sk-(?<![\w-]sk-)(?=[\w-]{0,60}\d)[\w-]{32,200}(?![\w-])")),
+    ("k_live_", re.compile(r"[sr]k_live_(?<!\w[sr]k_live_)\w{16,100}(?!\w)")),
+    ("npm_", re.compile(r"npm_(?<!\wnpm_)[A-Za-z0-9]{36}(?!\w)")),
+    ("pypi-", re.compile(r"pypi-(?<!\wpypi-)[\w-]{50,250}(?![\w-])")),
+    ("hf_", re.compile(r"hf_(?<!\whf_)[A-Za-z0-9]{34}(?!\w)")),
+    ("SG.", re.compile(r"SG\.(?<!\wSG\.)[\w-]{22}\.[\w-]{43}(?![\w-])")),
+    (":AA", re.compile(r"(?<!\w)\d{8,10}:AA[\w-]{33}(?![\w-])")),  # Telegram
+    ("shp", re.compile(r"shp(?:at|ca|pa|ss)_(?<!\wshp[a-z]{2}_)[a-fA-F0-9]{32}(?!\w)")),
+    ("dop_v1_", re.compile(r"dop_v1_(?<!\wdop_v1_)[a-f0-9]{64}(?!\w)")),
+    ("dckr_pat_", re.compile(r"dckr_pat_(?<!\wdckr_pat_)[\w-]{27}(?![\w-])")),
+    ("AccountKey=", re.compile(r"AccountKey=([A-Za-z0-9+/]{86}==)")),  # Azure storage
+)
+JSON_WEB_TOKEN = re.compile(r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,1000}(?![\w-])")
+AWS_SECRET = re.compile(
+    r"(?<![A-Za-z0-9/+=_.-])(?=[^\n]{0,39}[a-z])(?=[^\n]{0,39}[A-Z])(?=[^\n]{0,39}\d)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_-])"
+)
+AWS_WORDS = re.compile(r"aws|amazon|secret|AKIA|ASIA|<KEY>", re.IGNORECASE)
+URL_PASSWORD = re.compile(r"://([^\s/:@\"'<>]{0,64}):([^\s/@\"'<>]{3,128})@(?=[\w\[$])")
+ASSIGNED = re.compile(
+    r"(?:api[_-]?key|secret[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd)"
+    r"[\"']?[ \t]{0,2}(?::=|=>|[:=])[ \t]{0,2}[\"']?((?=[\w/+=-]{0,40}\d)[\w/+=-]{12,200})(?![\w(.\[])",
+    re.IGNORECASE,
+)
+ASSIGNED_WORDS = ("key", "secret", "token", "passw")
+PLACEHOLDER = re.compile(
+    r"(?:(?:my|your|the|some|a|super|db|test|user|sample|example)?[-_]?)*(?:pass(?:word|wd|wrd|phrase)?|pwd?|pw|secret|token|key|mot_?de_?passe|passwort)"
+    r"[-_]?\d*|x+|\*+|\.+|[$%{(\[<#].*|.*[})\]>]|.*(?:%s|\$\{).*|foo|bar|baz|\d{1,5}",
+    re.IGNORECASE,
+)
+
+
+def find_keys(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, int]]:
+    """Private keys, tokens, passwords in URLs and assigned ones, from left to right."""
+    spans = [*_private_keys(text)]
+    if "eyJ" in text:
+        spans += _secrets(JSON_WEB_TOKEN, text)
+    if "://" in text and "@" in text:
+        spans += [match.span(2) for match in URL_PASSWORD.finditer(text) if not _is_placeholder(match[2]) and match[2] != match[1]]
+    if hints & scan.HINT_TOKEN:
+        for literal, pattern in TOKENS:
+            if literal in text:
+                spans += _secrets(pattern, text)
+        lower = text.lower()
+        if "aws" in lower or "amazon" in lower or "AKIA" in text or "ASIA" in text:
+            spans += [
+                match.span() for match in AWS_SECRET.finditer(text) if AWS_WORDS.search(text, max(0, match.start() - 120), match.start())
+            ]
+        if any(word in lower for word in ASSIGNED_WORDS):
+            spans += [match.span(1) for match in ASSIGNED.finditer(text) if _is_secret(match[1])]
+    done = 0
+    for start, end in sorted(spans):
+        if start >= done:
+            yield start, end
+            done = end
+
+
+def _secrets(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
+    return (match.span(match.lastindex or 0) for match in pattern.finditer(text))
+
+
+def _is_placeholder(secret: str) -> bool:
+    return PLACEHOLDER.fullmatch(secret) is not None
+
+
+def _is_secret(value: str) -> bool:
+    """True for an assigned value with two digits or more that is no word with a number, no number and no placeholder."""
+    digits = sum(map(str.isdigit, value))
+    return digits >= 2 and not _is_placeholder(value) and not re.fullmatch(r"[A-Za-z]+(?:[-_/][A-Za-z]+)*[-_/]?\d{1,4}|\d[\d-]*", value)
+
+
+def _private_keys(text: str) -> Iterator[tuple[int, int]]:
+    begin, end = KEY_BEGINS.search(text) if "PRIVATE KEY" in text else None, None
+    while begin is not None:
+        if end is None or end.start() < begin.end():
+            end = KEY_ENDS.search(text, begin.end())
+        if end is None:
+            break
+        last = begin.end()
+        if end.start() - begin.end() <= LONGEST_KEY:
+            last = end.end()
+            yield begin.start(), last
+        begin = KEY_BEGINS.search(text, last)

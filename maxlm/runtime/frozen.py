@@ -1,0 +1,73 @@
+"""What holds for all attempts under one `maxlm launch`: the config as the first of them read it, and the files that it names.
+
+So an edit for the next experiment neither changes nor ends a running job. The supervisor keeps the text in its memory and gives it to each
+attempt in a file, which an attempt replaces as a whole.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.errors import UserError
+from maxlm.config.loader import LoadedConfig, load, validate
+from maxlm.config.paths import read_regular
+from maxlm.runtime.progress_file import FROZEN_VARIABLE
+from maxlm.telemetry.atomic import write_text
+
+_CONFIG, _FACTS = "config", "facts"
+
+
+def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
+    """The config of the first attempt, with a note if the config `name` reads otherwise by now; without one, or without a supervisor, the
+    config `name`, which is kept for the next attempts. Raises UserError as `load` does.
+    """
+    kept = _read().get(_CONFIG)
+    if kept is None:
+        loaded = load(name, overrides)
+        _write({_CONFIG: loaded.config.model_dump(mode="json")})
+        return loaded
+    config = validate(kept, {})
+    try:
+        differs = load(name, overrides).config != config
+    except UserError:
+        differs = True
+    note = (
+        f"{name} was edited since `maxlm launch` was started, which goes on with the config of then; stop and start it to take the new one"
+    )
+    return LoadedConfig(config, {}, (note,) if differs else ())
+
+
+def is_restart() -> bool:
+    """True if an attempt before this one has opened its data, under the same supervisor."""
+    return bool(_read().get(_FACTS))
+
+
+def check_unchanged(facts: Mapping[str, str]) -> None:
+    """Compare digests of files that the config names with those of the attempts before. Raises UserError for one that differs."""
+    known = _read().get(_FACTS, {})
+    for name, digest in facts.items():
+        if known.get(name, digest) != digest:
+            raise UserError(
+                f"{name} is not what it was when `maxlm launch` was started ({known[name]}, and now {digest}): bring it back, or stop and "
+                "start `maxlm launch` to go on with it as it is."
+            )
+    if facts.keys() - known.keys():
+        _write({_FACTS: {**known, **facts}})
+
+
+def _read() -> dict[str, Any]:
+    path = os.environ.get(FROZEN_VARIABLE)
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        return dict(json.loads(read_regular(path))) if path else {}
+    return {}
+
+
+def _write(values: Mapping[str, Any]) -> None:
+    """Add values to the file. A folder that is full or gone must not cost the run."""
+    path = os.environ.get(FROZEN_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):
+            write_text(Path(path), json.dumps({**_read(), **values}))

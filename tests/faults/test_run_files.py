@@ -1,0 +1,192 @@
+"""Damage to the small files of a run: each is read again at its next start, and none of them may end that with a traceback or hang it."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+
+import pytest
+from tiny import tiny_config
+
+from maxlm.config import UserError, load
+from maxlm.config.loader import load_saved, saved_text
+from maxlm.cost import calibration
+from maxlm.ladder import recommend
+from maxlm.runtime import frozen, progress_file, resume_checks
+from maxlm.telemetry.alert_delivery import Limit
+from maxlm.telemetry.bill import rates_of, spent_before
+from maxlm.telemetry.files import FileObserver
+from maxlm.telemetry.ledger import read_ledger
+from maxlm.telemetry.lifetime import Process, append_process, read_beat, read_processes
+from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.report import write_report
+from maxlm.telemetry.report.load import load_run
+from maxlm.telemetry.report.samples import append_samples
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.unhealthy_hosts import to_replace
+from maxlm.training import findings
+from maxlm.training.rollback import Journal
+from maxlm.training.saved_run import open_run
+from maxlm.training.session import Start
+
+CONFIG = tiny_config(run={"name": "run"})
+SECONDS = 120  # in which anything is read, on a busy machine
+
+
+def make_run(folder):
+    """The files that a run of a few steps leaves, by what writes them."""
+    run = RunDirectory(folder / "run", primary=True)
+    run.path.mkdir()
+    run.write_config(saved_text(CONFIG))
+    observer = FileObserver(run)
+    observer.on_event(Event("start", 0, data={"attempt": "a", "metrics": {"loss": {"title": "loss", "unit": "nats"}}}))
+    for step in (1, 2, 3):
+        values = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 512, "tokens_per_s": 5e3, "step_time_s": 0.1, "mfu": None}
+        observer.on_step(StepRecord(step=step, **values, tflops_per_device=0.01, data_wait_s=0.001, time=1000.0 + step))
+    observer.on_event(Event("save", 3))
+    observer.close()
+    run.heartbeat.write_text(json.dumps({"attempt": "a", "time": 1003.0, "goodput": {"step": 2.0}}))
+    append_process(run.supervisor, Process("a", 1000.0, 1004.0, 4.0, 1, False, False, "a line"))
+    Limit(2, run.alerts).admit("crash")
+    append_samples(run.samples, 3, {"once": "upon"})
+    assert Journal(run.roll_backs).add(9, 5, [7], "spike", "the loss") == ""
+    record = {"findings": [{"step": 1}], "strikes": {"host0:1": 2}, "hosts": {}, "unsettled": None}
+    run.integrity.write_text(json.dumps(record, indent=1))
+    run.unhealthy_hosts.write_text(json.dumps({"hosts": {"host0": {"strikes": 2, "reason": "a reason"}}}))
+    (run.path / "progress.json").write_text(json.dumps(dataclasses.asdict(progress_file.Progress(hosts=("a",), step=3))))
+    (run.path / "frozen.json").write_text(json.dumps({"config": CONFIG.model_dump(mode="json"), "facts": {"train data": "1"}}))
+    (run.path / recommend.RESULT).write_text(json.dumps({"form": {}, "parameters": {}, "runs": [], "base": "b", "assumed": {}}))
+    (run.path / "calibration.json").write_text(json.dumps({"chip": None, "device_kind": "cpu"}))
+    return run
+
+
+def goes_on(run):
+    """What a start reads: a damaged config of before is reported, and kept as it is."""
+    before = run.config.read_bytes() if run.config.is_file() else None
+    state = type("State", (), {"skipped": 0})()
+    changed = resume_checks.changed_settings(run, CONFIG, Start(state, 3, restored={}), "fingerprint")
+    if before is not None and before != saved_text(CONFIG).encode():
+        assert changed
+        assert run.config_until(3).read_bytes() == before
+        run.config_until(3).unlink()
+
+
+def frozen_text(run):
+    os.environ[progress_file.FROZEN_VARIABLE] = str(run.path / "frozen.json")
+    try:
+        frozen.is_restart()
+        frozen.check_unchanged({"train data": "1"})
+    finally:
+        del os.environ[progress_file.FROZEN_VARIABLE]
+
+
+def report(run):
+    load_run(run.path)
+    write_report([run.path], run.path / "report.html")
+
+
+def start(run):
+    FileObserver(run).close()
+    resume_checks.lost_checkpoints(run, "checkpoints", ())
+    spent_before(run, rates_of(None, "cpu", 1))
+    read_ledger(run)
+
+
+READERS = {
+    "config.yml": (goes_on, lambda run: load(str(run.path)), lambda run: load_saved(run.path), lambda run: open_run(run.path), report),
+    "events.jsonl": (start, report),
+    "metrics.jsonl": (start, report),
+    "heartbeat.json": (lambda run: read_beat(run.heartbeat), start),
+    "supervisor.jsonl": (lambda run: read_processes(run.supervisor), start),
+    "alerts.json": (lambda run: Limit(2, run.alerts).admit("crash"),),
+    "samples.jsonl": (report,),
+    "roll_backs.json": (lambda run: Journal(run.roll_backs), lambda run: open_run(run.path).unfit),
+    "integrity.json": (findings.read,),
+    "unhealthy_hosts.json": (to_replace,),
+    "progress.json": (lambda run: progress_file.read(run.path / "progress.json"),),
+    "frozen.json": (frozen_text,),
+    recommend.RESULT: (lambda run: recommend.recommend(run.path, "models/llama3-8b", [], 1e18),),
+    "calibration.json": (lambda run: calibration.read(run.path / "calibration.json"),),
+}
+
+
+hung = []  # also where a reader takes the error of the alarm for one of the file
+
+
+def read_all(run, name):
+    """Only one line of an error may come, for the file that is damaged: no traceback, and no wait."""
+    for reader in READERS[name]:
+        hung.clear()
+        signal.alarm(SECONDS)
+        try:
+            reader(run)
+        except UserError as error:
+            assert "\n" not in str(error)
+        except OSError as error:
+            assert error.errno, f"{name}: the command line has no line for {error!r}"
+        finally:
+            signal.alarm(0)
+        assert not hung, "it waits"
+
+
+@pytest.fixture
+def run(tmp_path):
+    def hangs(*_):
+        hung.append(1)
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    yield make_run(tmp_path)
+    signal.signal(signal.SIGALRM, before)
+
+
+def flipped(run, name, places, bits=(7,)):
+    path = run.path / name
+    whole = path.read_bytes()
+    for place in places(len(whole)):
+        for bit in bits:
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            read_all(run, name)
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_flipped_bits(run, name):
+    read_all(run, name)
+    rng = random.Random(name)
+    flipped(run, name, lambda size: [0, size - 1, *(rng.randrange(size) for _ in range(4))])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", READERS)
+def test_every_flipped_bit(run, name):
+    flipped(run, name, range)
+    flipped(run, name, lambda size: range(0, size, 7), bits=(0, 1, 2, 3, 4, 5, 6))
+
+
+KINDS = {
+    "empty": lambda path, whole: path.write_bytes(b""),
+    "zeros": lambda path, whole: path.write_bytes(bytes(len(whole))),
+    "cut": lambda path, whole: path.write_bytes(whole[: len(whole) // 2]),
+    "nested": lambda path, whole: path.write_bytes(b"[" * 5_000),
+    "another type": lambda path, whole: path.write_bytes(b"[3]\n"),
+    "a great number": lambda path, whole: path.write_bytes(b'{"hosts": 1' + b"0" * 5000 + b"}\n"),
+    "folder": lambda path, whole: path.mkdir(),
+    "pipe": lambda path, whole: os.mkfifo(path),
+    "device": lambda path, whole: path.symlink_to("/dev/null"),  # one without end, read by mistake, would take all memory
+    "link to itself": lambda path, whole: path.symlink_to(path),
+    "link to nothing": lambda path, whole: path.symlink_to("nothing"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_another_thing_in_its_place(run, name):
+    path = run.path / name
+    whole = path.read_bytes()
+    for make in KINDS.values():
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        make(path, whole)
+        read_all(run, name)

@@ -1,0 +1,116 @@
+"""One config for all attempts under a supervisor: an edit for the next experiment neither changes nor ends a running job."""
+
+import os
+import signal
+import sys
+
+import pytest
+from small_run import child, events, finish, make_workspace, metrics, start, wait_for_step
+
+from maxlm.config import UserError, load
+from maxlm.config.loader import LoadedConfig, shipped, validate
+from maxlm.runtime import frozen
+from maxlm.runtime.launch import Supervisor
+from maxlm.runtime.progress_file import FROZEN_VARIABLE
+
+ATTEMPT = """
+import os, sys, time
+from pathlib import Path
+from maxlm.runtime import frozen
+loaded = frozen.load_frozen("run.yml", ["train.seed=3"])
+known = Path("known")
+if known.exists():
+    known.write_text(f"{loaded.config.optimizer.peak_lr} {loaded.config.train.seed}")
+    sys.exit(0)
+known.touch()
+Path("run.yml").unlink()
+time.sleep(2.5)
+Path(os.environ["MAXLM_FROZEN_FILE"]).unlink()
+sys.exit(7)
+"""
+BASE = "train: {steps: 9, global_batch: 8}\noptimizer: {warmup_steps: 2}\n"
+RUN = """extends: base
+model: {vocab_size: 320, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 64}
+data: {store: store, seq_len: 32}
+optimizer: {peak_lr: 0.01}
+"""
+EDITS = {
+    "the learning rate": ("run.yml", RUN.replace("0.01", "0.5")),
+    "an included file": ("base.yml", BASE.replace("8", "16")),
+    "nonsense": ("run.yml", "{"),
+    "bytes": ("run.yml", "\0" * 9),
+}
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yml").write_text(RUN)
+    (tmp_path / "base.yml").write_text(BASE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_changes_no_later_attempt(configs, monkeypatch, edit):
+    monkeypatch.setenv(FROZEN_VARIABLE, str(configs / "frozen.json"))
+    first = frozen.load_frozen("run.yml", ["train.seed=3"])
+    assert frozen.load_frozen("run.yml", ["train.seed=3"]) == LoadedConfig(first.config, {}, ())
+    name, text = EDITS[edit]
+    (configs / name).write_text(text)
+    again = frozen.load_frozen("run.yml", ["train.seed=3"])
+    assert again.config == first.config
+    assert "run.yml was edited since `maxlm launch` was started" in again.notes[0]
+    monkeypatch.delenv(FROZEN_VARIABLE)  # a new launch takes the file as it is
+    if text.startswith(("{", "\0")):
+        with pytest.raises(UserError):
+            frozen.load_frozen("run.yml", ["train.seed=3"])
+    else:
+        assert frozen.load_frozen("run.yml", ["train.seed=3"]).config != first.config
+
+
+def test_the_supervisor_keeps_the_config_although_both_files_are_removed(configs):
+    """A cleaner of temporary folders may remove its file in a run of weeks."""
+    assert Supervisor([sys.executable, "-c", ATTEMPT], restarts=2, backoff=0.01, say=print).run() == 0
+    assert (configs / "known").read_text() == "0.01 3"
+
+
+def test_every_config_is_kept_exactly(tmp_path, monkeypatch):
+    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    for name in ("runs/quickstart", *(name for name in shipped() if name.startswith("runs/")))[::6]:
+        config = load(name).config
+        assert validate(config.model_dump(mode="json"), {}) == config
+    first = frozen.load_frozen("runs/quickstart", ["train.steps=20"])
+    again = frozen.load_frozen("runs/quickstart", ["train.steps=30"])
+    assert again.config == first.config != load("runs/quickstart", ["train.steps=30"]).config
+    assert "was edited since `maxlm launch` was started" in again.notes[0]
+
+
+def test_files_that_the_config_names_are_compared(tmp_path, monkeypatch):
+    frozen.check_unchanged({"task hellaswag": "a"})  # without a supervisor
+    assert not frozen.is_restart()
+    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    assert not frozen.is_restart()
+    frozen.check_unchanged({"train data": "1"})
+    frozen.check_unchanged({"task hellaswag": "a"})
+    assert frozen.is_restart()
+    frozen.check_unchanged({"task hellaswag": "a", "train data": "1"})
+    with pytest.raises(UserError, match=r"task hellaswag is not what it was .*\(a, and now b\): bring it back, or stop and start"):
+        frozen.check_unchanged({"train data": "1", "task hellaswag": "b"})
+
+
+@pytest.mark.soak
+def test_a_running_job_keeps_its_config_and_a_new_launch_takes_the_edited_one(tmp_path):
+    folder = make_workspace(tmp_path)
+    job = start(folder, "train.steps=100000", under=("launch", "--backoff", "0.1", "--"))
+    wait_for_step(folder, 12, job, timeout=900)
+    config = folder / "small.yml"
+    config.write_text(config.read_text().replace("peak_lr: 1e-2", "peak_lr: 2e-2"))
+    (folder / "texts" / "new.txt").write_text("text for the next experiment")
+
+    os.kill(child(job), signal.SIGKILL)
+    wait_for_step(folder, metrics(folder)[-1]["step"] + 10, job, timeout=900)
+    job.terminate()
+    said = finish(job, code=3)
+    assert "small.yml was edited since `maxlm launch` was started" in said
+    assert not [event for event in events(folder, "restore") if "optimizer.peak_lr" in str(event)]
+    assert max(record["lr"] for record in metrics(folder)) <= 1e-2
