@@ -175,7 +175,7 @@ class EvalIndex:
         kind, words = self.kind_W[begin:end], self.hash_W[begin:end]
         equal = set(words[matched & (kind > 0)].tolist())
         differ: set[int] = set()
-        if not matched[kind > 0].all():
+        if score >= self.required_K[item] and not matched[kind > 0].all():  # of few windows: this takes as long as all else
             others = kinds(found, np.arange(low, high), self.lower)
             for start, stop in itertools.pairwise(cuts):
                 differ.update(words[start + one] for one in _replaced(place[start:stop], kind[start:stop], others))
