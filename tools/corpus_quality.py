@@ -3,9 +3,9 @@
     python tools/corpus_quality.py                         every measure
     python tools/corpus_quality.py encodings languages     some of them
 
-The real text is documentation from Debian packages (`package_files` of tools/corpora/quality.py), downloaded into --folder once. A measure
-is a function `measure(folder, seed) -> Iterable[Row]` in a module of its own under tools/corpora, and one entry of MEASURES below: `folder`
-holds the downloads, `seed` decides what is planted, and a Row counts one kind of case. Exit code 1 if a row is below what it asks for.
+The real text is of Debian packages (`package_files` of tools/corpora/quality.py), downloaded into --folder once. A measure is a function
+`measure(folder, seed) -> Iterable[Row]` in a module of its own under tools/corpora, and an entry of MEASURES below: `folder` holds the
+downloads, `seed` decides what is planted, and a Row counts one kind of case. Exit code 1 if a row is below what it asks for.
 """
 
 import argparse

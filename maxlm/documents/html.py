@@ -10,7 +10,9 @@ TITLE = 1000  # characters
 PRESCAN = 4096  # bytes in which a page states its encoding; the standard asks for 1024
 DEEPEST = 2000  # open elements; browsers stop at 512, and resiliparse takes quadratic time: 2 s for 10,000
 
-_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
+_CHARSET = re.compile(
+    rb"(?:<meta[^>]{0,200}?charset|\A\s*<\?xml[^>]{0,200}?encoding)\s{0,9}=\s{0,9}[\"']?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE
+)
 _LANGUAGE = re.compile(r"<html[^>]{0,400}?\slang\s*=\s*[\"']?([A-Za-z0-9-]{2,35})", re.IGNORECASE)
 # Elements that have no content, or that the next one of their kind closes.
 _FLAT = re.compile("area|base|br|col|colgroup|d[dt]|embed|hr|img|input|li|link|meta|option|p|param|source|t[dhr]|tbody|thead|track|wbr")
@@ -37,8 +39,7 @@ def is_html(head: bytes) -> bool:
 
 def of_html(number: int, unit: str, data: bytes, metadata: dict[str, Any], declared: str | None = None) -> Found:
     """The record of the main content of a page in any encoding. Adds title, language and encoding to `metadata`."""
-    stated = _CHARSET.search(data[:PRESCAN])
-    decoded = decode(data, declared, stated[1].decode() if stated else None)
+    decoded = decode(data, declared, *(stated[1].decode() for stated in _CHARSET.finditer(data[:PRESCAN])))
     if decoded is None:
         return defect(number, unit, "encoding", data[:EXAMPLE].decode("latin-1"))
     if decoded.encoding != "utf-8":

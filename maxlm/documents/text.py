@@ -36,6 +36,7 @@ _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
 # Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
 # then encodings of one byte a letter for other scripts are out.
+_ASCII_TAG = re.compile(rb"<[^<>\x80-\xff]{0,1000}>")
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
 _LATIN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]+|[\x80-\xff]+[A-Za-z]")
 _OTHER_SCRIPTS = {*(f"cp{page}" for page in (866, 874, 1251, 1253, 1255, 1256)), *(f"iso8859-{part}" for part in (5, 6, 7, 8))}
@@ -43,7 +44,7 @@ _OTHER_SCRIPTS |= {"koi8-r", "koi8-u", "mac-cyrillic"}
 # Of the encodings of DOS and old Macintoshes, those that texts are found in, and the bytes beyond ASCII from which one of them is told.
 _OLD = re.compile(r"cp(?!874)[1-8]\d\d|cp1006|cp1125|mac-.*|kz1048|ptcp154|koi8-t|hp-roman8")
 _OLD_FOUND = ("cp437", "cp850", "cp852", "cp857", "cp858", "cp866", "mac-roman", "mac-latin2", "mac-cyrillic")
-OLD_BYTES = 12
+OLD_BYTES = 3
 # Capital letters of one of these are small letters of the other, and texts in capitals are taken for it: the letters decide, not case.
 _CYRILLIC = ("cp1251", "koi8-r", "koi8-u", "cp866", "iso8859-5", "mac-cyrillic")
 _FREQUENT = "оаеинтрсвлкі"  # three quarters of the letters of Russian, Ukrainian, Bulgarian and Belarusian texts
@@ -53,7 +54,7 @@ _WIDER |= {"shift_jis": "cp932", "euc_kr": "cp949", "gb2312": "gb18030", "gbk": 
 _ESCAPED = {b"\x1b$)C": "iso2022_kr", b"\x1b$@": "iso2022_jp_ext", b"\x1b$B": "iso2022_jp_ext", b"\x1b$(": "iso2022_jp_ext"}
 _SEVEN_BITS = ("iso2022_jp_ext", "iso2022_kr", "hz")
 TIE = 0.999  # of the likeliest encoding's confidence, from which Windows-1252 is taken
-SURE = 0.5  # of the likeliest encoding's confidence, which a stated encoding has where it is the right one
+SURE = 0.65  # of the likeliest encoding's confidence, which a stated encoding has where it is the right one
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 
 # UTF-8 read as another encoding leaves a lead byte with a continuation byte after it, both as characters of that encoding. Clean text
@@ -296,7 +297,7 @@ def _candidates(data: bytes, stated: list[str]) -> Iterator[str]:
         size += len(lines[-1])
         if size >= SAMPLE:
             break
-    sample = b"".join(lines) or data[:SAMPLE]
+    sample = _ASCII_TAG.sub(b" ", b"".join(lines) or data[:SAMPLE])  # chardet would believe a <meta> tag
     ranked = chardet.detect_all(sample, encoding_era=~chardet.EncodingEra.MAINFRAME, ignore_threshold=True)
     found: dict[str, float] = {}
     for one in ranked:

@@ -1,5 +1,6 @@
 """Filters of content: lists, personal data, language, classifier, perplexity, and the settings of all."""
 
+import functools
 import json
 import math
 import random
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from maxlm.config.errors import UserError
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters import FilterSettings, build_filters, run_filters
+from maxlm.corpus.filters import FilterSettings, build_filters, language as filters_language, run_filters
 from maxlm.corpus.filters.language import sample_text
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
 from maxlm.corpus.filters.phones import REGIONS
@@ -269,11 +270,18 @@ TEXTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["py3langid", "lingua"])
-def language(request):
-    package = {"py3langid": "py3langid", "lingua": "lingua"}[request.param]
-    pytest.importorskip(package)
-    return build_filters(FilterSettings.model_validate({"language": {"backend": request.param, "keep": ["en", "de"]}}))[0]
+@pytest.fixture(scope="module", autouse=True)
+def one_model():
+    """Read py3langid's model once: that takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filters_language, "_py3langid", functools.cache(filters_language._py3langid))
+        yield
+
+
+@pytest.fixture(scope="module")
+def language():
+    pytest.importorskip("py3langid")
+    return build_filters(FilterSettings.model_validate({"language": {"keep": ["en", "de"]}}))[0]
 
 
 def test_languages(language):
@@ -287,6 +295,60 @@ def test_languages(language):
     for text in ("", "12 34 ++", "\n", "\0", "\ud800 1"):
         assert language(Document("f#0", text)).detail["language"] == "und"
     assert language(Document("f#0", "the a\ud800b of")) is not None
+
+
+VARIANTS = {  # messages of MediaWiki: language and script, text
+    "zh-Hant": "您可以在使用者設定中更改您的電子郵件地址，請確認信件內的連結，並於二十四小時內完成驗證，否則帳號將無法使用。",
+    "zh-Hans": "您可以在用户设置中更改您的电子邮件地址，请确认邮件内的链接，并于二十四小时内完成验证，否则账号将无法使用。",
+    "yue-Hant": "你可以喺用戶設定度改你嘅電郵地址，請撳封信入面條連結，喺廿四個鐘頭之內搞掂，唔係個戶口就唔用得㗎喇。",
+    "nb-Latn": "Du kan endre e-postadressen din i innstillingene dine, og deretter må du bekrefte den ved å følge lenken i brevet.",
+    "nn-Latn": "Du kan endra e-postadressa di i innstillingane dine, og etterpå må du stadfesta henne ved å fylgja lenkja i brevet.",
+    "sr-Cyrl": "Можете да промените своју адресу електронске поште у подешавањима, а затим морате да је потврдите преко везе у писму.",
+    "hr-Latn": "Svoju adresu elektroničke pošte možete promijeniti u postavkama, a zatim je morate potvrditi putem poveznice u pismu.",
+    "pt-Latn": "Você pode alterar o seu endereço de e-mail nas preferências, e depois precisa confirmá-lo pela ligação na mensagem.",
+}
+
+
+@pytest.mark.parametrize(
+    ("keep", "stays"),
+    [
+        ("zh", {"zh-Hant", "zh-Hans", "yue-Hant"}),
+        ("zh-Hant", {"zh-Hant", "yue-Hant"}),
+        ("zh_Hans", {"zh-Hans"}),
+        ("cmn", {"zh-Hant", "zh-Hans", "yue-Hant"}),
+        ("yue", {"yue-Hant"}),
+        ("no", {"nb-Latn", "nn-Latn"}),
+        ("nb", {"nb-Latn"}),
+        ("nn", {"nn-Latn"}),
+        ("sh", {"sr-Cyrl", "hr-Latn"}),
+        ("sh-Latn", {"hr-Latn"}),
+        ("sr", {"sr-Cyrl"}),
+        ("sr-Cyrl", {"sr-Cyrl"}),
+        ("por", {"pt-Latn"}),
+    ],
+)
+def test_what_a_tag_of_keep_covers(keep, stays):
+    """A macrolanguage covers its members in any script, a tag with a script that script alone; codes of ISO 639-3 are the same."""
+    pytest.importorskip("py3langid")
+    found = {name: judge(text, {"language": {"keep": [keep]}}) for name, text in VARIANTS.items()}
+    assert {name for name, one in found.items() if isinstance(one, Document)} == stays
+    for name in stays:
+        assert found[name].metadata["language"] == name.partition("-")[0].replace("nb", "no")
+
+
+@pytest.mark.parametrize(
+    ("keep", "says"), [("pt-BR", "regions"), ("zh-TW", "Hant"), ("english", "ISO 639"), ("zh-Hant-TW", "regions"), ("", "ISO")]
+)
+def test_a_tag_that_nothing_tells_is_refused(keep, says):
+    with pytest.raises(ValidationError, match=says):
+        FilterSettings.model_validate({"language": {"keep": [keep]}})
+
+
+def test_a_language_that_no_text_gets_is_refused():
+    """Klingon would remove every document."""
+    pytest.importorskip("py3langid")
+    with pytest.raises(UserError, match=r"language\.keep: tlh .* af, am, an, ar"):
+        judge("text", {"language": {"keep": ["en", "tlh"]}})
 
 
 def test_language_is_only_labelled_without_a_list():

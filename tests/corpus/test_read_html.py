@@ -46,3 +46,21 @@ def test_pages_without_main_content(tmp_path):
     assert isinstance(menus, Defect) and "Home page" in menus.example
     path.write_text("<html><head><title>T</title><style>a {}</style></head><body><script>x < 1</script><br></body></html>")
     assert outcome(path, ReadSettings()) == (0, {"empty": 1})
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b'<?xml version="1.0" encoding="windows-1251"?>\n<html>',
+        b'<html><meta http-equiv="Content-Type" content="text/html; charset=windows-1251">',
+        b'<html><meta charset="utf-8"><meta charset=windows-1251>',
+        b'<html><meta charset="utf-8">',
+        b'<html><meta charset="iso-8859-1">',
+        b"<html>",
+    ],
+)
+def test_a_page_states_its_encoding_in_any_way_or_wrongly(head):
+    """XML declaration, old and new <meta>, two of them, a wrong one and none: the text is the same."""
+    text = "Съешь ещё этих мягких французских булок, да выпей чаю. Москва — столица России."
+    page = head + f"<body><main><p>{text}</p></main></body></html>".encode("cp1251")
+    assert of_html(1, "", page, {}).text.strip() == text

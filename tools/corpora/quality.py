@@ -1,6 +1,8 @@
 """Rows of the table of tools/corpus_quality.py, and the real text that its measures use."""
 
 import gzip
+import json
+import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,3 +63,25 @@ def package_files(folder: Path, names: Sequence[str], path: str) -> Iterator[tup
         for name, content in members(package):
             if wanted.fullmatch(name):
                 yield package.name, name, gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+
+
+MARKUP = re.compile(r"\{\{[^{}]*\}\}|<[^>]*>|\[\[[^\]]*\]\]|\[?https?://\S+|'{2,3}|\$\d+|[\[\]{}*#=|]")
+WIDE = "\u2e80"  # Chinese, Japanese and Korean characters begin here: a third as many make a text
+
+
+class Messages:
+    """Messages of MediaWiki's programs in 500 languages and scripts, without markup; each of 40 characters or more (Chinese: 14)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.by_locale: dict[str, list[str]] = {}
+        for _, path, content in package_files(folder, ["mediawiki"], r".*/languages/i18n/[a-z-]+\.json"):
+            plain = [" ".join(MARKUP.sub(" ", one).split()) for one in json.loads(content).values() if isinstance(one, str)]
+            self.by_locale[Path(path).stem] = [one for one in plain if one and len(one) >= (14 if max(one) > WIDE else 40)]
+
+    def text(self, locale: str, size: int, draw: random.Random) -> str:
+        """Messages drawn until they have `size` characters, one a line."""
+        messages, lines = self.by_locale[locale], list[str]()
+        least = size // 3 if max(messages[0]) > WIDE else size
+        while sum(map(len, lines)) < least:
+            lines.append(draw.choice(messages))
+        return "\n".join(lines)

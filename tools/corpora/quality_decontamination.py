@@ -16,6 +16,7 @@ from maxlm.documents.html import of_html
 from maxlm.documents.records import Record
 
 PACKAGES = ("debian-reference-en", "debian-reference-de", "debian-reference-fr", "debian-reference-ja", "debian-reference-zh-cn")
+SENTENCES = ("debian-faq", "debian-faq-ja", "debian-faq-zh-cn")  # of which items are made: none of them is in a document
 SIZE = 3000  # characters of a document
 EACH = 60  # items of a kind, and as many of its templates with other numbers and names
 NAMES = str.split(
@@ -78,27 +79,20 @@ def measure(folder: Path, seed: int) -> Iterator[Row]:
 
 
 def _real_text(folder: Path, draw: random.Random) -> tuple[list[str], dict[str, list[str]]]:
-    """Documents of about SIZE characters, and sentences by language that were taken out of them."""
-    documents, sentences = [], {"en": [], "cjk": []}
-    for package, _, content in package_files(folder, PACKAGES, r"usr/share/.*\.txt(?:\.gz)?"):
-        text = content.decode()
-        for start in range(0, len(text), SIZE):
-            documents.append(text[start : start + SIZE])
-        cjk = package.endswith(("ja", "cn"))
-        if cjk or package.endswith("en"):
-            found = re.findall(
-                r"[^。\s]{20,60}。" if cjk else r"(?<=[.] )[A-Z][a-z]+(?: [a-z]+,?){7,25}[.]", " ".join(text.split()) if not cjk else text
-            )
-            sentences["cjk" if cjk else "en"] += dict.fromkeys(found)
-    for some in sentences.values():
-        draw.shuffle(some)
-    held = {
-        "".join(half.split())
-        for some in sentences.values()
-        for one in some[: 5 * EACH]
-        for half in (one[: len(one) // 2], one[len(one) // 2 :])
-    }
-    return [text for text in documents if not any(half in "".join(text.split()) for half in held)], sentences
+    """Documents of about SIZE characters, and sentences of other manuals by language."""
+    documents, sentences = list[str](), {"en": list[str](), "cjk": list[str]()}
+    for package, _, content in package_files(folder, [*PACKAGES, *SENTENCES], r"usr/share/.*\.txt(?:\.gz)?"):
+        text = content.decode("utf-8", "replace")
+        if package in PACKAGES:
+            documents += [text[start : start + SIZE] for start in range(0, len(text), SIZE)]
+        elif package == "debian-faq":
+            sentences["en"] += re.findall(r"(?<=[.] )[A-Z][a-z]+(?: [a-z]+,?){7,25}[.]", " ".join(text.split()))
+        else:
+            sentences["cjk"] += re.findall(r"[^。\s]{20,60}。", text)
+    for name, some in sentences.items():
+        sentences[name] = list(dict.fromkeys(some))
+        draw.shuffle(sentences[name])
+    return documents, sentences
 
 
 def _items(draw: random.Random, sentences: dict[str, list[str]]) -> tuple[dict[str, list[Item]], dict[str, list[Item]]]:

@@ -175,7 +175,7 @@ class EvalIndex:
         kind, words = self.kind_W[begin:end], self.hash_W[begin:end]
         equal = set(words[matched & (kind > 0)].tolist())
         differ: set[int] = set()
-        if not matched[kind > 0].all():
+        if score >= self.required_K[item] and not matched[kind > 0].all():  # of few windows: this takes as long as all else
             others = kinds(found, np.arange(low, high), self.lower)
             for start, stop in itertools.pairwise(cuts):
                 differ.update(words[start + one] for one in _replaced(place[start:stop], kind[start:stop], others))
@@ -322,8 +322,9 @@ def _aligned(text: U64, window: U64, sorted_grams: U64, order: I64, n: int) -> I
 
 
 def _replaced(at: I64, kind: I64, others: I64) -> list[int]:
-    """Words of a text, whose places in a window are `at`, that are numbers or names and have another one at their place: `others` are the
-    kinds of the window's words.
+    """Find the numbers and names of a text that have another number or name at their place in a window.
+
+    `at`: places of the text's words in the window, -1 for a word that is missing; `others`: kinds of the window's words.
     """
     known = np.flatnonzero(at >= 0)
     out = []

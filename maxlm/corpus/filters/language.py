@@ -13,19 +13,22 @@ from numpy.typing import NDArray
 
 from maxlm.config.errors import UserError, shorten
 from maxlm.corpus.document import Document, Removed
+from maxlm.corpus.filters.language_tags import covered, has_script, label_of, primary_language
 from maxlm.corpus.filters.protocol import removed, replace_text
 from maxlm.corpus.filters.settings import LanguageSettings
 
-Identify = Callable[[str], tuple[str, float]]  # text -> ISO 639-1 code (or the model's label) and probability
+Identify = Callable[[str], list[tuple[str, float]]]  # text -> codes (or a model's labels) and probabilities, the likeliest first
+LIKELY = 5  # languages that an identifier names
 UNKNOWN = "und"  # ISO 639-2: undetermined
 
 
 class LanguageFilter:
     """Label each document with its language, and keep those of chosen ones. Metadata `language`, `language_score`.
 
-    Measured on messages of Debian's programs in 57 languages, 30 messages a text, 600 characters of it looked at: py3langid 0.4.0 is right
-    on 96.7% (0.37 ms a text by its own program, less than 0.1 ms as compiled here), fastText's lid.176.ftz on 91.9% (0.22 ms); lingua 2.1.1
-    takes 18 times as long as fastText.
+    A document stays if its language is covered by a tag of `keep` (`language_tags.covered`) and the probabilities of all covered languages
+    add up to `min_score`: Bosnian, Croatian and Serbian are hard to tell apart, and together they are not. docs/corpus.md has what was
+    measured.
+
     A text without letters is of the language "und", score 0. Raises UserError if a library or a model is missing.
     """
 
@@ -36,18 +39,26 @@ class LanguageFilter:
         makers: dict[str, Callable[[], Identify]] = {
             "fasttext": partial(_fasttext, settings.model or ""),
             "py3langid": _py3langid,
-            "lingua": _lingua,
         }
         self.identify = makers[settings.backend]()
-        self.keep = frozenset(settings.keep)
+        self.keep = [covered(tag) for tag in settings.keep]
+        known = {primary_language(one) for one in getattr(self.identify, "classes", ())}
+        for tag, (languages, _) in zip(settings.keep, self.keep, strict=True):
+            if known and not languages & known:
+                told = ", ".join(sorted(known))
+                raise UserError(f"language.keep: {shorten(tag)} is no language that {settings.backend} tells apart: it has {told}.")
 
     def __call__(self, document: Document) -> Document | Removed:
         sample = sample_text(document.text, self.settings.sample_characters)
-        language, score = self.identify(sample) if any(map(str.isalpha, sample)) else (UNKNOWN, 0.0)
-        score = round(score, 4)
-        if self.keep and language not in self.keep:
+        ranked = (self.identify(sample) if any(map(str.isalpha, sample)) else []) or [(UNKNOWN, 0.0)]
+        ranked = [(label_of(label, sample), score) for label, score in ranked]
+        language, score = ranked[0][0], round(sum(score for label, score in ranked if label == ranked[0][0]), 4)
+        if not self.keep:
+            return replace_text(document, document.text, language=language, language_score=score)
+        kept = {one for languages, script in self.keep if not script or has_script(sample, script) for one in languages}
+        if language not in kept:
             return removed(document, self.name, "language_not_kept", language=language, score=score)
-        if self.keep and score < self.settings.min_score:
+        if round(sum(score for label, score in ranked if label in kept), 4) < self.settings.min_score:
             return removed(document, self.name, "language_score", language=language, score=score, limit=self.settings.min_score)
         return replace_text(document, document.text, language=language, language_score=score)
 
@@ -74,11 +85,10 @@ def load_fasttext(path: str, setting: str) -> Any:
 def _fasttext(path: str) -> Identify:
     model = load_fasttext(path, "language")
 
-    def identify(text: str) -> tuple[str, float]:
-        labels, scores = model.predict(
-            text.lower(), k=1
-        )  # lid.176 was trained on lower case as well, and a page in capitals is no other language
-        return (labels[0].removeprefix("__label__"), min(float(scores[0]), 1.0)) if labels else (UNKNOWN, 0.0)
+    def identify(text: str) -> list[tuple[str, float]]:
+        # lid.176 was trained on lower case as well, and a page in capitals is no other language
+        labels, scores = model.predict(text.lower(), k=LIKELY)
+        return [(label.removeprefix("__label__"), min(float(score), 1.0)) for label, score in zip(labels, scores, strict=True)]
 
     return identify
 
@@ -105,12 +115,12 @@ class NaiveBayes:
         self.classes = [str(name) for name in identifier.nb_classes]
         self.names = np.array([self.classes.index(name) for name in self.classes])  # scripts of one language are classes of one name
 
-    def __call__(self, text: str) -> tuple[str, float]:
+    def __call__(self, text: str) -> list[tuple[str, float]]:
         text = unicodedata.normalize("NFC", text.lower() if text.isupper() else text)
         data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
         model = self.moves, self.rows, self.features, self.likelihoods, self.priors, self.names
-        best, share = find_language(data, *model, self.counts)
-        return self.classes[best], float(share)
+        shares = find_language(data, *model, self.counts)
+        return [(self.classes[one], float(shares[one])) for one in np.argsort(-shares, kind="stable")[:LIKELY].tolist()]
 
 
 @njit(cache=True, nogil=True)
@@ -123,8 +133,11 @@ def find_language(
     priors: NDArray[np.float32],
     names: NDArray[np.int64],
     counts: NDArray[np.int32],
-) -> tuple[int, float]:
-    """Most probable class (NaiveBayes) and its probability. A text without features has all classes alike. `counts` comes and goes zero."""
+) -> NDArray[np.float64]:
+    """Probabilities of the classes (NaiveBayes), classes of one name together at the first; all alike for a text without features.
+
+    `counts` comes and goes zero.
+    """
     found, n, state = np.empty(data.size, np.int32), 0, np.uint32(0)
     for i in range(data.size):
         state = moves[(np.int64(rows[state]) << 8) + data[i]]
@@ -147,19 +160,7 @@ def find_language(
         share = math.exp(float(scores[j] - top) / math.sqrt(max(data.size, 1)))
         shares[names[j]] += share
         total += share
-    best = int(np.argmax(shares))
-    return best, shares[best] / total
-
-
-def _lingua() -> Identify:
-    library = _import("lingua", "lingua-language-detector")
-    detector = library.LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().with_preloaded_language_models().build()
-
-    def identify(text: str) -> tuple[str, float]:
-        values = detector.compute_language_confidence_values(text)
-        return (values[0].language.iso_code_639_1.name.lower(), float(values[0].value)) if values else (UNKNOWN, 0.0)
-
-    return identify
+    return shares / total
 
 
 def _import(module: str, package: str, setting: str = "language") -> Any:

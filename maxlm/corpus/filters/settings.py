@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from maxlm.corpus.filters import thresholds as published
+from maxlm.corpus.filters.language_tags import covered
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -34,14 +35,20 @@ class LengthSettings(Section):
 class LanguageSettings(Section):
     """Language identification."""
 
-    keep: tuple[str, ...] = Field((), description="ISO 639-1 codes of the languages that stay; empty: all stay and are only labelled.")
+    keep: tuple[str, ...] = Field(
+        (),
+        description="Codes of ISO 639 of the languages that stay, perhaps with a script (zh-Hant, sr-Latn); empty: all stay and are only "
+        "labelled. A macrolanguage covers its members: zh yue and wuu, no nb and nn, sh sr, hr and bs.",
+    )
     min_score: Fraction = Field(published.LANGUAGE_MIN_SCORE, description="Probability that the language must have.")
-    backend: Literal["fasttext", "py3langid", "lingua"] = Field("py3langid", description="fasttext needs `model`; the others bring theirs.")
+    backend: Literal["fasttext", "py3langid"] = Field("py3langid", description="fasttext needs `model`; py3langid brings its own.")
     model: str | None = Field(None, description="Path of a fastText model, for example lid.176.ftz.")
     sample_characters: int = Field(600, ge=100, description="Characters that are looked at: from the beginning, the middle and the end.")
 
     @model_validator(mode="after")
-    def _model_for_fasttext(self) -> "LanguageSettings":
+    def _tags_and_model(self) -> "LanguageSettings":
+        for tag in self.keep:
+            covered(tag)
         if (self.backend == "fasttext") != (self.model is not None):
             raise ValueError("`model` is the path of a fastText model: give it with backend: fasttext, and only there")
         return self
