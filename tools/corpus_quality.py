@@ -24,6 +24,7 @@ MEASURES = {  # name -> module of tools/corpora that has `measure`
     "encodings": "quality_encodings",
     "languages": "quality_languages",
     "decontamination": "quality_decontamination",
+    "masking": "quality_masking",
 }
 PACKAGES = ("chardet", "ftfy", "resiliparse", "py3langid", "datatrove")
 

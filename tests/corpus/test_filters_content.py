@@ -20,7 +20,7 @@ from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, language as filters_language, run_filters
 from maxlm.corpus.filters.language import sample_text
 from maxlm.corpus.filters.personal_data import PersonalDataFilter
-from maxlm.corpus.filters.phones import REGIONS
+from maxlm.corpus.filters.phones import REGIONS, SHORTEST_PLAIN
 from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.urls import split_url
 
@@ -126,6 +126,7 @@ MASKED = [
     ("Call +49 (0)30 1234-5678 or +1 650 253 0000.", "Call <PHONE> or <PHONE>."),
     ("(212) 555-2368, 212-555-2368, 1 212.555.2368", "<PHONE>, <PHONE>, <PHONE>"),
     ("Tel.: 030 / 123 45 67; Fax 0301234568", "Tel.: <PHONE>; Fax <PHONE>"),
+    ("(+44 20 7946 0958) or (voice: 212-555-2368)", "(<PHONE>) or (voice: <PHONE>)"),
     ("+44 20 7946 0958 2 times", "<PHONE> 2 times"),
     ("reach my mobile at 0171 2345678, Tél. : 01 42 68 53 00", "reach my mobile at <PHONE>, Tél. : <PHONE>"),
     ("IBAN DE89 3704 0044 0532 0130 00 and GB29NWBK60161331926819 OK", "IBAN <IBAN> and <IBAN> OK"),
@@ -142,9 +143,11 @@ MASKED = [
 ]
 KEPT = [
     "",
-    "user@localhost, @handle, a @ b.com, 3@ 4, logo@2x.png, foo@1.2.3, getty@tty1.service, W@v.T, x@np.dot(y)",
+    "user@localhost, @handle, a @ b.com, 3@ 4, logo@2x.png, foo@1.2.3, getty@tty1.service, W@v.T",
+    "x@np.dot(y), [+353123456, 0]",
     "git@github.com:user/repo.git, scp file jane@host.org:/tmp, ssh jane@host.org, ssh://git@host.org/x, @pytest.fixture",
-    "Message-ID: <20040101.1234@mail.host.com>",
+    "Message-ID: <20040101.1234@mail.host.com>, by host id <m0uGteh-53C@x.de>, https://lists.debian.org/2014.GX24@rz.edu",
+    "$user@other.host is a variable, ^[[:alnum:]]+@my.com$ an expression; 8b 83 3c 01 00 00 89 44 24, 1890 2790 1350 1170 1350 2",
     "10.0.0.1, 192.168.1.1, 127.0.0.1, 999.1.1.1, version 1.2.3 and 1.2.3.4.5, v8.8.8.8, 192.0.2.1, 198.51.100.7, 203.0.113.9, 224.0.0.1",
     "Linux 2.6.38.6, doxygen 1.8.1.2, OID 2.5.29.15, section 12.1.1.3. Text, Bump to 3.9.3.0, released 100.1.2.3",
     "::1, fe80::1, 2001:db8::1, 3fff::1, std::vector, at 12:30:45, RFC 2822::",
@@ -190,7 +193,7 @@ def test_phones_of_many_countries_are_masked(region):
             for name in ("INTERNATIONAL", "E164", "NATIONAL")
         )
         assert mask(f"Write or ring {international}, thanks.").text == "Write or ring <PHONE>, thanks."
-        assert mask(f"or {plain}.").text == "or <PHONE>."
+        assert mask(f"or {plain}.").text == "or <PHONE>." or len(plain) <= SHORTEST_PLAIN
         assert mask(f"Tel.: {national}, or by letter").text == "Tel.: <PHONE>, or by letter"
 
 
@@ -517,6 +520,8 @@ def test_an_absent_section_is_off_and_the_order_is_that_of_the_settings():
 
 def test_settings_have_descriptions_and_refuse_what_they_do_not_know():
     for name, info in FilterSettings.model_fields.items():
+        if name == "rules":
+            continue
         section = next(t for t in info.annotation.__args__ if t is not type(None))
         assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
         assert [key for key, field in section.model_fields.items() if not field.description] == [], name

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, run_filters
@@ -49,8 +48,10 @@ def test_a_rule_set_chooses_thresholds_that_a_setting_overrides():
     assert released.gopher_quality is None
     assert FilterSettings.model_validate(released.model_dump(mode="json")) == released
     assert FilterSettings.model_validate({"c4": {}}).c4.min_words_in_line == 5
-    with pytest.raises(ValidationError, match="rules: fineweb"):
-        FilterSettings.model_validate({"fineweb": {"max_newlines_per_word": 0.3}})
+    lines = "\n".join(["a fairly long line with a comma, a mark and many more words.", "yes, of course it does, or so it seems to me."])
+    for rules in ("papers", "fineweb"):
+        assert keeps({"fineweb": {"max_newlines_per_word": 0.1}}, lines, rules)
+        assert not keeps({"fineweb": {"max_newlines_per_word": 0.01}}, lines, rules)
 
 
 @pytest.mark.parametrize("rules", ["papers", "fineweb"])

@@ -28,9 +28,9 @@ TOP_LEVEL_DOMAINS = frozenset(
     for name in line.split()
 )
 ESCAPE = re.compile(r"\\(?:[nrt]|f[BIRP])(?=\w)")
-LOGIN_BEFORE = re.compile(r"(?://(?:[^\s/@:]{0,64}:)?|(?<!\w)(?:ssh|scp|sftp|rsync|ssh-copy-id)[ \t][^\n@]{0,60})\Z")
+LOGIN_BEFORE = re.compile(r"(?://(?:[^\s/@:]{0,64}:)?|\w/|\$\{?|(?<!\w)(?:ssh|scp|sftp|rsync|ssh-copy-id)[ \t][^\n@]{0,60})\Z")
 LOGIN_AFTER = re.compile(r":[\w~/.]|\(|/\w")
-MESSAGE_ID = re.compile(r"(?:message-id|in-reply-to|references|msgid|mid):?[^\n]{0,80}<?\Z", re.IGNORECASE)
+MESSAGE_ID = re.compile(r"(?:message-id|in-reply-to|references|msgid|mid):?[^\n]{0,80}<?\Z|\bid <\Z", re.IGNORECASE)
 
 IPV4 = re.compile(r"(?<![\w.-])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w-]|\.\w)")
 IPV6 = re.compile(r"(?<![\w:.])[23][0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:])")  # 2000::/3, global unicast (RFC 4291, 2.4)
@@ -48,7 +48,7 @@ NETWORK_BEFORE = re.compile(
     r"|firewall|via|IN\s{1,8}A)(?:[\s:=(\"'\[!]|\b(?:is|at|to|of|the|from|as|on)\b|\baddr(?:ess)?\b){1,10}|://|@|\[)\Z",
     re.IGNORECASE,
 )
-NETWORK_AFTER = re.compile(r":\d{2,5}\b|/(?:[89]|[12]\d|3[0-2])\b(?![./])|\]|\s+(?:[a-z0-9-]{1,40}\.){1,4}[a-z]{2,}\s*$", re.MULTILINE)
+NETWORK_AFTER = re.compile(r":\d{2,5}\b|/(?:[89]|[12]\d|3[0-2])\b(?![./])|\s+(?:[a-z0-9-]{1,40}\.){1,4}[a-z]{2,}\s*$", re.MULTILINE)
 LARGE_OCTET = 100  # few versions have a part of this size
 
 # Length of an account number by country: SWIFT's IBAN registry, release 101.
@@ -65,10 +65,13 @@ IBAN_LENGTHS = {
 IBAN = re.compile(r"(?<![^\W_])[A-Z]{2}\d\d(?:[ -]?[A-Z0-9]{4}){2,8}(?:[ -]?[A-Z0-9]{1,3})?(?![^\W_])")
 # Payment cards: ISO/IEC 7812, leading digits and lengths as the networks publish them.
 CARD = re.compile(
-    r"(?<![\w.,+/-])(?:\d{4}([ -])\d{4}\1\d{4}\1\d{4}|3\d{3}([ -])\d{6}\2\d{5}|3[068]\d{2}([ -])\d{6}\3\d{4}|\d{13,19})(?![\w+/-]|[.,]\d)"
+    r"(?<![\w.,+/-])(?<!\d[ -])"
+    r"(?:\d{4}([ -])\d{4}\1\d{4}\1\d{4}|3\d{3}([ -])\d{6}\2\d{5}|3[068]\d{2}([ -])\d{6}\3\d{4}|\d{13,19})(?![\w+/-]|[., ]\d)"
 )
 CARD_NETWORKS = re.compile(
-    r"4(?:\d{12}|\d{15}|\d{18})|(?:5[1-5]|2[2-7])\d{14}|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|65\d\d|64[4-9]\d)\d{12}|35\d{14}|62\d{14,17}"
+    r"4(?:\d{12}|\d{15}|\d{18})"
+    r"|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}"
+    r"|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|65\d\d|64[4-9]\d)\d{12}|35\d{14}|62\d{14,17}"
 )
 CARD_WORDS = re.compile(
     r"\b(?:cards?|visa|mastercard|master card|amex|american express|discover|jcb|diners|maestro|credit|debit|cc|pan|kartennummer|"
@@ -86,7 +89,7 @@ def find_emails(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
             start -= 1
         if escape := ESCAPE.match(text, max(0, start - 1)):
             start = escape.end()  # "\\njane@" in a program, "\\fIjane@" in a manual page
-        while start < at and text[start] in ".-'&%":
+        while start < at and text[start] in ".-'&%+":
             start += 1
         end = _domain_end(text, match)
         before = text[max(0, start - 100) : start]

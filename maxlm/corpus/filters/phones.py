@@ -28,10 +28,12 @@ LONGEST_LABEL = 40  # characters before a number
 MARKED = re.compile(r"[^\n]{0,22}(?:[:=]|\b(?:number|no|nr|num)\b)[^\n]{0,4}|\.?[ \t]{0,2}", re.IGNORECASE)
 LOCAL = re.compile(r"\d{3}[ -]\d{4}|\d{2,4}(?:[ -]\d{2}){2,3}|\d{3,4}[ -]\d{3,4}")
 NOT_BEFORE = re.compile(
-    r"(?:\b(?:pages?|pp?|lines?|isbn|issn|serial|ticket|bug|case|order|part|range|port|id|rfc|doi)\W{0,3}|[$€£#=*<>^]\s?)\Z", re.IGNORECASE
+    r"(?:\b(?:pages?|pp?|lines?|isbn|issn|serial|ticket|bug|case|order|part|range|port|id|rfc|doi)\W{0,3}|[$€£#=*<>^]\s?|(?:\b[\da-f]{2}>?\s){2})\Z",
+    re.IGNORECASE,
 )
 NOT_AFTER = re.compile(r"\s?(?:[eE][-+]?\d|[%*=^]|px\b|bytes?\b|times\b|\.\d)")
 FEWEST, MOST = 7, 15  # digits (ITU-T E.164)
+SHORTEST_PLAIN = 10  # characters of "+" and digits without any space up to which they are an integer rather than a telephone number
 
 
 def find_phones(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, int]]:
@@ -50,78 +52,16 @@ def find_phones(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, i
             done = end
 
 
-TRUNK_REGIONS = (
-    "GB",
-    "DE",
-    "FR",
-    "IT",
-    "NL",
-    "BE",
-    "CH",
-    "AT",
-    "AU",
-    "NZ",
-    "JP",
-    "KR",
-    "ZA",
-    "SE",
-    "FI",
-    "TR",
-    "UA",
-    "RO",
-    "IL",
-    "IE",
-    "AR",
-    "IN",
-    "ID",
-    "TH",
-    "EG",
-    "NG",
-    "CN",
-    "TW",
-    "MY",
-    "PH",
-    "VN",
-    "PK",
-    "IR",
-    "SA",
-    "AE",
-    "KE",
-    "BD",
+TRUNK_REGIONS = tuple(  # where national numbers begin with 0
+    re.findall(
+        r"\w\w",
+        "GB DE FR IT NL BE CH AT AU NZ JP KR ZA SE FI TR UA RO IL IE AR IN ID TH EG NG CN TW MY PH VN PK IR SA AE KE BD",
+    )
 )
 REGIONS = (
     "US",
     *TRUNK_REGIONS,
-    "ES",
-    "PT",
-    "PL",
-    "CZ",
-    "SK",
-    "HU",
-    "GR",
-    "DK",
-    "NO",
-    "RU",
-    "KZ",
-    "BR",
-    "MX",
-    "CL",
-    "CO",
-    "PE",
-    "SG",
-    "HK",
-    "MA",
-    "BG",
-    "HR",
-    "RS",
-    "SI",
-    "LT",
-    "LV",
-    "EE",
-    "IS",
-    "LU",
-    "CY",
-    "MT",
+    *re.findall(r"\w\w", "ES PT PL CZ SK HU GR DK NO RU KZ BR MX CL CO PE SG HK MA BG HR RS SI LT LV EE IS LU CY MT"),
 )
 
 
@@ -129,6 +69,10 @@ def _valid(text: str, spans: Iterable[tuple[int, int]], regions: Iterable[str | 
     """Numbers among `spans`, without the last groups of digits if that makes one valid and it needs not be `whole`."""
     for start, end in spans:
         if NOT_BEFORE.search(text, max(0, start - 12), start) or NO_PHONE.fullmatch(text, start, end):
+            continue
+        if text[end - 1] == ")" and text.count("(", start, end) < text.count(")", start, end):
+            end -= 1  # of a parenthesis around the number
+        if text[start] == "+" and end - start <= SHORTEST_PLAIN and text[start + 1 : end].isdigit():
             continue
         while end > start and not is_valid(text[start:end], regions):
             end = start if whole else _last_group(text, start, end)

@@ -187,6 +187,10 @@ class FineWebFilter:
             broken = "fineweb_short_lines", short, settings.min_short_lines
         elif repeated >= settings.min_duplicate_line_characters:
             broken = "fineweb_duplicate_line_characters", repeated, settings.min_duplicate_line_characters
+        elif settings.max_newlines_per_word is not None:
+            newlines = document.text.count("\n") / max(statistics.n_words, 1)
+            if newlines > settings.max_newlines_per_word:
+                broken = "fineweb_newlines", newlines, settings.max_newlines_per_word
         return verdict(self.name, document, broken)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.filters import scan, thresholds
 from maxlm.corpus.filters.lines import C4Filter
-from maxlm.corpus.filters.protocol import removed, replace_text
+from maxlm.corpus.filters.protocol import Filter, removed, replace_text
 from maxlm.corpus.filters.quality import Broken, FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, verdict
 from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of
 
@@ -160,7 +160,7 @@ def _duplicates(parts: list[str]) -> tuple[int, int]:
     return len(parts) - len(unique), sum(map(len, parts)) - sum(map(len, unique))
 
 
-RELEASED: dict[str, Callable[..., object]] = {
+RELEASED: dict[str, Callable[..., Filter]] = {
     "c4": ReleasedC4,
     "gopher_quality": ReleasedGopherQuality,
     "gopher_repetition": ReleasedGopherRepetition,

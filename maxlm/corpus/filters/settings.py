@@ -138,7 +138,7 @@ class FineWebSettings(Section):
         description="Removed where this fraction of characters or more is in duplicate lines.",
     )
     max_newlines_per_word: float | None = Field(
-        None, ge=0, description="Newlines for each word, at most: lists (rules: fineweb has 0.3, the paper has no such rule)."
+        None, ge=0, description="Newlines for each word, at most: lists. rules: fineweb has 0.3, the paper has no such rule; null: off."
     )
 
 
@@ -234,12 +234,6 @@ class FilterSettings(Section):
             return data
         released = {name: fields for name, fields in published.FINEWEB_RELEASED.items() if isinstance(data.get(name), dict)}
         return data | {name: fields | data[name] for name, fields in released.items()}
-
-    @model_validator(mode="after")
-    def _newlines_are_counted_by_one_set(self) -> Self:
-        if self.rules == "papers" and self.fineweb is not None and self.fineweb.max_newlines_per_word is not None:
-            raise ValueError("fineweb.max_newlines_per_word is a rule of FineWeb as released: set rules: fineweb, or remove it")
-        return self
 
     @property
     def files(self) -> list[str]:
