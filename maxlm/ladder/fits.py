@@ -3,6 +3,7 @@
 R runs; P parameters of a form; K bootstrap samples; B fits that are minimized side by side.
 """
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,32 +134,28 @@ def _draw(runs: Runs, residuals_R: Floats, parameters: int, samples: int, dice: 
 def _shared_noise(runs: Runs) -> tuple[float, float, float]:
     """Variances of log loss that the runs of a seed share at one length, and at one size, and that of each run alone; zeros for one seed.
 
-    By moments: of the deviations of seeds from their mean, and of those deviations' means over sizes and over lengths.
+    By an analysis of variance in two ways, of each seed's deviations from the mean over seeds; sizes and lengths that lack a seed, or have
+    no other length or size, tell nothing.
     """
-    if runs.seeds_R is None or len(seeds := np.unique(runs.seeds_R)) < 2:
+    if runs.seeds_R is None or (more := len(seeds := np.unique(runs.seeds_R)) - 1) < 1:
         return 0.0, 0.0, 0.0
-    cells = {(n, d, s): loss for n, d, s, loss in zip(runs.parameters_R, runs.tokens_R, runs.seeds_R, np.log(runs.losses_R), strict=True)}
-    sizes, lengths = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    table_NDS = np.array([[[cells.get((n, d, s), np.nan) for s in seeds] for d in lengths] for n in sizes])
-    table_NDS = np.where(np.isnan(table_NDS).any(axis=2, keepdims=True), np.nan, table_NDS)  # only what all seeds have
-    deviations_NDS = table_NDS - table_NDS.mean(axis=2, keepdims=True)
-    present_ND = ~np.isnan(deviations_NDS[..., 0])
-    if not present_ND.any():
+    losses = dict(zip(zip(runs.parameters_R, runs.tokens_R, runs.seeds_R, strict=True), np.log(runs.losses_R), strict=True))
+    sizes, lengths = np.unique(runs.parameters_R), np.unique(runs.tokens_R)
+    table_SND = np.array([[[losses.get((n, d, s), np.nan) for d in lengths] for n in sizes] for s in seeds])
+    whole_ND = ~np.isnan(table_SND).any(axis=0)
+    whole_ND &= (whole_ND.sum(axis=0) > 1) & (whole_ND.sum(axis=1) > 1)[:, None]
+    N, D = int(whole_ND.any(axis=1).sum()), int(whole_ND.any(axis=0).sum())
+    free = int(whole_ND.sum()) - N - D + 1
+    if min(N - 1, D - 1, free) < 1:
         return 0.0, 0.0, 0.0
-    scale = 1 - 1 / len(seeds)
-    whole = float(np.nanmean(deviations_NDS**2)) / scale
-    found = []
-    for axis in (0, 1):  # means over sizes are of a length, and over lengths of a size
-        count_G = present_ND.sum(axis=axis)
-        kept_G = count_G > 1
-        if not kept_G.any():
-            found.append(0.0)
-            continue
-        means_GS = np.nansum(deviations_NDS, axis=axis)[kept_G] / count_G[kept_G, None]
-        share = float((1 / count_G[kept_G]).mean())
-        found.append(max(0.0, (float((means_GS**2).mean()) / scale - whole * share) / (1 - share)))
-    shared = min(1.0, whole / sum(found)) if sum(found) else 0.0
-    return found[0] * shared, found[1] * shared, max(0.0, whole - sum(found))
+    left_SND = np.where(whole_ND, table_SND - table_SND.mean(axis=0), np.nan)
+    left_SND -= np.nanmean(left_SND, axis=(1, 2), keepdims=True)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # lengths and sizes that were left out have no mean
+        of_length_SD, of_size_SN = np.nanmean(left_SND, axis=1), np.nanmean(left_SND, axis=2)
+    own = float(np.nansum((left_SND - of_length_SD[:, None] - of_size_SN[..., None]) ** 2)) / (free * more)
+    by_length = float(np.nansum(of_length_SD**2)) / ((D - 1) * more) - own / N
+    by_size = float(np.nansum(of_size_SN**2)) / ((N - 1) * more) - own / D
+    return max(0.0, by_length), max(0.0, by_size), own
 
 
 def _inflated(residuals_R: Floats, parameters: int) -> Floats:

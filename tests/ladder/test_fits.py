@@ -130,12 +130,8 @@ def test_noise_that_runs_of_a_seed_share_is_in_the_intervals(noise):
 
 def test_where_the_fit_has_no_floor_the_interval_has():
     """Of 15 runs, noise puts E at 0 in many a fit; every sample of the bootstrap stayed there."""
-    runs = small_ladder(5, 3, 4, 1)
-    found = next(
-        one
-        for seed in range(40)
-        if (one := fit(CHINCHILLA, with_noise(runs, np.random.default_rng(seed), 0.007, 0, 0), samples=20)).values()["E"] < 1e-3
-    )
+    found = fit(CHINCHILLA, with_noise(small_ladder(5, 3, 4, 1), np.random.default_rng(6), 0.007, 0, 0), samples=20)
+    assert found.values()["E"] < 1e-3
     assert found.ranges()["E"][1] > 0.5
 
 
@@ -144,8 +140,9 @@ def test_noise_is_told_apart_by_seeds():
     runs = small_ladder(8, 8, 4, 6)
     for noise in ((0.01, 0.0, 0.0), (0.003, 0.01, 0.0), (0.003, 0.0, 0.01), (0.003, 0.006, 0.006)):
         by_length, by_size, own = np.sqrt(_shared_noise(with_noise(runs, np.random.default_rng(0), *noise)))
-        assert (own, by_length, by_size) == pytest.approx(noise, abs=0.0025)
-    assert _shared_noise(runs._replace(seeds_R=None)) == (0.0, 0.0, 0.0)
+        assert (own, by_length, by_size) == pytest.approx(noise, abs=0.002)
+    for few in (runs._replace(seeds_R=None), runs.only(runs.seeds_R == 0), runs.only(runs.tokens_R == runs.tokens_R[0])):
+        assert _shared_noise(few) == (0.0, 0.0, 0.0)
 
 
 def test_a_fit_is_the_same_each_time_and_wild_losses_count_little():
