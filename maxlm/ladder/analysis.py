@@ -11,10 +11,13 @@ import numpy as np
 from maxlm.config.errors import UserError
 from maxlm.ladder.fits import SHARE, Fit, fit
 from maxlm.ladder.forms import FORMS, Floats, Runs
+from maxlm.ladder.grid import epochs
 from maxlm.ladder.runs import Found, measured
 from maxlm.ladder.settings import FitConfig
 
 _GRID = 4000
+_MISS = 0.005  # of a predicted loss, from which on it is said
+_OFTEN = 0.1  # of the bootstrap's fits
 _FEWEST_SIZES = 3  # of a parabola
 _FARTHEST = np.log(100)  # beyond the sizes trained, of its minimum: a straight line with noise has one anywhere, also at 0 or infinity
 
@@ -70,6 +73,39 @@ class Analysis:
     exponents: dict[str, float] = field(default_factory=dict)
 
 
+def doubts(fitted: Fit, errors: Sequence[float], times: Sequence[float | None]) -> list[str]:
+    """Sentences about what weakens every conclusion from a fit.
+
+    Args:
+        errors: of the largest size's runs, predicted from the others over measured, less 1.
+        times: that each run reads its text, where that is known.
+    """
+    said = []
+    thetas_KP = np.concatenate([fitted.theta_P[None], fitted.thetas_KP])
+    for name, (low, high), theta_K in zip(fitted.form.parameters, fitted.form.bounds, thetas_KP.T, strict=True):
+        if name == "E":  # a logarithm: below a thousandth of the largest it is no part of the loss
+            at_K = theta_K < theta_K.max() - np.log(1000)
+            where = "0"
+        elif low is not None and high is not None:
+            at_K = (theta_K < 1.01 * low) | (theta_K > 0.99 * high)
+            where = f"its bound of {low:g} or {high:g}"
+        else:
+            continue
+        if at_K[0] or at_K.mean() > _OFTEN:
+            said.append(f"{name} is at {where} in {at_K.mean():.0%} of the fits: these runs do not determine it.")
+    if errors and max(map(abs, errors)) > _MISS:
+        said.append(
+            f"The smaller sizes predict the ladder's own largest one with errors of {min(errors):+.2%} to {max(errors):+.2%}: expect no "
+            "less beyond it."
+        )
+    if repeated := [one for one in times if one is not None and one > 1]:
+        said.append(
+            f"{len(repeated)} of {len(times)} runs read their text more than once, up to {max(repeated):.3g} times: losses of repeated "
+            "text do not tell those of new text (the exponent of the tokens comes out wrong)."
+        )
+    return said
+
+
 def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
     """Fit the runs that are done. Raises UserError if they are too few."""
     runs, done = measured(found)
@@ -83,6 +119,12 @@ def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
         predictions, reason = [], str(error)
     parabolas = parabolas_of(done)
     return Analysis(done, whole, predictions, reason, parabolas, _exponents(parabolas))
+
+
+def doubts_of(analysis: Analysis) -> list[str]:
+    """`doubts` of an analysis."""
+    times = [epochs(one.rung.config, one.rung.tokens) for one in analysis.done]
+    return doubts(analysis.fit, [one.error for one in analysis.predictions], times)
 
 
 def _choose(runs: Runs) -> str:

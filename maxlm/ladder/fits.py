@@ -1,18 +1,21 @@
 """Fits of a form to measured losses: Huber's loss of logarithms from many starts, and intervals by the bootstrap.
 
-R runs; P parameters of a form; K bootstrap samples.
+R runs; P parameters of a form; K bootstrap samples; B fits that are minimized side by side.
 """
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.stats import t as student
 
 from maxlm.config.errors import UserError
 from maxlm.ladder.forms import Floats, Form, Runs
 
 SAMPLES = 200  # of the bootstrap
 _MOST_CALLS = 200  # of a form, in one fit
+_LONGEST_STEP = 2.0  # of a logarithm or exponent
+_FLOORS = (-0.1, -0.5, -1.5)  # of E in a bootstrap fit's further starts: its logarithm, below that of the least loss
 SHARE = 0.9  # of an interval
 
 
@@ -78,7 +81,8 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
 
     Args:
         huber: logarithm of loss from which on an error counts linearly (arXiv 2203.15556 takes 1e-3; runs differ by more between seeds).
-        samples: of the bootstrap, which draws residuals anew, enlarged for the parameters that were fitted.
+        samples: of the bootstrap, which draws residuals anew, enlarged for the constants that were fitted and for Student's t. Where runs
+            have several seeds, it also draws the noise that the runs of a seed share at one length or size.
 
     Raises:
         UserError: fewer runs than the form has constants, and one more; or inputs that do not vary.
@@ -94,36 +98,113 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
     centre = tuple(float(values_R.mean()) for values_R in raw)
     inputs = [values_R - middle for values_R, middle in zip(raw, centre, strict=True)]
     wanted_R = np.log(runs.losses_R)
-    rough = [_minimize(form, inputs, wanted_R, np.array(start)) for start in form.starts(float(wanted_R.min()))]
-    minima = {float(f"{value:.4g}"): start_P for value, start_P in rough}  # most starts lead to the same few
-    theta_P = min((_minimize(form, inputs, wanted_R, start_P, huber) for start_P in minima.values()), key=lambda one: one[0])[1]
+    starts_BP = np.array(list(form.starts(float(wanted_R.min()))))
+    _, rough_BP = _minimize(form, inputs, wanted_R, starts_BP)
+    costs_B, thetas_BP = _minimize(form, inputs, wanted_R, rough_BP, huber)
+    theta_P = thetas_BP[costs_B.argmin()]
     fitted_R = form.log_loss(theta_P, inputs)[0]
     residuals_R = wanted_R - fitted_R
-    dice = np.random.default_rng(seed)
-    drawn_R = _inflated(residuals_R, len(theta_P))
-    thetas = []
-    for _ in range(samples):
-        again_R = fitted_R + dice.choice(drawn_R, len(drawn_R)) * dice.choice((-1.0, 1.0), len(drawn_R))
-        thetas.append(_minimize(form, inputs, again_R, theta_P, huber)[1])
-    return Fit(form, runs, theta_P, np.stack(thetas), centre, residuals_R)
+    drawn_KR = fitted_R + _draw(runs, residuals_R, len(theta_P), samples, np.random.default_rng(seed))
+    # One start is not enough: where the fit has E at 0, the loss has no slope in E, and every sample would end there too.
+    again_SP = [theta_P]
+    if "E" in form.parameters:
+        again_SP += [np.concatenate(([wanted_R.min() + floor], theta_P[1:])) for floor in _FLOORS]
+    ends = [_minimize(form, inputs, drawn_KR, np.tile(start_P, (samples, 1)), huber) for start_P in again_SP]
+    best_K = np.stack([costs_K for costs_K, _ in ends]).argmin(axis=0)
+    thetas_KP = np.stack([thetas_KP for _, thetas_KP in ends])[best_K, np.arange(samples)]
+    return Fit(form, runs, theta_P, thetas_KP, centre, residuals_R)
+
+
+def _draw(runs: Runs, residuals_R: Floats, parameters: int, samples: int, dice: np.random.Generator) -> Floats:
+    """Noise of `samples` ladders like this one [K, R]: own residuals of runs, drawn anew, and what seeds show that runs share."""
+    inflated_R = _inflated(residuals_R, parameters)
+    shape = (samples, len(residuals_R))
+    own_KR = dice.choice(inflated_R, shape) * dice.choice((-1.0, 1.0), shape)
+    by_length, by_size, own = _shared_noise(runs)
+    if runs.seeds_R is None or by_length + by_size == 0:
+        return own_KR
+    scatter = float((inflated_R**2).mean())
+    own_KR *= np.sqrt(max(own, scatter - by_length - by_size) / scatter)
+    for variance, shared_R in ((by_length, runs.tokens_R), (by_size, runs.parameters_R)):
+        _, group_R = np.unique(np.stack([shared_R, runs.seeds_R]), axis=1, return_inverse=True)
+        own_KR += np.sqrt(variance) * dice.standard_normal((samples, group_R.max() + 1))[:, group_R]
+    return own_KR
+
+
+def _shared_noise(runs: Runs) -> tuple[float, float, float]:
+    """Variances of log loss that the runs of a seed share at one length, and at one size, and that of each run alone; zeros for one seed.
+
+    By an analysis of variance in two ways, of each seed's deviations from the mean over seeds; sizes and lengths that lack a seed, or have
+    no other length or size, tell nothing.
+    """
+    if runs.seeds_R is None or (more := len(seeds := np.unique(runs.seeds_R)) - 1) < 1:
+        return 0.0, 0.0, 0.0
+    losses = dict(zip(zip(runs.parameters_R, runs.tokens_R, runs.seeds_R, strict=True), np.log(runs.losses_R), strict=True))
+    sizes, lengths = np.unique(runs.parameters_R), np.unique(runs.tokens_R)
+    table_SND = np.array([[[losses.get((n, d, s), np.nan) for d in lengths] for n in sizes] for s in seeds])
+    whole_ND = ~np.isnan(table_SND).any(axis=0)
+    whole_ND &= (whole_ND.sum(axis=0) > 1) & (whole_ND.sum(axis=1) > 1)[:, None]
+    N, D = int(whole_ND.any(axis=1).sum()), int(whole_ND.any(axis=0).sum())
+    free = int(whole_ND.sum()) - N - D + 1
+    if min(N - 1, D - 1, free) < 1:
+        return 0.0, 0.0, 0.0
+    left_SND = np.where(whole_ND, table_SND - table_SND.mean(axis=0), np.nan)
+    left_SND -= np.nanmean(left_SND, axis=(1, 2), keepdims=True)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # lengths and sizes that were left out have no mean
+        of_length_SD, of_size_SN = np.nanmean(left_SND, axis=1), np.nanmean(left_SND, axis=2)
+    own = float(np.nansum((left_SND - of_length_SD[:, None] - of_size_SN[..., None]) ** 2)) / (free * more)
+    by_length = float(np.nansum(of_length_SD**2)) / ((D - 1) * more) - own / N
+    by_size = float(np.nansum(of_size_SN**2)) / ((N - 1) * more) - own / D
+    return max(0.0, by_length), max(0.0, by_size), own
 
 
 def _inflated(residuals_R: Floats, parameters: int) -> Floats:
-    """Residuals as large as those of runs that the fit has not seen."""
-    return residuals_R * np.sqrt(len(residuals_R) / max(len(residuals_R) - parameters, 1))
+    """Residuals as large as those of runs that the fit has not seen, and as uncertain as so few tell (Student's t over the normal)."""
+    free = max(len(residuals_R) - parameters, 1)
+    tail = (1 + SHARE) / 2
+    return residuals_R * np.sqrt(len(residuals_R) / free) * student.ppf(tail, free) / student.ppf(tail, np.inf)
 
 
-def _minimize(form: Form, inputs: list[Floats], wanted_R: Floats, start_P: Floats, huber: float | None = None) -> tuple[float, Floats]:
-    """(value, parameters) at a local minimum of Huber's loss, or of the squares."""
-    low, high = zip(*((-np.inf if least is None else least, np.inf if most is None else most) for least, most in form.bounds), strict=True)
-    found = least_squares(
-        lambda theta_P: form.log_loss(theta_P, inputs)[0] - wanted_R,
-        start_P,
-        jac=lambda theta_P: form.log_loss(theta_P, inputs)[1].T,
-        bounds=(low, high),
-        x_scale="jac",
-        loss="linear" if huber is None else "huber",
-        f_scale=huber or 1.0,
-        max_nfev=_MOST_CALLS,
-    )
-    return float(found.cost), found.x
+def _minimize(form: Form, inputs: list[Floats], wanted_BR: Floats, starts_BP: Floats, huber: float | None = None) -> tuple[Floats, Floats]:
+    """(values [B], parameters [B, P]) at local minima of Huber's loss, or of the squares, of B fits; `wanted_BR` may be [R], of all.
+
+    Levenberg's and Marquardt's method with Huber's weights, all fits side by side: one by one they take a hundred times as long.
+    """
+    limits = [(-np.inf if least is None else least, np.inf if most is None else most) for least, most in form.bounds]
+    low_P, high_P = np.array(limits).T
+    wanted_BR = np.broadcast_to(wanted_BR, (len(starts_BP), wanted_BR.shape[-1]))
+    thetas_BP = np.clip(starts_BP, low_P, high_P)
+    damping_B, costs_B, going = np.full(len(thetas_BP), 1e-2), np.full(len(thetas_BP), np.inf), np.arange(len(thetas_BP))
+    for _ in range(_MOST_CALLS):
+        theta_BP, damping = thetas_BP[going], damping_B[going, None]
+        values_BR, slopes_PBR = form.log_loss(theta_BP.T, inputs)
+        left_BR = wanted_BR[going] - values_BR
+        weights_BR = np.ones(left_BR.shape) if huber is None else np.minimum(1.0, huber / np.maximum(np.abs(left_BR), 1e-300))
+        weighted_BPR = np.moveaxis(slopes_PBR * weights_BR, 0, 1)
+        slope_BP = (weighted_BPR @ left_BR[..., None])[..., 0]
+        curvature_BPP = weighted_BPR @ slopes_PBR.transpose(1, 2, 0)
+        held_BP = ((theta_BP <= low_P) & (slope_BP < 0)) | ((theta_BP >= high_P) & (slope_BP > 0))
+        curvature_BPP[held_BP] = 0
+        curvature_BPP.transpose(0, 2, 1)[held_BP] = 0
+        diagonal_BP = np.einsum("bpp->bp", curvature_BPP)
+        diagonal_BP += np.where(held_BP, 1.0, damping * (diagonal_BP + 1e-12) + 1e-15)
+        step_BP = np.linalg.solve(curvature_BPP, np.where(held_BP, 0.0, slope_BP)[..., None])[..., 0]
+        tried_BP = np.clip(theta_BP + np.clip(step_BP, -_LONGEST_STEP, _LONGEST_STEP), low_P, high_P)
+        before_B = costs_B[going] = _huber(left_BR, huber)
+        after_B = _huber(wanted_BR[going] - form.log_loss(tried_BP.T, inputs)[0], huber)
+        better_B = after_B < before_B
+        thetas_BP[going[better_B]], costs_B[going[better_B]] = tried_BP[better_B], after_B[better_B]
+        damping_B[going] *= np.where(better_B, 0.2, 5.0)
+        moving_B = (before_B - after_B > 1e-9 * before_B) | (~better_B & (damping_B[going] < 1e6))
+        going = going[moving_B & (before_B > 1e-24)]
+        if not len(going):
+            break
+    return costs_B, thetas_BP
+
+
+def _huber(left_BR: Floats, huber: float | None) -> Floats:
+    """Half the squares, or Huber's loss, summed over runs [B]."""
+    size_BR = np.abs(left_BR)
+    if huber is not None:
+        return np.where(size_BR <= huber, size_BR**2 / 2, huber * size_BR - huber**2 / 2).sum(axis=1)
+    return (size_BR**2).sum(axis=1) / 2

@@ -1,6 +1,7 @@
 """Forms of the loss over size and tokens, each with its gradient, so that a fit is quick and exact.
 
-R runs; P parameters of a form. All work on logarithms: of parameters (n_R), tokens (d_R), FLOPs (c_R) and of the loss.
+R runs; P parameters of a form; B sets of parameters, which may be absent. All work on logarithms: of parameters (n_R), tokens (d_R), FLOPs
+(c_R) and of the loss.
 """
 
 import itertools
@@ -16,21 +17,23 @@ LARGEST_EXPONENT = 4.0
 
 
 class Runs(NamedTuple):
-    """Measured runs: parameters, tokens, model FLOPs, and the loss in nats a token."""
+    """Measured runs: parameters, tokens, model FLOPs, the loss in nats a token, and the seed, where runs are told apart by it."""
 
     parameters_R: Floats
     tokens_R: Floats
     flops_R: Floats
     losses_R: Floats
+    seeds_R: NDArray[np.int64] | None = None
 
     def only(self, keep_R: NDArray[np.bool_]) -> "Runs":
-        return Runs(*(values_R[keep_R] for values_R in self))
+        """The runs to keep."""
+        return Runs(*(None if values_R is None else values_R[keep_R] for values_R in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Form:
-    """`log_loss(theta_P, inputs)`: logarithm of the loss, and its gradient [P, R]. `inputs`: the logarithms that it reads, each divided by
-    its geometric mean. `exponents`: names of the parameters that no scale changes.
+    """`log_loss(theta_PB, inputs)`: logarithm of the loss [B, R], and its gradient [P, B, R]. `inputs`: the logarithms that it reads [R],
+    each divided by its geometric mean. `exponents`: names of the parameters that no scale changes.
     """
 
     name: str
@@ -43,35 +46,36 @@ class Form:
     bounds: tuple[tuple[float | None, float | None], ...]
 
 
-def _sum_of(terms_TR: Floats) -> tuple[Floats, Floats]:
-    """log sum exp over terms, and each term's share of the sum."""
-    most_R = terms_TR.max(axis=0)
-    total_R = most_R + np.log(np.exp(terms_TR - most_R).sum(axis=0))
-    return total_R, np.exp(terms_TR - total_R)
+def _sum_of(*terms_BR: Floats) -> tuple[Floats, Floats]:
+    """log sum exp over terms [B, R], and each term's share of the sum [T, B, R]."""
+    terms_TBR = np.stack(np.broadcast_arrays(*terms_BR))
+    most_BR = terms_TBR.max(axis=0)
+    total_BR = most_BR + np.log(np.exp(terms_TBR - most_BR).sum(axis=0))
+    return total_BR, np.exp(terms_TBR - total_BR)
 
 
-def _chinchilla(theta_P: Floats, inputs: Sequence[Floats]) -> tuple[Floats, Floats]:
-    e, a, b, alpha, beta = theta_P
+def _chinchilla(theta_PB: Floats, inputs: Sequence[Floats]) -> tuple[Floats, Floats]:
+    e, a, b, alpha, beta = theta_PB[..., None]
     n_R, d_R = inputs
-    total_R, shares_TR = _sum_of(np.stack([np.full_like(n_R, e), a - alpha * n_R, b - beta * d_R]))
-    return total_R, np.stack([*shares_TR, -shares_TR[1] * n_R, -shares_TR[2] * d_R])
+    total_BR, shares_TBR = _sum_of(e, a - alpha * n_R, b - beta * d_R)
+    return total_BR, np.stack([*shares_TBR, -shares_TBR[1] * n_R, -shares_TBR[2] * d_R])
 
 
-def _kaplan(theta_P: Floats, inputs: Sequence[Floats]) -> tuple[Floats, Floats]:
+def _kaplan(theta_PB: Floats, inputs: Sequence[Floats]) -> tuple[Floats, Floats]:
     """[(N_c / N)^(alpha / beta) + D_c / D]^beta, as exp(beta * log(exp(a - alpha / beta n) + exp(b - d)))."""
-    a, b, alpha, beta = theta_P
+    a, b, alpha, beta = theta_PB[..., None]
     n_R, d_R = inputs
     ratio = alpha / beta
-    total_R, shares_TR = _sum_of(np.stack([a - ratio * n_R, b - d_R]))
-    by_alpha_R = -shares_TR[0] * n_R
-    return beta * total_R, np.stack([beta * shares_TR[0], beta * shares_TR[1], by_alpha_R, total_R - ratio * by_alpha_R])
+    total_BR, shares_TBR = _sum_of(a - ratio * n_R, b - d_R)
+    by_alpha_BR = -shares_TBR[0] * n_R
+    return beta * total_BR, np.stack([*(beta * shares_TBR), by_alpha_BR, total_BR - ratio * by_alpha_BR])
 
 
-def _compute(theta_P: Floats, inputs: Sequence[Floats]) -> tuple[Floats, Floats]:
-    e, k, gamma = theta_P
+def _compute(theta_PB: Floats, inputs: Sequence[Floats]) -> tuple[Floats, Floats]:
+    e, k, gamma = theta_PB[..., None]
     (c_R,) = inputs
-    total_R, shares_TR = _sum_of(np.stack([np.full_like(c_R, e), k - gamma * c_R]))
-    return total_R, np.stack([*shares_TR, -shares_TR[1] * c_R])
+    total_BR, shares_TBR = _sum_of(e, k - gamma * c_R)
+    return total_BR, np.stack([*shares_TBR, -shares_TBR[1] * c_R])
 
 
 _EXPONENT = (1e-3, LARGEST_EXPONENT)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import load
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.data import manifest
 from maxlm.ladder.settings import LadderSettings, SizeConfig
 from maxlm.models.counts import count_active_parameters, token_flops
 
@@ -33,6 +35,21 @@ class Rung:
     parameters: int
     tokens: int
     flops: float
+
+
+def epochs(config: Config, tokens: int) -> float | None:
+    """Times that a run of so many tokens reads its stores, at least; None where they cannot be read here."""
+    unique = _unique_tokens(config.data.stores)
+    return tokens / unique if unique else None
+
+
+@lru_cache
+def _unique_tokens(stores: tuple[str, ...]) -> int | None:
+    try:
+        found = [manifest.load(store) for store in stores]
+    except (UserError, OSError):
+        return None
+    return sum(one.splits["train"].tokens if one is not None and "train" in one.splits else 0 for one in found)
 
 
 def make_grid(settings: LadderSettings) -> list[Rung]:

@@ -13,9 +13,9 @@ from maxlm.config.directory_lock import locked
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load_as
 from maxlm.ladder import compare, compare_output
-from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for
+from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for, doubts_of
 from maxlm.ladder.forms import Floats
-from maxlm.ladder.grid import Rung, assumed, base_of, make_grid, token_costs
+from maxlm.ladder.grid import Rung, assumed, base_of, epochs, make_grid, token_costs
 from maxlm.ladder.page import page
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import LadderSettings
@@ -109,6 +109,8 @@ def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder
             f"{best.flops:.3g} FLOPs: {count(best.parameters)} parameters ({sizes}), {count(best.tokens)} tokens, loss {best.loss:.4f}",
             highlight=False,
         )
+    for line in doubts_of(analysis):
+        console.print(f"Note: {line}", highlight=False, soft_wrap=True)
     console.print(f"{folder / PAGE} shows it.", highlight=False, soft_wrap=True)
 
 
@@ -170,7 +172,7 @@ def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optim
         "optima": [asdict(one) for one in optima],
         "runs": [
             {"name": one.rung.name, "parameters": one.rung.parameters, "tokens": one.rung.tokens, "flops": one.rung.flops,
-             "loss": one.loss, "seconds": one.seconds}
+             "loss": one.loss, "seconds": one.seconds, "epochs": epochs(one.rung.config, one.rung.tokens)}
             for one in analysis.done
         ],
         "huber": settings.fit.huber,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from maxlm.ladder.analysis import Analysis, Optimum
+from maxlm.ladder.analysis import Analysis, Optimum, doubts_of
 from maxlm.ladder.fits import SHARE
 from maxlm.ladder.plots import all_plots
 from maxlm.ladder.runs import Found
@@ -80,6 +80,7 @@ def _fit(analysis: Analysis) -> str:
         text += "<h3>Minima of parabolas, budget by budget</h3>" + table(
             ("FLOPs", "parameters", "tokens", "loss", ""), minima, numbers=True
         )
+    text += "".join(f'<p class="note">{escape(line)}</p>' for line in doubts_of(analysis))
     if analysis.exponents:
         text += f"<p>Best size ∝ C^{analysis.exponents['a']:.3f}, best length ∝ C^{analysis.exponents['b']:.3f} (approach 2).</p>"
     return text

@@ -16,9 +16,10 @@ from maxlm.config.errors import UserError, error_kind
 from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
+from maxlm.ladder.analysis import doubts
 from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
-from maxlm.ladder.grid import ASSUMED, assumed, model_settings, parameters_of, resized
+from maxlm.ladder.grid import ASSUMED, assumed, epochs, model_settings, parameters_of, resized
 from maxlm.ladder.ladder_command import RESULT
 from maxlm.ladder.settings import SizeConfig
 from maxlm.models.counts import token_flops
@@ -57,7 +58,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
             raise UserError(f"{said}, by which the ladder tells the length of the run: leave it out.")
     result = _read(folder)
     try:
-        found, largest = _fit_of(result, folder), max(float(one["flops"]) for one in result["runs"])
+        found = _fit_of(result, folder)
+        largest = {name: max(float(one[name]) for one in result["runs"]) for name in ("flops", "parameters", "tokens")}
+        errors, times = [float(one["error"]) for one in result["predictions"]], [one["epochs"] for one in result["runs"]]
         trained_with = {key: result["assumed"][key] for key in ASSUMED}
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours(folder) from error
@@ -81,11 +84,16 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     ]
     if others := [f"{key} = {was} ({now} here)" for key, now in assumed(base).items() if (was := trained_with[key]) != now]:
         sentences.append(f"The ladder was trained with {', '.join(others)}: its losses are not those of this config.")
-    if flops > largest:
-        sentences.append(
-            f"The largest run of the ladder has {largest:.3g} FLOPs: this is an extrapolation by {flops / largest:.2g} times, and only as "
-            "good as the form of the fit."
+    asked = {"flops": flops, "parameters": parameters, "tokens": tokens}
+    if beyond := {name: value / largest[name] for name, value in asked.items() if value > 1.001 * largest[name]}:
+        units = {"flops": "FLOPs"}
+        most = ", ".join(
+            f"{largest[name]:.3g} {units.get(name, name)} ({times_more:.2g} times less)" for name, times_more in beyond.items()
         )
+        sentences.append(f"The ladder's runs have at most {most}: this is an extrapolation, and only as good as the form of the fit.")
+    sentences += doubts(found, errors, times)
+    if (again := epochs(base, round(tokens))) is not None and again > 1:
+        sentences.append(f"data.store has less text: it would be read {again:.3g} times, and the ladder tells nothing of repeated text.")
     if not min(best, *samples):
         sentences.append(f"None narrower than {candidates[0][0]['model.d_model']:,} was tried: a smaller model may be as good or better.")
     whole = max(1, round(tokens / base.tokens_per_step)) * base.tokens_per_step
@@ -102,7 +110,10 @@ def _read(folder: Path) -> dict[str, Any]:
         raise error_kind(error)(
             f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted."
         ) from error
-    if not isinstance(result, dict) or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base", "assumed"} <= result.keys():
+    if (
+        not isinstance(result, dict)
+        or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base", "assumed", "predictions"} <= result.keys()
+    ):
         raise _not_ours(folder)
     return result
 
