@@ -121,7 +121,7 @@ def _draw(runs: Runs, residuals_R: Floats, parameters: int, samples: int, dice: 
     shape = (samples, len(residuals_R))
     own_KR = dice.choice(inflated_R, shape) * dice.choice((-1.0, 1.0), shape)
     by_length, by_size, own = _shared_noise(runs)
-    if runs.seeds_R is None or by_length + by_size == 0:
+    if by_length + by_size == 0:
         return own_KR
     scatter = float((inflated_R**2).mean())
     own_KR *= np.sqrt(max(own, scatter - by_length - by_size) / scatter)
@@ -137,7 +137,7 @@ def _shared_noise(runs: Runs) -> tuple[float, float, float]:
     By an analysis of variance in two ways, of each seed's deviations from the mean over seeds; sizes and lengths that lack a seed, or have
     no other length or size, tell nothing.
     """
-    if runs.seeds_R is None or (more := len(seeds := np.unique(runs.seeds_R)) - 1) < 1:
+    if (more := len(seeds := np.unique(runs.seeds_R)) - 1) < 1:
         return 0.0, 0.0, 0.0
     losses = dict(zip(zip(runs.parameters_R, runs.tokens_R, runs.seeds_R, strict=True), np.log(runs.losses_R), strict=True))
     sizes, lengths = np.unique(runs.parameters_R), np.unique(runs.tokens_R)

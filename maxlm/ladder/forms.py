@@ -17,17 +17,17 @@ LARGEST_EXPONENT = 4.0
 
 
 class Runs(NamedTuple):
-    """Measured runs: parameters, tokens, model FLOPs, the loss in nats a token, and the seed, where runs are told apart by it."""
+    """Measured runs: parameters, tokens, model FLOPs, the loss in nats a token, and the seed, empty where it is not known."""
 
     parameters_R: Floats
     tokens_R: Floats
     flops_R: Floats
     losses_R: Floats
-    seeds_R: NDArray[np.int64] | None = None
+    seeds_R: Floats = np.zeros(0)
 
     def only(self, keep_R: NDArray[np.bool_]) -> "Runs":
         """The runs to keep."""
-        return Runs(*(None if values_R is None else values_R[keep_R] for values_R in self))  # type: ignore[arg-type]
+        return Runs(*(values_R[keep_R] if len(values_R) else values_R for values_R in self))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _between(some: Runs) -> Runs:
     """A finer grid of lengths of one size."""
     order_R = np.argsort(some.tokens_R)
     shares = np.linspace(0, 1, _POINTS) if len(order_R) > 1 else np.zeros(1)
-    columns = [np.exp(np.log(v[order_R[0]]) + shares * np.log(v[order_R[-1]] / v[order_R[0]])) for v in some]
+    columns = [np.exp(np.log(v[order_R[0]]) + shares * np.log(v[order_R[-1]] / v[order_R[0]])) for v in some[:4]]
     return Runs(*columns)
 
 

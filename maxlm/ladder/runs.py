@@ -147,5 +147,6 @@ def measured(found: Sequence[Found]) -> tuple[Runs, list[Found]]:
         [one.rung.tokens for one in done],
         [one.rung.flops for one in done],
         [one.loss for one in done],
+        [one.rung.seed for one in done],
     )
-    return Runs(*(np.array(column, np.float64) for column in columns), np.array([one.rung.seed for one in done])), done
+    return Runs(*(np.array(column, np.float64) for column in columns)), done

@@ -72,7 +72,7 @@ def small_ladder(sizes, lengths, span, seeds):
     """Runs of 0.2 to 8 M parameters, from 400,000 tokens to `span` times as many."""
     parameters = np.repeat(np.geomspace(2e5, 8e6, sizes), lengths * seeds)
     tokens = np.tile(np.repeat(np.geomspace(4e5, 4e5 * span, lengths), seeds), sizes)
-    return Runs(parameters, tokens, 6 * parameters * tokens, np.ones(len(tokens)), np.tile(np.arange(seeds), sizes * lengths))
+    return Runs(parameters, tokens, 6 * parameters * tokens, np.ones(len(tokens)), np.tile(np.arange(seeds, dtype=float), sizes * lengths))
 
 
 def of_truth(parameters, tokens):
@@ -141,7 +141,7 @@ def test_noise_is_told_apart_by_seeds():
     for noise in ((0.01, 0.0, 0.0), (0.003, 0.01, 0.0), (0.003, 0.0, 0.01), (0.003, 0.006, 0.006)):
         by_length, by_size, own = np.sqrt(_shared_noise(with_noise(runs, np.random.default_rng(0), *noise)))
         assert (own, by_length, by_size) == pytest.approx(noise, abs=0.002)
-    for few in (runs._replace(seeds_R=None), runs.only(runs.seeds_R == 0), runs.only(runs.tokens_R == runs.tokens_R[0])):
+    for few in (runs._replace(seeds_R=np.zeros(0)), runs.only(runs.seeds_R == 0), runs.only(runs.tokens_R == runs.tokens_R[0])):
         assert _shared_noise(few) == (0.0, 0.0, 0.0)
 
 

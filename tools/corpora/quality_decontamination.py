@@ -204,9 +204,7 @@ def _table(item: Item, draw: random.Random) -> str:
 
 
 def _other_punctuation(item: Item, draw: random.Random) -> str:
-    return _by_lines(item, draw).translate(
-        str.maketrans({"?": "？", ".": "。", ",": "，", ":": "：", "'": "’", "(": "（", ")": "）", " ": "\u00a0"})
-    )
+    return _by_lines(item, draw).translate(str.maketrans("?.,:'() ", "？。，：’（）\u00a0"))
 
 
 LAYOUTS: dict[str, Callable[[Item, random.Random], str]] = {
