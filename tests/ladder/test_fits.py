@@ -107,17 +107,14 @@ def coverage(runs, ladders, noise):
     return {name: float(np.mean(one)) for name, one in held.items()}
 
 
-GRIDS = {"5 x 3": (5, 3, 4, 1), "6 x 5": (6, 5, 16, 1), "9 x 8": (9, 8, 16, 1)}
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("grid", GRIDS)
-def test_intervals_hold_the_truth_as_often_as_they_say(grid):
-    """Of 100 ladders with 0.7% noise; by chance one interval of 90% holds 84 to 96 of them, and the mean over all 87 to 93%."""
-    held = coverage(small_ladder(*GRIDS[grid]), 100, (0.007, 0.0, 0.0))
-    print(grid, held)
-    assert 0.87 <= np.mean(list(held.values())) <= 0.93
-    assert min(held.values()) >= 0.82
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """Of a hundred ladders of each of three sizes, with 0.7% noise; by chance a share of a hundred is 3% off, and all 300 1.7%."""
+    held = [coverage(small_ladder(*grid), 100, (0.007, 0.0, 0.0)) for grid in ((5, 3, 4, 1), (6, 5, 16, 1), (9, 8, 16, 1))]
+    print(held)
+    means = [float(np.mean(list(one.values()))) for one in held]
+    assert 0.87 <= np.mean(means) <= 0.93
+    assert min(means) >= 0.83 and min(min(one.values()) for one in held) >= 0.78
 
 
 @pytest.mark.soak
