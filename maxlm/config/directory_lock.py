@@ -39,9 +39,13 @@ class Lock:
         self._checked = 0.0
         self._watched = self._released = False
         self._lost: UserError | None = None  # found by the thread of `watch`
+        self._mutex = threading.Lock()  # of making the file again and of removing it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_file": None, "_watched": False}  # a worker process asks by the token
+        return {name: value for name, value in vars(self).items() if name != "_mutex"} | {"_file": None, "_watched": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _mutex=threading.Lock())  # of a worker process, which asks by the token
 
     def acquire(self, seconds: float, say: Callable[[str], None], fix: str) -> None:
         """Wait until no other process holds the folder, for so many seconds at most. Raises UserError, OSError."""
@@ -124,8 +128,8 @@ class Lock:
 
     def release(self) -> None:
         """Give up the folder."""
-        self._released = True
-        with contextlib.suppress(OSError):
+        with self._mutex, contextlib.suppress(OSError):
+            self._released = True
             with self._path.open(encoding="utf-8") as file:
                 ours = _read(file).get("token", self._token if self._file is not None else "") == self._token
             if ours:
@@ -137,7 +141,9 @@ class Lock:
         """Make the file again, unless another process is first or the folder is gone."""
         if os.getpid() != self._process:
             return
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        with self._mutex, contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if self._released:
+                return
             file = stack.enter_context(self._path.open("x+", encoding="utf-8"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,6 +54,7 @@ _WIDER |= {"shift_jis": "cp932", "euc_kr": "cp949", "gb2312": "gb18030", "gbk": 
 _ESCAPED = {b"\x1b$)C": "iso2022_kr", b"\x1b$@": "iso2022_jp_ext", b"\x1b$B": "iso2022_jp_ext", b"\x1b$(": "iso2022_jp_ext"}
 _SEVEN_BITS = ("iso2022_jp_ext", "iso2022_kr", "hz")
 TIE = 0.999  # of the likeliest encoding's confidence, from which Windows-1252 is taken
+DOUBT = 0.15  # confidence of the likeliest encoding up to which a short text tells little: Windows-1252 is taken if it is about as likely
 SURE = 0.65  # of the likeliest encoding's confidence, which a stated encoding has where it is the right one
 _BREAKS = re.compile("\r\n?|[\x0b\x0c\u2028\u2029]")
 
@@ -311,7 +312,7 @@ def _candidates(data: bytes, stated: list[str]) -> Iterator[str]:
         found = {codec: share for codec, share in found.items() if codec not in _OLD_FOUND}
     if found:
         best = max(found, key=lambda codec: found[codec])
-        if found.get("cp1252", 0.0) >= TIE * found[best]:
+        if found.get("cp1252", 0.0) >= (TIE if found[best] > DOUBT else SURE) * found[best]:
             best = "cp1252"
         yield max((best, *_CYRILLIC), key=lambda codec: _frequent(sample, codec)) if best in _CYRILLIC else best
     yield from stated

@@ -265,7 +265,7 @@ def test_roll_backs_that_cannot_be_read_are_not_forgotten(tmp_path, monkeypatch)
         Journal(path)
     path.write_bytes(text)
     assert [record.batches for record in Journal(path).records] == [(7,)]
-    monkeypatch.setattr(Path, "read_text", failing(DISK))
+    monkeypatch.setattr("maxlm.training.rollback.read_file", failing(DISK))
     with pytest.raises(UnavailableError, match=r"reading .*roll_backs\.json failed"):
         Journal(path)
 
@@ -279,6 +279,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
 from maxlm.runtime.ownership import Ownership
+from maxlm.training import rollback
 from maxlm.training.rollback import Journal
 
 address, rank, task, directory, _ = sys.argv[1:]
@@ -296,7 +297,7 @@ store = Checkpoints(folder, CheckpointConfig(), {})
 store.add_memory(MemoryCheckpointsConfig(folder=str(folder / "memory")))
 if rank == "0":
     kind = type(store.directory)
-    manifest.read = kind.iterdir = kind.read_bytes = pathlib.Path.read_text = pathlib.Path.write_text = fail
+    manifest.read = kind.iterdir = kind.read_bytes = pathlib.Path.read_text = pathlib.Path.write_text = rollback.read_file = fail
 tries = {
     "positions": store.positions,
     "latest": store.latest,

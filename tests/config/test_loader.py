@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from maxlm import __version__, cli
-from maxlm.config import UserError, load
+from maxlm.config import UserError, load, loader
 from maxlm.config.explain import MOVED, section_of
 from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, flatten, load_saved, saved_text
 from maxlm.config.rules import check_devices, topology_of
@@ -67,8 +67,8 @@ def test_a_file_is_read_once_however_often_it_is_extended(write, monkeypatch):
     forks = {f"f{n}": f"extends: [f{n + 1}, f{n + 1}]" for n in range(30)}
     write(**forks, f30=BASE)
     read = []
-    whole = Path.open
-    monkeypatch.setattr(Path, "open", lambda self, *args, **kwargs: read.append(self.name) or whole(self, *args, **kwargs))
+    whole = loader.open_regular
+    monkeypatch.setattr(loader, "open_regular", lambda path: read.append(path.name) or whole(path))
     assert load("f0").config.train.steps == 10
     assert sorted(read) == sorted({f"f{n}.yml" for n in range(31)})
 

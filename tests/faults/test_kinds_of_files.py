@@ -76,8 +76,6 @@ DOORS: dict[str, list[str]] = {
     "data inspect place": ["data", "inspect", "{}"],
     "corpus run file": ["corpus", "run", "{}"],
     "corpus report output": ["corpus", "report", "{}"],
-    "corpus train-classifier wanted": ["corpus", "train-classifier", "{}", "task.yml", "new.npz"],
-    "corpus train-classifier unwanted": ["corpus", "train-classifier", "task.yml", "{}", "new.npz"],
 }
 INSIDE: dict[str, list[str]] = {  # paths that a setting names, and files of a folder that is named
     "config extends": ["config", "extends.yml"],
@@ -101,10 +99,10 @@ INSIDE: dict[str, list[str]] = {  # paths that a setting names, and files of a f
     "run config": ["train", "folder:config.yml"],
 }
 # Parameters that name no file which is read: outputs, settings, numbers and names.
-WRITTEN = {"out", "hlo_out", "model of corpus train-classifier"}
+WRITTEN = {"out", "hlo_out"}
 OTHER = {"overrides", "topology", "buy", "region", "compare", "prompts", "stop", "weights", "dtype", "shard_size", "quantize", "steps"}
 OTHER |= {"command", "arguments", "operation", "smallest", "largest", "name", "place of doctor", "text_field", "chip", "shape"}
-STREAMED = {"prepare sources", "corpus train-classifier wanted", "corpus train-classifier unwanted"}  # of any size
+STREAMED = {"prepare sources"}  # of any size
 
 
 def parameters() -> set[str]:
