@@ -114,8 +114,10 @@ def _update(settings: OptimizerConfig, own: SoapConfig, columns: Columns, update
         update = _rotate(mu / one, left, right) / (jnp.sqrt(nu / two) + settings.eps)
         update = jnp.where(first, 0.0, _rotate(update, left, right, back=True))
         due = updates % own.every == 0
-        sides = (_learnt(side, g if i == 0 else g.swapaxes(1, 2), b2, first, due) for i, side in enumerate((left, right)))
-        return update, mu, nu, *(x for side in sides for x in (side or (None, None)))
+        left, nu = _learnt(left, g, nu, b2, first, due)
+        right, turned = _learnt(right, *(x.swapaxes(1, 2) for x in (g, nu)), b2, first, due)
+        nu = turned.swapaxes(1, 2)
+        return update, mu, nu, *(x for side in (left, right) for x in (side or (None, None)))
 
 
 def _rotate(x: Float[Array, "B E O"], left: Side | None, right: Side | None, *, back: bool = False) -> Float[Array, "B E O"]:
@@ -127,21 +129,29 @@ def _rotate(x: Float[Array, "B E O"], left: Side | None, right: Side | None, *, 
     return x
 
 
-def _learnt(side: Side | None, g: Float[Array, "B n k"], decay: float, first: Bool[Array, ""], due: Bool[Array, ""]) -> Side | None:
-    """The covariance with one more gradient; and a new basis where it is `due`: eigenvectors at the first, then a step of power iteration
-    and a QR decomposition (algorithm 4).
+def _learnt(
+    side: Side | None, g: Float[Array, "B n k"], nu: Float[Array, "B n k"], decay: float, first: Bool[Array, ""], due: Bool[Array, ""]
+) -> tuple[Side | None, Float[Array, "B n k"]]:
+    """The covariance with one more gradient, a new basis where it is `due`, and `nu` (rows: directions of the basis) in the basis's order.
+
+    Eigenvectors at the first update, then a step of power iteration and a QR decomposition (algorithm 4). Directions are sorted before it by
+    their estimated eigenvalues, the largest first, as in the authors' code: QR keeps the first and turns the last.
     """
     if side is None:
-        return None
+        return None, nu
     covariance = decay * side.covariance + (1 - decay) * (g @ g.swapaxes(1, 2))
 
-    def eigenvectors() -> Array:
-        return _each(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], covariance)
+    def eigenvectors() -> tuple[Array, Array]:
+        return _each(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], covariance), nu
 
-    def iterated() -> Array:
-        return _each(lambda x: jnp.linalg.qr(x)[0], covariance @ side.basis)
+    def iterated() -> tuple[Array, Array]:
+        power = covariance @ side.basis
+        order = jnp.argsort(jnp.sum(side.basis * power, axis=1), axis=1, descending=True)
+        power = jnp.take_along_axis(power, order[:, None, :], axis=2)
+        return _each(lambda x: jnp.linalg.qr(x)[0], power), jnp.take_along_axis(nu, order[:, :, None], axis=1)
 
-    return Side(covariance, jax.lax.cond(due, lambda: jax.lax.cond(first, eigenvectors, iterated), lambda: side.basis))
+    basis, nu = jax.lax.cond(due, lambda: jax.lax.cond(first, eigenvectors, iterated), lambda: (side.basis, nu))
+    return Side(covariance, basis), nu
 
 
 def _each(decompose: Callable[[Array], Array], x: Float[Array, "B n n"]) -> Float[Array, "B n n"]:

@@ -158,7 +158,9 @@ def reference(config):
 
 
 def soap_by_numpy(config):
-    """Algorithm 3 of the paper, matrix by matrix, in float64, from the gradients that the run has seen."""
+    """Algorithm 3 of the paper, matrix by matrix, in float64, from the gradients that the run has seen. Its authors' code sorts directions
+    by estimated eigenvalues before each QR decomposition, and second moments with them (nikhilvyas/SOAP, `get_orthogonal_matrix_QR`).
+    """
     settings, own = config.optimizer, config.optimizer.soap
     b1, b2, lr = settings.beta1, settings.beta2, settings.peak_lr
 
@@ -180,8 +182,13 @@ def soap_by_numpy(config):
                 if self.cov[i] is None:
                     continue
                 self.cov[i] = b2 * self.cov[i] + (1 - b2) * one @ one.T
-                if t % own.every == 0:
-                    self.basis[i] = np.linalg.qr(self.cov[i] @ self.basis[i])[0] if t else np.linalg.eigh(self.cov[i])[1][:, ::-1]
+                if t == 0:
+                    self.basis[i] = np.linalg.eigh(self.cov[i])[1][:, ::-1]
+                elif t % own.every == 0:
+                    power = self.cov[i] @ self.basis[i]
+                    order = np.argsort(-np.einsum("ij,ij->j", self.basis[i], power))
+                    self.v = np.take(self.v, order, axis=i)
+                    self.basis[i] = np.linalg.qr(power[:, order])[0]
             self.w = self.w - lr * (update + settings.weight_decay * self.w)
 
     return Matrix
