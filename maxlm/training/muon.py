@@ -25,10 +25,10 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.GradientTransformation:
-    """The orthogonalised momentum, as in Jordan's code and `torch.optim.Muon`. For hidden matrices only. `dtype`: of the iterations' products.
+    """The orthogonalised momentum, as in Jordan's code and `torch.optim.Muon`. For hidden matrices only. `dtype`: of the products.
 
-    Momentum has no correction for its start: orthogonalisation removes every scale, and corrections of momentum and gradient by two different
-    powers, as in NAdam and `optax.contrib.muon`, would only mix more of the gradient into the first updates.
+    Momentum has no correction for its start: orthogonalisation removes every scale, and correcting momentum and gradient by two different
+    powers, as NAdam and `optax.contrib.muon` do, would only mix more of the gradient into the first updates.
     """
     named, beta = hidden_matrices(axes), settings.momentum
 

@@ -141,8 +141,8 @@ def _learnt(
 ) -> tuple[Side | None, Float[Array, "B n k"]]:
     """The covariance with one more gradient, a new basis where it is `due`, and `nu` (rows: directions of the basis) in the basis's order.
 
-    A step of power iteration and a QR decomposition (algorithm 4), at the first update from eigenvectors. Directions are sorted before it by
-    their estimated eigenvalues, the largest first, as in the authors' code: QR keeps the first and turns the last.
+    A step of power iteration and a QR decomposition (algorithm 4), at the first update from eigenvectors. Directions are sorted before it
+    by their estimated eigenvalues, the largest first, as in the authors' code: QR keeps the first and turns the last.
     """
     if side is None:
         return None, nu
