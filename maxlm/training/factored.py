@@ -118,7 +118,7 @@ def adafactor(settings: AdafactorConfig, axes: Parameters) -> optax.GradientTran
         update = grad * jax.lax.rsqrt(jnp.maximum(moment, TINY))
         if settings.clip is not None:
             update /= jnp.maximum(1.0, _rms(names, update) / settings.clip)
-        return update * jnp.maximum(_rms(names, param), settings.least_scale) if settings.relative else update
+        return update * relative_scale(settings, names, param) if settings.relative else update
 
     def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, AdafactorState]:
         count = state.updates + 1
@@ -127,6 +127,11 @@ def adafactor(settings: AdafactorConfig, axes: Parameters) -> optax.GradientTran
         return _map(direction, axes, grads, _estimates(axes, nu), params), AdafactorState(count, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def relative_scale(settings: AdafactorConfig, names: Axes, param: Array) -> Float[Array, "..."]:
+    """Factor of the learning rate, of an update and of decay: the root mean square of each stacked matrix or vector, or `least_scale`."""
+    return jnp.maximum(_rms(names, param), settings.least_scale)
 
 
 def _rms(names: Axes, x: Array) -> Float[Array, "..."]:

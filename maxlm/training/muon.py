@@ -16,7 +16,7 @@ from maxlm.training.matrices import SCOPE, Names, devices, gather, hidden_matric
 from maxlm.training.small_states import path_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial of degree 5, the steepest at 0 (Jordan 2024)
-EPSILON = 1e-8
+EPSILON = 1e-7  # added to norms (Jordan 2024)
 
 
 class MuonState(NamedTuple):
@@ -25,7 +25,11 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.GradientTransformation:
-    """The orthogonalised momentum, as `optax.contrib.muon` has it. For hidden matrices only. `dtype`: of the iterations' products."""
+    """The orthogonalised momentum, as in Jordan's code and `torch.optim.Muon`. For hidden matrices only. `dtype`: of the products.
+
+    Momentum has no correction for its start: orthogonalisation removes every scale, and correcting momentum and gradient by two different
+    powers, as NAdam and `optax.contrib.muon` do, would only mix more of the gradient into the first updates.
+    """
     named, beta = hidden_matrices(axes), settings.momentum
 
     def init(params: Parameters) -> MuonState:
@@ -33,13 +37,8 @@ def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.G
 
     @jax.named_scope(SCOPE)
     def update(grads: Parameters, state: Any, params: Parameters | None = None) -> tuple[Parameters, MuonState]:
-        count = state.updates + 1
-        now = count.astype(jnp.float32)
-        corrected, ahead = (1 - jnp.float32(beta) ** n for n in (now, now + 1))
         mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, grads)
-        seen = jax.tree.map(lambda m: m / corrected, mu)
-        if settings.nesterov:
-            seen = jax.tree.map(lambda m, g: beta * m / ahead + (1 - beta) * g / corrected, mu, grads)
+        seen = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu, grads) if settings.nesterov else mu
         leaves: Any
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(seen)
@@ -47,7 +46,7 @@ def scale_by_muon(settings: MuonConfig, dtype: str, axes: Parameters) -> optax.G
         stacks = [own.as_matrices(leaf) for own, (_, leaf) in zip(dims, leaves, strict=True)]
         whole = zip(dims, leaves, orthogonalized(stacks, settings.iterations, jnp.dtype(dtype)), strict=True)
         updates = [own.as_parameter(_scale(settings, path_of(path), x) * x, leaf.shape) for own, (path, leaf), x in whole]
-        return tree.unflatten(updates), MuonState(count, mu)
+        return tree.unflatten(updates), MuonState(state.updates + 1, mu)
 
     return optax.GradientTransformation(init, update)
 

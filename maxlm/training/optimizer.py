@@ -17,7 +17,7 @@ from maxlm.config.schema import Config
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters
 from maxlm.training.ademamix import scale_by_ademamix
-from maxlm.training.factored import adafactor, factored_adam
+from maxlm.training.factored import adafactor, factored_adam, relative_scale
 from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
@@ -57,9 +57,9 @@ FORMAT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}
 def build_optimizer(config: Config, axes: Parameters | None = None, first_row: Any = 0) -> optax.GradientTransformation:
     """The update rule of `optimizer.name` in `RULES`, then decay, then the learning rate.
 
-    Weight decay is decoupled, multiplied by the learning rate (or by the schedule alone, with `independent`), and reaches matrices only,
-    whatever the rule: no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's. `first_row`: of
-    theirs, if they are pieces of those that are stacked.
+    Weight decay is decoupled, multiplied by the learning rate of the parameter (or by the schedule alone, with `independent`), and reaches
+    matrices only, whatever the rule: no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's.
+    `first_row`: of theirs, if they are pieces of those that are stacked.
     """
     axes = parameter_axes(config.model) if axes is None else axes
     direction = RULES[config.optimizer.name].direction(config, axes)
@@ -71,11 +71,18 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
 
 
 def _decayed(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    """Updates plus decay, as multiples of `peak_lr`. Adam's part of Muon may have a rate of its own, which its decay follows as well,
-    unless it is independent of rates.
+    """Updates plus decay, as multiples of `peak_lr`. Adam's part of Muon may have a rate of its own, and Adafactor's is relative to the
+    parameters: decay follows both, unless it is independent of rates.
     """
     settings = config.optimizer
     matrix = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
+    relative = settings.adafactor or AdafactorConfig()
+    if settings.name == "adafactor" and relative.relative and not settings.decays_independently:
+
+        def shrunk(names: tuple[str, ...], decays: bool, update: Any, param: Any) -> Any:
+            return update + settings.decay_per_rate * relative_scale(relative, names, param) * param if decays else update
+
+        return optax.stateless(lambda updates, params: _map_axes(shrunk, axes, matrix, updates, params))
     if settings.name != "muon" or settings.muon is None or settings.muon.adam_lr is None:
         return optax.add_decayed_weights(settings.decay_per_rate, mask=matrix)
     ratio = settings.muon.adam_lr / settings.peak_lr
@@ -158,8 +165,9 @@ RULES = {
 }
 
 
-def _map_axes(function: Callable[[tuple[str, ...]], Any], axes: Parameters) -> Parameters:
-    return jax.tree.map(function, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+def _map_axes(function: Callable[..., Any], axes: Parameters, *trees: Any) -> Parameters:
+    """`function(logical axes, leaf ...)` for every parameter."""
+    return jax.tree.map(function, axes, *trees, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def learning_rate(config: Config) -> optax.Schedule:

@@ -13,8 +13,13 @@ from jaxtyping import Array, Bool, Float, Int32
 from maxlm.config.optimizer import OptimizerConfig, SoapConfig
 from maxlm.models.parameters import Parameters
 from maxlm.training.matrices import SCOPE, MatrixDims, each_on_its_device, gather, hidden_matrices, spread
+from maxlm.training.rounding import random_bits, uniform
 from maxlm.training.small_states import path_of
 
+RESOLVED = 3e-5  # of the largest eigenvalue; float32 has no direction of smaller ones
+ROUNDING = (
+    1e-6  # of the largest rotated gradient: smaller ones, as of weights without gradients, are rounding errors, which Adam would enlarge
+)
 Columns = tuple[Any, ...]  # arrays of one parameter: gradient, mu, nu, left, left basis, right, right basis; None: no basis
 
 
@@ -111,11 +116,15 @@ def _update(settings: OptimizerConfig, own: SoapConfig, columns: Columns, update
         nu = jnp.where(first, nu, b2 * nu + (1 - b2) * turned * turned)
         seen = jnp.maximum(updates, 1).astype(jnp.float32)
         one, two = 1 - jnp.float32(b1) ** seen, 1 - jnp.float32(b2) ** seen
-        update = _rotate(mu / one, left, right) / (jnp.sqrt(nu / two) + settings.eps)
+        root = jnp.sqrt(nu / two)
+        update = _rotate(mu / one, left, right) / (root + settings.eps)
+        update = jnp.where(root > ROUNDING * jnp.max(root, axis=(1, 2), keepdims=True), update, 0.0)
         update = jnp.where(first, 0.0, _rotate(update, left, right, back=True))
         due = updates % own.every == 0
-        sides = (_learnt(side, g if i == 0 else g.swapaxes(1, 2), b2, first, due) for i, side in enumerate((left, right)))
-        return update, mu, nu, *(x for side in sides for x in (side or (None, None)))
+        left, nu = _learnt(left, g, nu, b2, first, due)
+        right, turned = _learnt(right, *(x.swapaxes(1, 2) for x in (g, nu)), b2, first, due)
+        nu = turned.swapaxes(1, 2)
+        return update, mu, nu, *(x for side in (left, right) for x in (side or (None, None)))
 
 
 def _rotate(x: Float[Array, "B E O"], left: Side | None, right: Side | None, *, back: bool = False) -> Float[Array, "B E O"]:
@@ -127,24 +136,51 @@ def _rotate(x: Float[Array, "B E O"], left: Side | None, right: Side | None, *, 
     return x
 
 
-def _learnt(side: Side | None, g: Float[Array, "B n k"], decay: float, first: Bool[Array, ""], due: Bool[Array, ""]) -> Side | None:
-    """The covariance with one more gradient; and a new basis where it is `due`: eigenvectors at the first, then a step of power iteration
-    and a QR decomposition (algorithm 4).
+def _learnt(
+    side: Side | None, g: Float[Array, "B n k"], nu: Float[Array, "B n k"], decay: float, first: Bool[Array, ""], due: Bool[Array, ""]
+) -> tuple[Side | None, Float[Array, "B n k"]]:
+    """The covariance with one more gradient, a new basis where it is `due`, and `nu` (rows: directions of the basis) in the basis's order.
+
+    A step of power iteration and a QR decomposition (algorithm 4), at the first update from eigenvectors. Directions are sorted before it
+    by their estimated eigenvalues, the largest first, as in the authors' code: QR keeps the first and turns the last.
     """
     if side is None:
-        return None
+        return None, nu
     covariance = decay * side.covariance + (1 - decay) * (g @ g.swapaxes(1, 2))
 
-    def eigenvectors() -> Array:
-        return _each(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], covariance)
+    def renewed() -> tuple[Array, Array]:
+        old = jax.lax.cond(first, lambda: _each(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], covariance), lambda: side.basis)
+        power = covariance @ old
+        eigenvalues = jnp.sum(old * power, axis=1)
+        least = RESOLVED * jnp.max(eigenvalues, axis=1, keepdims=True)
+        order = jnp.argsort(jnp.maximum(eigenvalues, least), axis=1, descending=True)  # stable: what is not resolved keeps its order
+        power, old = (jnp.take_along_axis(x, order[:, None, :], axis=2) for x in (power, old))
+        size = old.shape[1]
+        fixed = uniform(random_bits(0, "SOAP's unresolved directions", jnp.int32(0), (size, size))) - 0.5
+        basis = _each(_orthonormal, (power, jnp.where(first, fixed, old)))
+        return basis, jnp.take_along_axis(nu, order[:, :, None], axis=1)
 
-    def iterated() -> Array:
-        return _each(lambda x: jnp.linalg.qr(x)[0], covariance @ side.basis)
-
-    return Side(covariance, jax.lax.cond(due, lambda: jax.lax.cond(first, eigenvectors, iterated), lambda: side.basis))
+    basis, nu = jax.lax.cond(due, renewed, lambda: (side.basis, nu))
+    return Side(covariance, basis), nu
 
 
-def _each(decompose: Callable[[Array], Array], x: Float[Array, "B n n"]) -> Float[Array, "B n n"]:
+def _orthonormal(columns: tuple[Float[Array, "*B n n"], Float[Array, "*B n n"]]) -> Float[Array, "*B n n"]:
+    """Orthonormal basis (QR) of the first matrix's columns, with those of the second in place of columns that depend on earlier ones.
+
+    A covariance of deficient rank (a matrix that is not square, few tokens, zeros in gradients) has no eigenvectors in its null space: what
+    rounding makes of them would differ on every mesh, and with them whole updates.
+    """
+    power, instead = columns
+
+    def decomposed(_: int, x: Array) -> Array:
+        basis, r = jnp.linalg.qr(x)
+        rest = jnp.abs(jnp.diagonal(r, axis1=-2, axis2=-1))
+        return jnp.where((rest <= RESOLVED * jnp.max(rest, axis=-1, keepdims=True))[..., None, :], instead, basis)
+
+    return jax.lax.fori_loop(0, 2, decomposed, power)  # a loop, since XLA takes minutes to compile one decomposition
+
+
+def _each(decompose: Callable[[Any], Array], x: Any) -> Float[Array, "B n n"]:
     """`decompose` of each matrix, on a CPU one by one: jax's calls of LAPACK share a batch among the threads that run the program, and wait
     for each other for ever where as many batches as threads are decomposed at once.
     """

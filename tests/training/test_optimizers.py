@@ -1,5 +1,6 @@
 """The table of update rules: each equals its reference for 50 updates, on every layout; its memory; its collectives; what decays."""
 
+import contextlib
 import math
 import re
 
@@ -13,7 +14,7 @@ from tiny import tiny_config
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.reader import check_identity
 from maxlm.config import ConfigError
-from maxlm.config.optimizer import MuonConfig
+from maxlm.config.optimizer import MuonConfig, OptimizerConfig, SoapConfig
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
@@ -23,6 +24,7 @@ from maxlm.training.muon import scale_by_muon
 from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
 from maxlm.training.program import init_state, state_shardings
 from maxlm.training.schedule_free import averaged
+from maxlm.training.soap import scale_by_soap
 
 UPDATES = 50
 MODEL = {
@@ -34,7 +36,7 @@ MODEL = {
     "d_ff": 24,
 }  # no matrix of less than full rank has a basis
 OWN = {
-    "muon": {"muon": {"adam_lr": 3e-3}},
+    "muon": {"muon": {"adam_lr": 3e-3, "nesterov": False}},  # optax has another: see the test of updates
     "soap": {"soap": {"every": 7, "largest": 16}},
     "ademamix": {"ademamix": {"beta3": 0.999, "warmup_steps": 30}},
     "schedule_free": {"warmup_steps": 9, "beta1": 0.8},
@@ -152,13 +154,16 @@ def reference(config):
         lr,
         weight_decay=settings.weight_decay,
         eps=eps,
+        nesterov=False,
         consistent_rms=0.2,
         muon_weight_dimension_numbers=dims,
     )
 
 
 def soap_by_numpy(config):
-    """Algorithm 3 of the paper, matrix by matrix, in float64, from the gradients that the run has seen."""
+    """Algorithm 3 of the paper, matrix by matrix, in float64, from the gradients that the run has seen. Its authors' code sorts directions
+    by estimated eigenvalues before each QR decomposition, and second moments with them (nikhilvyas/SOAP, `get_orthogonal_matrix_QR`).
+    """
     settings, own = config.optimizer, config.optimizer.soap
     b1, b2, lr = settings.beta1, settings.beta2, settings.peak_lr
 
@@ -180,8 +185,14 @@ def soap_by_numpy(config):
                 if self.cov[i] is None:
                     continue
                 self.cov[i] = b2 * self.cov[i] + (1 - b2) * one @ one.T
-                if t % own.every == 0:
-                    self.basis[i] = np.linalg.qr(self.cov[i] @ self.basis[i])[0] if t else np.linalg.eigh(self.cov[i])[1][:, ::-1]
+                if t == 0:
+                    self.basis[i] = np.linalg.eigh(self.cov[i])[1][:, ::-1]
+                elif t % own.every == 0:
+                    power = self.cov[i] @ self.basis[i]
+                    order = np.argsort(-np.einsum("ij,ij->j", self.basis[i], power))
+                    self.v = np.take(self.v, order, axis=i)
+                    self.basis[i] = np.linalg.qr(power[:, order])[0]
+            self.update = update
             self.w = self.w - lr * (update + settings.weight_decay * self.w)
 
     return Matrix
@@ -233,6 +244,51 @@ def compare_soap(config, found):
         if i in matrices:
             wanted = np.asarray(dims[i].as_parameter(np.stack([m.w for m in matrices[i]]), leaves[i].shape))
         assert np.max(np.abs(mine[i] - wanted)) <= 2e-3 * np.max(np.abs(wanted)), flat[i]
+
+
+def soap_updates(gradients, names=("expert", "embed", "mlp"), mesh=None):
+    """Updates of SOAP for given gradients of stacked matrices, new bases every 10, on one device or a mesh."""
+    rule = scale_by_soap(OptimizerConfig(name="soap"), SoapConfig(every=10), {"w": names})
+    update, found = jax.jit(rule.update), []
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        state = rule.init({"w": jnp.zeros(gradients.shape[1:])})
+        for gradient in gradients:
+            change, state = update({"w": jnp.asarray(gradient)}, state)
+            found.append(np.asarray(change["w"]))
+    return np.array(found)
+
+
+def apart(found, wanted):
+    """Largest distance of an update, as a share of its norm."""
+    return max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found[1:], wanted[1:], strict=True))
+
+
+def test_soap_is_its_authors_for_30_updates():
+    """Square matrices of full rank with eigenvalues that are apart: 22% off without the sort."""
+    draws = np.random.default_rng(3)
+    gradients = (draws.normal(size=(31, 2, 12, 12)) * np.logspace(0, -0.5, 12)).astype(np.float32)
+    config = config_of("soap", soap={"every": 10, "largest": 16}, eps=1e-8)
+    own, wanted = [soap_by_numpy(config)(np.zeros((12, 12))) for _ in range(2)], []
+    for n, stacked in enumerate(gradients):
+        for matrix, g in zip(own, stacked, strict=True):
+            matrix.step(n, g.astype(np.float64))
+        wanted.append(np.stack([matrix.update for matrix in own]))
+    assert apart(soap_updates(gradients), np.array(wanted)) < 1e-4
+
+
+def test_soap_does_not_depend_on_rounding_where_covariances_have_a_null_space():
+    """Gradients that differ by rounding, and another mesh: 40 to 90% apart when rounding chose bases of null spaces."""
+    draws = np.random.default_rng(4)
+    gradients = draws.normal(size=(12, 8, 16, 24))  # wide: G^T G of the first has rank 16
+    gradients[:, 2:5] = draws.normal(size=(12, 3, 16, 4)) @ draws.normal(size=(12, 3, 4, 24))  # few tokens
+    gradients[:, 5:, :, -5:] = 0  # nothing for some outputs, nor for some inputs
+    gradients[:, 6:, :3] = 0
+    gradients = gradients.astype(np.float32)
+    wanted = soap_updates(gradients)
+    rounded = (gradients * (1 + 6e-8 * draws.choice([-1, 0, 1], gradients.shape))).astype(np.float32)
+    mesh = build_mesh(config_of("soap", {"fsdp": 4, "tensor": 2}), jax.devices()[:8])
+    assert apart(soap_updates(rounded), wanted) < 2e-4
+    assert apart(soap_updates(gradients, mesh=mesh), wanted) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -314,6 +370,24 @@ def test_only_matrices_decay(name):
         assert bool(jnp.any(update != 0)) == ("embed" in axes), axes
 
 
+def test_decay_of_adafactor_is_of_the_size_of_that_of_adamw_at_the_rates_of_the_docs():
+    """Relative to the matrix, as updates are: without its root mean square it was 33 times AdamW's. Independent decay is not."""
+    adamw, adafactor = config_of("adamw", peak_lr=3e-4), config_of("adafactor", peak_lr=1e-2)
+    independent = config_of("adafactor", peak_lr=1e-2, weight_decay={"independent": 1e-3})
+    params = init_state(adamw.model, build_optimizer(adamw), 0).params
+
+    def decayed(config):
+        optimizer = build_optimizer(config)
+        updates = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+        return np.asarray(updates["embedding_VD"])
+
+    w = np.asarray(params["embedding_VD"])
+    wanted, found = decayed(adamw), decayed(adafactor)
+    assert 0.3 < np.linalg.norm(found) / np.linalg.norm(wanted) < 3
+    np.testing.assert_allclose(found, -1e-2 * 0.1 * np.sqrt(np.mean(w**2)) * w, rtol=1e-5)
+    np.testing.assert_allclose(decayed(independent), -1e-3 * w, rtol=1e-5)
+
+
 EXPERTS = {"down_DEF": ("embed", "expert", "mlp"), "up_DEF": ("embed", "expert", "mlp")}
 
 
@@ -328,6 +402,26 @@ def test_experts_are_scaled_as_dense_matrices_of_their_sides():
         sizes.append(float(jnp.sqrt(jnp.sum(updates[name] ** 2) / 2 / 8)))  # the singular values of a matrix, which has 8
     assert sizes[1] / sizes[0] == pytest.approx(2.0), "32 outputs of 8 inputs, and 8 of 32"
     assert sizes[0] == pytest.approx(1.0, abs=0.3)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    "unit", [lambda x: x / (np.linalg.norm(x) + 1e-7), lambda x: x / max(np.linalg.norm(x), 1e-7)], ids=["jordan", "torch"]
+)
+def test_muon_is_that_of_jordan_and_of_torch(nesterov, unit):
+    """github.com/KellerJordan/Muon and torch.optim.Muon (`match_rms_adamw`) in numpy: momentum and Nesterov's step without corrections."""
+    rule = scale_by_muon(MuonConfig(nesterov=nesterov), "float32", {"w": ("embed", "mlp")})
+    draws, state, m = np.random.default_rng(5), rule.init({"w": jnp.zeros((12, 20))}), np.zeros((12, 20))
+    update = jax.jit(rule.update)
+    for _ in range(30):
+        g = draws.normal(size=(12, 20)).astype(np.float32)
+        found, state = update({"w": g}, state)
+        m = 0.95 * m + 0.05 * g
+        x = unit(0.95 * m + 0.05 * g if nesterov else m)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        np.testing.assert_allclose(found["w"], 0.2 * 20**0.5 * x, atol=2e-5)
 
 
 @pytest.mark.parametrize(
