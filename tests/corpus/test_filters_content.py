@@ -139,10 +139,98 @@ MASKED = [
     ("https://hooks.slack" + ".com/services/T00000000/B00000000/" + "aB3" * 8, "https://hooks.slack.com/services/<KEY>"),
     ("postgres://bob:s3cr3t-X@db.host:5432/x", "postgres://bob:<KEY>@db.host:5432/x"),
     ("api_key = '" + "a1b2c3d4e5f6g7h8'", "api_key = '<KEY>'"),
+    *(
+        (form.format(SECRET), form.format("<KEY>"))
+        for form in (
+            "AWS_SECRET_ACCESS_KEY={}",
+            "-e aws_secret_access_key={} x",
+            '"SecretAccessKey": "{}"',
+            "Authorization: Bearer {}",
+            '"Authorization": "Basic {}"',
+        )
+    ),
+    ("Authorization: Bearer " + "abcdef0123456789" * 2, "Authorization: Bearer <KEY>"),
+    ("Authorization: Basic " + "QWxhZGRpbjpvcGVuIHNlc2FtZQ==", "Authorization: Basic <KEY>"),
+    *(
+        (form.format("4111111111111111"), form.format("<CARD>"))
+        for form in ('"card_number": "{}"', "cardNumber:{}", "credit_card={}", "卡号：{}")
+    ),
+    *(
+        (form.format("62.4.15.31"), form.format("<IP_ADDRESS>"))
+        for form in ("remote_addr={}", "client_ip={}", "clientIp: {}", "ip.addr=={}")
+    ),
+    *(
+        (form.format("62.4.15.31"), form.format("<IP_ADDRESS>"))
+        for form in ("from {} port 22", "{} - - [10/Oct", "64 bytes from {}: seq=1")
+    ),
+    *(
+        (form.format("2001:4860:4860::8888"), form.format("<IP_ADDRESS>"))
+        for form in ("64 bytes from {}: icmp_seq=1", "host:{}", "interface:{}", "src:{}", "[{}]:443", "{}.")
+    ),
+    *(
+        (form.format("2125552187"), form.format("<PHONE>"))
+        for form in (
+            "phone_number={}",
+            "user_phone: {}",
+            "userPhone: {}",
+            "home_tel={}",
+            "'phone' => '{}'",
+            "<phone>{}</phone>",
+            "Phones: {}",
+        )
+    ),
+    *((form.format("13812345678"), form.format("<PHONE>")) for form in ("手机：{}", "电话：{}", "联系电话: {}", "手机号码：{}")),
+    ("手机号 138 1234 5678", "手机号 <PHONE>"),
+    ("тел.：89161234567; Телефоны: 495 123-45-67", "тел.：<PHONE>; Телефоны: <PHONE>"),
+    ("Teléfonos: 912 345 678", "Teléfonos: <PHONE>"),
+    ("Mobile Number: 9876543210; Phone(s): 212 555 2187", "Mobile Number: <PHONE>; Phone(s): <PHONE>"),
+    ("Tel 6123 4567, phone: 6123 4567", "Tel <PHONE>, phone: <PHONE>"),
     ("eyJ" + "hbGciOiJIUzI1NiJ9.eyJ" + "zdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N", "<KEY>"),
 ]
 KEPT = [
     "",
+    *(  # dates, years and pairs of numbers after a word for a telephone
+        "phone: 2021-01-01",
+        "phone: 2021-01-01 12:30",
+        "Fax 2003-12-24",
+        "whatsapp: 2021-01-04 release",
+        "invented the telephone 1876-1877 in Boston",
+        "Telephone (1876-1976)",
+        "Phone, 1999-2004",
+        "fax 2400 4800",
+        "phone 1920-1080",
+        "phone_id=2125552187",
+    ),
+    *(  # code points, times
+        "0435 0308 ; # CYRILLIC SMALL LETTER IO",
+        "5427 5428 5429\n542E 542F 5430 5431 5432 5433\n5434",
+        "5430 5431 5432 5433 543A",
+        "open 0830 1730",
+        "trains 0715 0845 0930",
+        "0212 0313 0414",
+        "GenBank accession 020 7946 0958",
+    ),
+    *(  # enzymes, versions
+        "EC 3.4.21.105, (EC 2.7.101.137), EC:1.1.1.145, enzyme 2.4.1.255",
+        "OpenSSL 1.0.2.200",
+        "2.6.32.120 is out",
+        "pkg==2.13.1.150, pkg==2.130.1.150",
+        "Skype 8.96.0.207",
+        "VirtualBox 6.1.38.153",
+        "cudnn 8.9.2.126",
+    ),
+    *(  # products of arrays
+        "x = q@k.mT",
+        "attn = q@k.mH @ v",
+        "out = a@self.weight.data",
+        "x@self.net",
+        "z = A@b.re",
+        "weights@u.at[0].set(1)",
+        "weights@u.at[idx]",
+        "pose@camera.center",
+        "J@v.dev",
+    ),
+    "2023:10:12:13:14:15:16:17, a[2000::2]",
     "user@localhost, @handle, a @ b.com, 3@ 4, logo@2x.png, foo@1.2.3, getty@tty1.service, W@v.T",
     "x@np.dot(y), [+353123456, 0]",
     "git@github.com:user/repo.git, scp file jane@host.org:/tmp, ssh jane@host.org, ssh://git@host.org/x, @pytest.fixture",

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
-from maxlm.corpus.filters.phones import find_phones
+from maxlm.corpus.filters.phones import WORD_BEGINS, WORD_ENDS, find_phones
 from maxlm.corpus.filters.secret_keys import find_keys
 from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.filters.statistics import statistics_of
@@ -29,27 +29,39 @@ TOP_LEVEL_DOMAINS = frozenset(
 )
 ESCAPE = re.compile(r"\\(?:[nrt]|f[BIRP])(?=\w)")
 LOGIN_BEFORE = re.compile(r"(?://(?:[^\s/@:]{0,64}:)?|\w/|\$\{?|(?<!\w)(?:ssh|scp|sftp|rsync|ssh-copy-id)[ \t][^\n@]{0,60})\Z")
-LOGIN_AFTER = re.compile(r":[\w~/.]|\(|/\w")
+LOGIN_AFTER = re.compile(r":[\w~/.]|\(|/\w|\[(?:[-:\d'\"]|[a-z_]\w{0,15}\])")  # or a call, or an element of an array
+# A product of arrays or an attribute in a program (q@k.mT, a@self.weight.data, A@b.re, pose@camera.center)
+PRODUCT = re.compile(
+    r"(?:[A-Za-z_]@[A-Za-z_]\.(?!(?:com|org|edu|gov)\Z)\w+|(?:.*@)?self\..*|.*[a-z][A-Z]\w*"
+    r"|[A-Za-z_]\w*@\w+\.(?:center|data|zero|read|call|save|search|map|now|here|open))\Z"
+)
 MESSAGE_ID = re.compile(r"(?:message-id|in-reply-to|references|msgid|mid):?[^\n]{0,80}<?\Z|\bid <\Z", re.IGNORECASE)
 
 IPV4 = re.compile(r"(?<![\w.-])\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![\w-]|\.\w)")
-IPV6 = re.compile(r"(?<![\w:.])[23][0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:])")  # 2000::/3, global unicast (RFC 4291, 2.4)
+IPV6 = re.compile(  # 2000::/3, global unicast (RFC 4291, 2.4), also after a word and a colon; a colon may follow
+    r"(?:(?<![\w:.])|" + "|".join(rf"(?<=[g-zG-Z][\da-fA-F]{{{n}}}:)" for n in range(5)) + ")"
+    r"[23][0-9a-fA-F]{3}(?::[0-9a-fA-F]{0,4}){2,7}(?!\w|:\w)"
+)
+NO_IPV6 = re.compile(r"\d{4}(?::\d{1,2}){2,7}|\d{4}::\d{0,4}|.{0,6}")  # dates with times, slices
 IPV6_DOCUMENTATION = ipaddress.ip_network("3fff::/20")  # RFC 9637, which Python 3.11 does not know
 RESOLVERS = frozenset(("1.1.1.1", "1.0.0.1", "4.2.2.1", "4.2.2.2", "8.8.8.8", "8.8.4.4", "9.9.9.9"))  # addresses that look like versions
 NUMBERED_BEFORE = re.compile(  # a version, an object identifier or a section stands here
-    r"(?:\b(?:v|ver|versions?|vers|releases?|released|rel|standards-version|oids?|sections?|sec|chapter|clause|appendix|table|figure|item"
+    r"(?:\b(?:v|ver|ec|versions?|vers|releases?|released|rel|standards-version|oids?|sections?|sec|chapter|clause|appendix|table|figure|item"
     r"|firmware|driver|build|kernel|linux|upgraded? to|updated? to|bump(?:ed|s)?(?: \S{1,40})? to|since|before|until"
-    r"|upstream|debian|revision|rev|patch|release:|new)\W{0,3}|§ ?)\Z",
+    r"|upstream|debian|revision|rev|patch|release:|new)\W{0,3}|§ ?|(?<!addr)(?<!src)(?<!dst)(?<!host)==)\Z",
     re.IGNORECASE,
 )
 NETWORK_BEFORE = re.compile(
-    r"(?:\b(?:ip|ips|ipv4|inet|addr|addrs|address|addresses|adresse|host|hosts|server|servers|dns|nameservers?|ping|traceroute|whois|dig|gateway"
-    r"|routers?|route|subnet|network|networks|netmask|proxy|client|peer|listen|bind|telnet|curl|remote|src|dst|source|destination|relay|node"
-    r"|firewall|via|IN\s{1,8}A)(?:[\s:=(\"'\[!]|\b(?:is|at|to|of|the|from|as|on)\b|\baddr(?:ess)?\b){1,10}|://|@|\[)\Z",
+    rf"(?:{WORD_BEGINS}(?:ip|ips|ipv4|inet|addr|addrs|address|addresses|adresse|host|hosts|server|servers|dns|nameservers?|ping|traceroute"
+    r"|whois|dig|gateway|routers?|route|subnet|network|networks|netmask|proxy|client|peer|listen|bind|telnet|curl|remote|forwarded-for|src"
+    r"|dst|source|destination|relay|node|firewall|via|IN\s{1,8}A)"
+    r"(?:[\s:=(\"'\[!]|\b(?:is|at|to|of|the|from|as|on)\b|\baddr(?:ess)?\b){1,10}|://|@|\[|\d bytes from )\Z",
     re.IGNORECASE,
 )
-NETWORK_AFTER = re.compile(r":\d{2,5}\b|/(?:[89]|[12]\d|3[0-2])\b(?![./])|\s+(?:[a-z0-9-]{1,40}\.){1,4}[a-z]{2,}\s*$", re.MULTILINE)
-LARGE_OCTET = 100  # few versions have a part of this size
+NETWORK_AFTER = re.compile(
+    r":\d{2,5}\b|/(?:[89]|[12]\d|3[0-2])\b(?![./])|\s+(?:[a-z0-9-]{1,40}\.){1,4}[a-z]{2,}\s*$| port \d| - [\w-]{1,32} \[", re.MULTILINE
+)
+LARGE_OCTET = 100  # few versions have a first part of this size, or two parts
 
 # Length of an account number by country: SWIFT's IBAN registry, release 101.
 IBAN_LENGTHS = {
@@ -65,8 +77,9 @@ IBAN_LENGTHS = {
 IBAN = re.compile(r"(?<![^\W_])[A-Z]{2}\d\d(?:[ -]?[A-Z0-9]{4}){2,8}(?:[ -]?[A-Z0-9]{1,3})?(?![^\W_])")
 # Payment cards: ISO/IEC 7812, leading digits and lengths as the networks publish them.
 CARD = re.compile(
-    r"(?<![\w.,+/-])(?<!\d[ -])"
-    r"(?:\d{4}([ -])\d{4}\1\d{4}\1\d{4}|3\d{3}([ -])\d{6}\2\d{5}|3[068]\d{2}([ -])\d{6}\3\d{4}|\d{13,19})(?![\w+/-]|[., ]\d)"
+    r"(?<![\w.,+/-])(?<!\d[ -])(?<!\b[\da-fA-F]{4} )"  # no row of hexadecimal numbers
+    r"(?:\d{4}([ -])\d{4}\1\d{4}\1\d{4}|3\d{3}([ -])\d{6}\2\d{5}|3[068]\d{2}([ -])\d{6}\3\d{4}|\d{13,19})"
+    r"(?![\w+/-]|[., ]\d| [\da-fA-F]{4}\b)"
 )
 CARD_NETWORKS = re.compile(
     r"4(?:\d{12}|\d{15}|\d{18})"
@@ -74,8 +87,9 @@ CARD_NETWORKS = re.compile(
     r"|3[47]\d{13}|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|65\d\d|64[4-9]\d)\d{12}|35\d{14}|62\d{14,17}"
 )
 CARD_WORDS = re.compile(
-    r"\b(?:cards?|visa|mastercard|master card|amex|american express|discover|jcb|diners|maestro|credit|debit|cc|pan|kartennummer|"
-    r"kreditkarten?(?:nummer)?|carte|tarjeta|carta|cart[aã]o|карт\w{0,3})\b[^\n]{0,40}\Z",
+    rf"(?:{WORD_BEGINS}(?:(?:credit|debit)?cards?|visa|mastercard|master card|amex|american express|discover|jcb|diners|maestro|credit"
+    rf"|debit|cc|pan|kartennummer|kreditkarten?(?:nummer)?|carte|tarjeta|carta|cart[aã]o|карт\w{{0,3}}){WORD_ENDS}"
+    r"|卡号|卡號|信用卡|银行卡|カード番号|카드)[^\n]{0,40}\Z",
     re.IGNORECASE,
 )
 
@@ -93,7 +107,14 @@ def find_emails(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
             start += 1
         end = _domain_end(text, match)
         before = text[max(0, start - 100) : start]
-        if start == at or end is None or LOGIN_AFTER.match(text, end) or LOGIN_BEFORE.search(before) or MESSAGE_ID.search(before):
+        if (
+            start == at
+            or end is None
+            or PRODUCT.match(text, start, end)
+            or LOGIN_AFTER.match(text, end)
+            or LOGIN_BEFORE.search(before)
+            or MESSAGE_ID.search(before)
+        ):
             continue
         yield start, end
         done = end
@@ -119,7 +140,10 @@ def find_ip_addresses(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
 def find_ipv6_addresses(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
     """Public IPv6 addresses."""
     if hints & scan.HINT_IPV6:
-        yield from (match.span() for match in IPV6.finditer(text) if len(match[0]) > len("2822::") and _is_public(match[0]))
+        for match in IPV6.finditer(text):
+            address = match[0] if match[0].endswith("::") else match[0].removesuffix(":")
+            if not NO_IPV6.fullmatch(address) and _is_public(address):
+                yield match.start(), match.start() + len(address)
 
 
 def _is_public(address: str) -> bool:
@@ -135,7 +159,8 @@ def _is_ipv4(text: str, match: re.Match[str]) -> bool:
     before = text[max(0, match.start() - 60) : match.start()]
     if NUMBERED_BEFORE.search(before):
         return False
-    if max(map(int, match[0].split("."))) >= LARGE_OCTET or match[0] in RESOLVERS:
+    large = [int(part) >= LARGE_OCTET for part in match[0].split(".")]
+    if large[0] or sum(large) >= 2 or match[0] in RESOLVERS:
         return True
     return NETWORK_BEFORE.search(before) is not None or NETWORK_AFTER.match(text, match.end()) is not None
 

@@ -7,6 +7,10 @@ import phonenumbers
 
 from maxlm.corpus.filters import scan
 
+# A word in text, snake_case, camelCase
+WORD_BEGINS = r"(?:(?<![^\W_])|(?-i:(?<=[a-z]{2})(?=[A-Z])))"
+WORD_ENDS = r"(?:(?![^\W_])|(?-i:(?<=[a-z])(?=[A-Z])))"
+
 _GROUPS = r"(?:[ .\-/\u00a0]{0,3}\(?\d{1,9}\)?)"
 INTERNATIONAL = re.compile(rf"\+(?<![\w+]\+)\(?\d{{1,4}}\)?{_GROUPS}{{1,7}}(?![^\W_])")
 NORTH_AMERICAN = re.compile(
@@ -17,22 +21,31 @@ TRUNK = re.compile(  # national numbers of other countries in groups: 0 and an a
 )
 NUMBER = re.compile(rf"(?<![\w.,+-])\+?\(?\d{{1,9}}\)?{_GROUPS}{{0,7}}(?![^\W_])")
 LABEL = re.compile(
-    r"\b(?:(telephone|t[eé]l[eé]phone|tel[eé]fono|telefone|telefon|telefoon|phone|telefax|fax|whatsapp|hotline|helpline|t[eé]l|tlf|tfno|тел|телефон"
-    r"|факс|電話|电话|手机|전화)|mobile|mobil|mobiel|m[oó]vil|handy|portable|celular|cellulare|cell|call|dial|gsm|ph)\b"
+    rf"(?:{WORD_BEGINS}(?:((?:(?:mobile|cell(?:ular)?)[ _-]?)?(?:tele)?phones?|t[eé]l[eé]phones?|tel[eé]fonos?|telefones?|telefon|telefoon"
+    r"|(?:tele)?fax(?:es)?|whatsapp|hotline|helpline|t[eé]ls?|tlf|tfno|тел|телефон\w{0,3}|факс|τηλ|τηλέφωνο|هاتف)"
+    r"|(mobile|mobil|mobiel|m[oó]vil|celular|cellulare|cell|gsm|ph)|handy|portable|call|dial)(?:\(s\))?"
+    rf"{WORD_ENDS}|(電話|电话|手机|手機|携帯|传真|傳真|전화|휴대폰))"
     r"([^\d\n+(]{0,24})\Z",
     re.IGNORECASE,
 )
 PROSE = re.compile(r"[\w ,.:'’-]*")  # between a word for a telephone and a number
 NO_PHONE = re.compile(r"\d{1,3}[.,]\d+|\d{5}-\d{4}|\d{1,2}([-./])\d{1,2}\1\d{2,4}|\d{4}([-./])\d{1,2}\2\d{1,2}")  # decimals, ZIP+4, dates
+_YEAR = r"(?:1[5-9]|20)\d\d"
+DATE = re.compile(rf"\(?{_YEAR}(?:([-./])(?:0?[1-9]|1[0-2])\1(?:0?[1-9]|[12]\d|3[01])|[ /-]{{1,3}}{_YEAR})(?!\d)")  # or two years
+PAIR = re.compile(r"\(?(?:\d{3}[ ./-]\d{3}|\d{4}[ ./-]\d{3,4})\)?")  # also a size of a screen, two speeds
 LONGEST_LABEL = 40  # characters before a number
-MARKED = re.compile(r"[^\n]{0,22}(?:[:=]|\b(?:number|no|nr|num)\b)[^\n]{0,4}|\.?[ \t]{0,2}", re.IGNORECASE)
-LOCAL = re.compile(r"\d{3}[ -]\d{4}|\d{2,4}(?:[ -]\d{2}){2,3}|\d{3,4}[ -]\d{3,4}")
-NOT_BEFORE = re.compile(
-    r"(?:\b(?:pages?|pp?|lines?|isbn|issn|serial|ticket|bug|case|order|part|range|port|id|rfc|doi)\W{0,3}|[$€£#=*<>^]\s?|(?:\b[\da-f]{2}>?\s){2})\Z",
+EXPLICIT = re.compile(  # between a word for a telephone and a number: a colon, or a word for a number
+    rf"[^\n]{{0,22}}(?:[:=：]|{WORD_BEGINS}(?:numbers?|nos?|nr|num){WORD_ENDS}|号码?|號碼?|番号|번호)[^\n]{{0,4}}|[\"']?>|\.[ \t]{{0,2}}",
     re.IGNORECASE,
 )
+ABBREVIATIONS = ("tel", "tél", "tlf", "тел")  # of a number rather than of a device
+LOCAL = re.compile(r"\d{3}[ -]\d{4}|\d{2,4}(?:[ -]\d{2}){2,3}|\d{3,4}[ -]\d{3,4}")
+_NOT_WORDS = r"(?<![^\W_])(?:pages?|pp?|lines?|isbn|issn|serial|ticket|bug|case|order|part|range|port|id|rfc|doi|accession)\W{0,3}"
+NOT_BEFORE = re.compile(rf"(?:{_NOT_WORDS}|[$€£#=*<>^]\s?|(?:\b[\da-f]{{2}}>?\s){{2}})\Z", re.IGNORECASE)
+NOT_BEFORE_EXPLICIT = re.compile(rf"{_NOT_WORDS}\Z", re.IGNORECASE)  # phone_number=2125552187
 NOT_AFTER = re.compile(r"\s?(?:[eE][-+]?\d|[%*=^]|px\b|bytes?\b|times\b|\.\d)")
 FEWEST, MOST = 7, 15  # digits (ITU-T E.164)
+FEWEST_NATIONAL = 9  # digits of a national number without a label; with fewer, times and code points are more frequent
 SHORTEST_PLAIN = 10  # characters of "+" and digits without any space up to which they are an integer rather than a telephone number
 
 
@@ -43,7 +56,7 @@ def find_phones(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, i
         spans += _valid(text, (match.span() for match in INTERNATIONAL.finditer(text)), (None,))
         spans += _valid(text, (match.span() for match in NORTH_AMERICAN.finditer(text)), ("US",))
     if hints & scan.HINT_DIGITS:
-        spans += _valid(text, (match.span() for match in TRUNK.finditer(text)), TRUNK_REGIONS, whole=True)
+        spans += _valid(text, (match.span() for match in TRUNK.finditer(text) if _is_national(match[0])), TRUNK_REGIONS, whole=True)
         spans += _labelled(text)
     done = 0
     for start, end in sorted(spans):
@@ -65,10 +78,16 @@ REGIONS = (
 )
 
 
-def _valid(text: str, spans: Iterable[tuple[int, int]], regions: Iterable[str | None], whole: bool = False) -> Iterator[tuple[int, int]]:
+def _valid(
+    text: str,
+    spans: Iterable[tuple[int, int]],
+    regions: Iterable[str | None],
+    whole: bool = False,
+    not_before: re.Pattern[str] = NOT_BEFORE,
+) -> Iterator[tuple[int, int]]:
     """Numbers among `spans`, without the last groups of digits if that makes one valid and it needs not be `whole`."""
     for start, end in spans:
-        if NOT_BEFORE.search(text, max(0, start - 12), start) or NO_PHONE.fullmatch(text, start, end):
+        if not_before.search(text, max(0, start - 12), start) or NO_PHONE.fullmatch(text, start, end):
             continue
         if text[end - 1] == ")" and text.count("(", start, end) < text.count(")", start, end):
             end -= 1  # of a parenthesis around the number
@@ -104,18 +123,32 @@ def is_valid(number: str, regions: Iterable[str | None]) -> bool:
     return False
 
 
+def _is_national(number: str) -> bool:
+    """False for few digits, and for groups of four each, which are times and code points."""
+    return number[0] == "(" or (sum(map(str.isdigit, number)) >= FEWEST_NATIONAL and not re.fullmatch(r"\d{4}(?: \d{4})+", number))
+
+
 def _labelled(text: str) -> Iterator[tuple[int, int]]:
-    """Numbers after a word for a telephone: `marked` ones stand right after it, or after a colon."""
+    """Numbers after a word for a telephone: `explicit` ones after a colon or a word for a number, `marked` ones also without them."""
     for match in NUMBER.finditer(text):
         start, end = match.span()
         number = match[0]
-        if end - start < FEWEST or sum(map(str.isdigit, number)) < FEWEST - 1 or NOT_AFTER.match(text, end):
+        if end - start < FEWEST or sum(map(str.isdigit, number)) < FEWEST - 1 or NOT_AFTER.match(text, end) or DATE.match(number):
             continue
         label = LABEL.search(text, max(0, start - LONGEST_LABEL), start)
         if label is None:
             continue
-        marked = label[1] is not None and MARKED.fullmatch(label[2]) is not None
+        word, mobile, between = label[1] or label[3], label[2], label[4]
+        explicit = EXPLICIT.fullmatch(between) is not None
+        marked = word is not None and (explicit or not between.strip(" \t"))
+        if PAIR.fullmatch(number) and not explicit and (word or "").lower() not in ABBREVIATIONS:
+            continue
         if marked and LOCAL.fullmatch(number):
             yield start, end
-        elif marked or (PROSE.fullmatch(label[2]) and (not number.isdigit() or number[0] == "0")):
-            yield from _valid(text, [(start, end)], (None,) if number[0] == "+" else REGIONS)
+        elif (
+            marked
+            or (PROSE.fullmatch(between) and (not number.isdigit() or number[0] == "0"))
+            or (mobile and explicit and end - start >= SHORTEST_PLAIN)
+        ):
+            regions = (None,) if number[0] == "+" else REGIONS
+            yield from _valid(text, [(start, end)], regions, not_before=NOT_BEFORE_EXPLICIT if explicit else NOT_BEFORE)

@@ -37,16 +37,18 @@ TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 JSON_WEB_TOKEN = re.compile(r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,1000}(?![\w-])")
 AWS_SECRET = re.compile(
-    r"(?<![A-Za-z0-9/+=_.-])(?=[^\n]{0,39}[a-z])(?=[^\n]{0,39}[A-Z])(?=[^\n]{0,39}\d)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_-])"
+    r"(?<![A-Za-z0-9/+_.-])(?=[^\n]{0,39}[a-z])(?=[^\n]{0,39}[A-Z])(?=[^\n]{0,39}\d)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_-])"
 )
-AWS_WORDS = re.compile(r"aws|amazon|secret|AKIA|ASIA|<KEY>", re.IGNORECASE)
+AWS_WORDS = ("aws", "amazon", "secret", "akia", "asia", "<key>")
+AWS_DISTANCE = 120  # characters between a word and a secret
 URL_PASSWORD = re.compile(r"://([^\s/:@\"'<>]{0,64}):([^\s/@\"'<>]{3,128})@(?=[\w\[$])")
 ASSIGNED = re.compile(
-    r"(?:api[_-]?key|secret[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|password|passwd)"
-    r"[\"']?[ \t]{0,2}(?::=|=>|[:=])[ \t]{0,2}[\"']?((?=[\w/+=-]{0,40}\d)[\w/+=-]{12,200})(?![\w(.\[])",
+    r"(?:(?:api[_-]?key|secret[_-]?(?:access[_-]?)?key|(?:access|auth|session|refresh)[_-]?token|client[_-]?secret|password|passwd)"
+    r"[\"']?[ \t]{0,2}(?::=|=>|[:=])[ \t]{0,2}|authorization[\"']?[ \t]{0,2}[:=,][ \t]{0,2}[\"']?(?:bearer|basic|token)[ \t]{1,2})"
+    r"[\"']?((?=[\w/+=-]{0,40}\d)[\w/+=-]{12,200})(?![\w(.\[])",
     re.IGNORECASE,
 )
-ASSIGNED_WORDS = ("key", "secret", "token", "passw")
+ASSIGNED_WORDS = ("key", "secret", "token", "passw", "authorization")
 PLACEHOLDER = re.compile(
     r"(?:(?:my|your|the|some|a|super|db|test|user|sample|example)?[-_]?)*(?:pass(?:word|wd|wrd|phrase)?|pwd?|pw|secret|token|key|mot_?de_?passe|passwort)"
     r"[-_]?\d*|x+|\*+|\.+|[$%{(\[<#].*|.*[})\]>]|.*(?:%s|\$\{).*|foo|bar|baz|\d{1,5}",
@@ -66,10 +68,10 @@ def find_keys(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, int
             if literal in text:
                 spans += _secrets(pattern, text)
         lower = text.lower()
-        if "aws" in lower or "amazon" in lower or "AKIA" in text or "ASIA" in text:
-            spans += [
-                match.span() for match in AWS_SECRET.finditer(text) if AWS_WORDS.search(text, max(0, match.start() - 120), match.start())
-            ]
+        if any(word in lower for word in AWS_WORDS):
+            for match in AWS_SECRET.finditer(text):
+                before = text[max(0, match.start() - AWS_DISTANCE) : match.start()].lower()
+                spans += [match.span()] * any(word in before for word in AWS_WORDS)
         if any(word in lower for word in ASSIGNED_WORDS):
             spans += [match.span(1) for match in ASSIGNED.finditer(text) if _is_secret(match[1])]
     done = 0
@@ -88,9 +90,13 @@ def _is_placeholder(secret: str) -> bool:
 
 
 def _is_secret(value: str) -> bool:
-    """True for an assigned value with two digits or more that is no word with a number, no number and no placeholder."""
+    """True for an assigned value with two digits or more, or padded base64, that is no word with a number, no number and no placeholder."""
     digits = sum(map(str.isdigit, value))
-    return digits >= 2 and not _is_placeholder(value) and not re.fullmatch(r"[A-Za-z]+(?:[-_/][A-Za-z]+)*[-_/]?\d{1,4}|\d[\d-]*", value)
+    return (
+        (digits >= 2 or value.endswith("="))
+        and not _is_placeholder(value)
+        and not re.fullmatch(r"[A-Za-z]+(?:[-_/][A-Za-z]+)*[-_/]?\d{1,4}|\d[\d-]*", value)
+    )
 
 
 def _private_keys(text: str) -> Iterator[tuple[int, int]]:
