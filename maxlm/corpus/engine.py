@@ -34,7 +34,7 @@ from maxlm.documents.files import SourceFile, find_once, folders, version_of
 from maxlm.documents.records import REASONS
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 9  # of the output: raise it when the same settings would give other documents
+FORMAT = 10  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
