@@ -14,7 +14,7 @@ LONGEST = 1000  # characters of a message
 BITS = 256  # of a whole number that is written out
 WRONG_PATH = (  # errors of the operating system that the same path would meet again; all others may pass
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EEXIST, errno.ENOTEMPTY, errno.EFBIG, errno.EINVAL, errno.EILSEQ, errno.ENXIO, errno.ENODEV, errno.ENOSYS),
+    *(errno.EEXIST, errno.ENOTEMPTY, errno.EINVAL, errno.EILSEQ, errno.ENXIO, errno.ENODEV, errno.ENOSYS),
     *(errno.ENOTSUP, errno.EXDEV, errno.EBADF),
 )
 

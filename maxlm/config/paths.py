@@ -121,7 +121,7 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
         large = os.fstat(file.fileno()).st_size > most
         content = b"" if large else file.read(most + 1)
     if large or len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, which no such file has", str(path))
+        raise OSError(errno.EINVAL, f"it has more than {most:,} bytes, which no such file has", str(path))
     return content
 
 
