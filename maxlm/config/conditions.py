@@ -33,15 +33,15 @@ class Condition(NamedTuple):
             return [BOOLEANS[value.lower()] for value in self.values]
         return [_number(value) for value in self.values]
 
-    def meets(self, value: str | float | bool | None) -> bool:
-        """True if a document with `value` in the field meets the condition; False also for a value of a kind that cannot be compared."""
+    def meets(self, value: str | float | bool | None) -> bool | None:
+        """True if a document with `value` in the field meets the condition; None for a value of a kind that cannot be compared."""
         if value is None:
             return False
         kind: Kind = "text" if isinstance(value, str) else "bool" if isinstance(value, bool) else "float"
         try:
             values = self.typed(kind)
         except ValueError:
-            return False
+            return None
         return value in values if self.operator == "in" else bool(COMPARE[self.operator](value, values[0]))
 
 

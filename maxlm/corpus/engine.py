@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -34,7 +34,7 @@ from maxlm.documents.files import SourceFile, find_once, folders, version_of
 from maxlm.documents.records import REASONS
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 9  # of the output: raise it when the same settings would give other documents
+FORMAT = 10  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
@@ -148,7 +148,7 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
 
 def _check_tags(settings: CorpusSettings, stages: list[Stage]) -> None:
     """Refuse a name in `tag` that no stage of the file has."""
-    filters = [name for name, section in settings.filters or () if section is not None]
+    filters = [name for name, section in settings.filters or () if section is not None and name != "rules"]
     names = [*filters, *(stage.name for stage in stages if not isinstance(stage, ParquetColumns))]
     for name in settings.tag:
         if name not in names:
@@ -296,13 +296,23 @@ def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
     for one in _records(plan, task, tell):
         if isinstance(one, Document):
             tally.come(one)
-            unmet = [text for text, where in wheres[_origin(plan, one.id)] if not where.meets(one.metadata.get(where.field))]
-            one = removed(one, "where", "not_met", condition=unmet[0]) if unmet else one
+            one = _selected(one, wheres[_origin(plan, one.id)])
         group.append(one)
         if len(group) == size:
             yield from _filtered(filters, group)
             group = []
     yield from _filtered(filters, group)
+
+
+def _selected(document: Document, where: list[tuple[str, conditions.Condition]]) -> Document | Removed:
+    """The document if it meets all conditions; else the first that it does not meet, and what its field holds."""
+    for text, condition in where:
+        value = document.metadata.get(condition.field)
+        met = condition.meets(value)
+        if not met:
+            kind = {str: "text", bool: "true or false", type(None): "nothing"}.get(type(value), "a number")
+            return removed(document, "where", "not_comparable" if met is None else "not_met", condition=text, field=kind)
+    return document
 
 
 def _filters_key(settings: CorpusSettings, scorer: ScorerSource | None) -> Any:
@@ -441,10 +451,17 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
 
 
 def _check_sources(plan: Plan) -> None:
-    """Refuse sources that gave no document at all: their paths or the field of their text are wrong."""
+    """Refuse sources that gave no document at all: their paths or the field of their text, or their conditions, are wrong."""
     marks = [mark for task in plan.tasks if (mark := plan.counts(0, task)) is not None]
     for name, source in plan.settings.sources.items():
-        if any(mark["came"].get(name) for mark in marks):
+        came = sum(mark["came"].get(name, (0,))[0] for mark in marks)
+        unmet = Counter[str]()
+        for mark in marks:
+            unmet.update({key: count for key, count in mark["unmet"].items() if key.startswith(f"{name}: ")})
+        if came and unmet.total() == came:
+            said = ", ".join(f"{key.removeprefix(f'{name}: ')} in {count:,}" for key, count in unmet.most_common(3))
+            raise UserError(f"sources.{name}.where: none of {came:,} documents meets it: {shorten(said)}; change the condition.")
+        if came:
             continue
         of_source = [one for mark in marks for some in mark["examples"].values() for one in some if _origin(plan, one["id"]) == name]
         raise UserError(f"sources.{name}.paths: no document in {shorten(', '.join(source.paths))}: {_reasons(of_source, name)}.")

@@ -77,8 +77,10 @@ def _add(found: dict[str, Value], items: Iterable[tuple[str, Any]]) -> None:
                 found[_short(name)] = _short(value)
         elif kind is bool or (kind is int and -LARGEST <= value < LARGEST) or (kind is float and math.isfinite(value)):
             found[_short(name)] = value
-        elif kind is int or isinstance(value, Decimal):
-            found[_short(name)] = str(value) if kind is not int or value.bit_length() < 1024 else hex(value)[:LONGEST_VALUE]
+        elif kind is int:
+            found[_short(name)] = str(value) if value.bit_length() < 1024 else hex(value)[:LONGEST_VALUE]
+        elif isinstance(value, Decimal) and math.isfinite(value):
+            found[_short(name)] = float(value)
         elif isinstance(value, datetime | date | time):
             found[_short(name)] = value.isoformat()
 

@@ -15,11 +15,11 @@ Sizes = dict[str, list[int]]  # by name: documents and bytes of text
 class Tally:
     """Counts of what came into a task and what left it.
 
-    `came` and `left`: documents and bytes of text by source. `lengths`: documents by the number of bits of their number of characters, so
-    that bin b holds lengths from 2^(b-1) to 2^b - 1. `copies`: copies removed, by the number of documents in their cluster. `cut`: by stage
-    and reason, documents that stay without a part of their text, and the characters, or the personal data that were masked. `tagged`: by
-    stage and reason, documents that stay with a tag. `origins`: the source of each input file, which need not be what a document's own
-    metadata calls its source.
+    `came` and `left`: documents and bytes of text by source. `lengths`: documents by the number of bits of their number of characters,
+    so that bin b holds lengths from 2^(b-1) to 2^b - 1. `copies`: copies removed, by the number of documents in their cluster. `cut`:
+    by stage and reason, documents that stay without a part of their text, and the characters, or the personal data that were masked.
+    `tagged`: by stage and reason, documents that stay with a tag. `unmet`: documents removed by `where`, by source, condition and kind.
+    `origins`: the source of each input file, which need not be what a document's own metadata calls its source.
     """
 
     def __init__(self, origins: Mapping[str, str]) -> None:
@@ -33,6 +33,7 @@ class Tally:
         self.copies: Counter[str] = Counter()
         self.cut: Sizes = {}
         self.tagged: Counter[str] = Counter()
+        self.unmet: Counter[str] = Counter()
 
     def come(self, document: Document) -> None:
         """Count a document before a filter may change or remove it."""
@@ -55,6 +56,9 @@ class Tally:
     def remove(self, one: Removed) -> None:
         """Count a document that does not stay; a table without the column of the text counts with its rows."""
         self.removed[f"{one.stage}/{one.reason}"] += int(one.detail.get("rows", 1))
+        if one.stage == "where":
+            source = self._origins[one.id.rpartition("#")[0]]
+            self.unmet[f"{source}: `{one.detail['condition']}`, and the field holds {one.detail['field']}"] += 1
         if "cluster_size" in one.detail:
             self.copies[str(one.detail["cluster_size"])] += 1
 

@@ -11,6 +11,7 @@ import random
 import re
 import resource
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import fsspec
@@ -251,6 +252,38 @@ def assert_nothing_looks_whole(output: Path) -> None:
     for mark in output.glob("marks/*/*.json"):
         assert (output / "removed" / mark.parent.name / f"{mark.stem}.jsonl.zst").exists()
     assert [path for path in output.rglob(".*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where", "says"),
+    [
+        ("a.csv", b"text,quality\nThe first text.,0.9\nAnd a second one.,0.8\n", "quality >= 0.7", "the field holds text in 2"),
+        ("a.parquet", table(text=["The first text.", "A second."], quality=[True, False]), "quality >= 0.7", "holds true or false in 2"),
+        ("a.parquet", table(text=["The first text.", "A second."], quality=[0.9, 0.8]), "quality == good", "holds a number in 2"),
+        ("a.parquet", table(text=["The first text.", "A second."], quality=[0.9, 0.8]), "qualty >= 0.7", "holds nothing in 2"),
+        ("a.parquet", table(text=["The first text.", "A second."], quality=[0.6, 0.5]), "quality >= 0.7", "holds a number in 2"),
+    ],
+)
+def test_a_condition_that_no_document_meets_is_one_line(tmp_path, monkeypatch, capsys, name, content, where, says):
+    """Also where another source has documents, and it says what the field holds instead."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path, sources={"made": {"paths": ["raw"]}, "other": {"paths": [name], "where": [where]}})
+    (tmp_path / name).write_bytes(content)
+    code, errors = run(monkeypatch, capsys)
+    assert code == 2, errors
+    assert_one_line(errors, rf"sources\.other\.where: none of 2 documents .*`{where}`.*{says}")
+
+
+def test_conditions_on_numbers_of_every_kind(tmp_path, monkeypatch, capsys):
+    """Decimals are numbers, as in a token store; a value of another kind is removed with a reason of its own."""
+    monkeypatch.chdir(tmp_path)
+    values = [Decimal("0.90"), Decimal("0.10"), Decimal("0.70")]
+    save(tmp_path, sources={"made": {"paths": ["raw", "a.parquet"], "where": ["quality >= 0.7"]}})
+    (tmp_path / "a.parquet").write_bytes(table(text=["Late in Cologne.", "An early one.", "A third text."], quality=values))
+    (tmp_path / "raw" / "b.jsonl").write_text('{"text": "Words for a number.", "quality": "high"}\n')
+    assert run(monkeypatch, capsys)[0] == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())["passes"][0]
+    assert report["documents"] == 2 and report["removed"]["where/not_comparable"] == 1, report["removed"]
 
 
 def of(text: str | bytes, name: str = "list.txt") -> Callable[[Path], None]:

@@ -442,6 +442,26 @@ def test_layouts_of_short_items(layout, count, tmp_path):
     assert not holds(index, FILLER * 5 + layout("What is the capital of Fiji?", [f"{one} Suva" for one in "abcdefghij"[:count]]) + FILLER)
 
 
+@pytest.mark.parametrize("stem", ["Which of the following is the right answer?", "Choose the correct option."])
+def test_items_that_only_short_options_tell_apart(stem, tmp_path):
+    """Each is found where a report says that it is searched, no other one of the same stem is; many of them take little time."""
+    words = str.split("photon lepton quark boson gluon meson hadron baryon neutrino muon tau electron")
+
+    def options(draw: random.Random, number: int) -> list[str]:
+        return [f"{draw.choice(words)}{number} {draw.choice(words)}{number}" for _ in range(4)]
+
+    draw = random.Random(5)
+    items = [{"question": stem, "choices": options(draw, number)} for number in range(100)]
+    others = [{"question": stem, "choices": options(draw, number)} for number in range(100, 130)]
+    texts = ["\n".join([FILLER, one["question"], *(f"- {choice}" for choice in one["choices"]), FILLER]) for one in (*items, *others)]
+    index = build_choices(tmp_path, items, texts)
+    assert index.report() == {"exam": {"searched": 100}}
+    decontaminate = Decontaminator(index)
+    found = [getattr(one, "detail", {}).get("item") for one in decontaminate.run(Document(f"a#{n}", one) for n, one in enumerate(texts))]
+    assert found == [*range(100), *[None] * 30]
+    assert isinstance(decontaminate(Document("a#0", f"{stem} " * 2000)), Document)
+
+
 def test_other_numbers_and_names_are_another_item(tmp_path):
     """Items of one template are told by their numbers and names, in digits or spelled out; the item itself, also reworded, is found."""
     draw = random.Random(3)

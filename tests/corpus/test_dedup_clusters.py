@@ -196,6 +196,30 @@ def test_large_group_is_joined_whole(tmp_path: Path):
     assert {row["kept"] for row in rows(documents, tmp_path, settings)} == {"099"}
 
 
+@pytest.mark.parametrize(
+    ("url", "known"),
+    [
+        *(
+            (one, False)
+            for one in ("", "null", "N/A", "n.a.", "-", "none", "unknown", "about:blank", "http://", "mailto:a@b.ch", "urn:a.bc:1")
+        ),
+        *(
+            (one, False)
+            for one in ("No URL.", "see a.org for more", "1.25", "javascript:void(0)", "data:text/plain,abc", "localhost", "...")
+        ),
+        *(
+            (one, True)
+            for one in ("http://a.b", "a.org", "//a.org/x", "a.org:8080/x", "http://localhost:80/x", "file:///a/b", "münchen.de/ä")
+        ),
+    ],
+)
+def test_placeholders_are_no_urls(url: str, known: bool, tmp_path: Path):
+    """Documents with one of them and other texts are no copies, and those of one URL are."""
+    documents = [Document(f"{number}", f"The text of number {number} is its own.", {"url": url}) for number in range(3)]
+    assert len(rows(documents, tmp_path, DedupSettings(url=True, minhash=None))) == (2 if known else 0)
+    assert not url.startswith(("mailto:", "urn:")) or url_key(url) == url
+
+
 def test_urls_are_compared_by_the_stated_rule():
     """Each list is one URL, and no two lists are the same."""
     same = [

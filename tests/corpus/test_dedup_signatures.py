@@ -140,7 +140,7 @@ def test_other_settings_another_format_and_damage_are_one_line(tmp_path: Path, m
     with pytest.raises(UserError, match=r'"bands": 20.*"bands": 14'):
         open_signatures(path, DedupSettings(minhash=MinHashSettings(bands=14)))
     monkeypatch.setattr("maxlm.corpus.dedup.signatures.FORMAT", 99)
-    with pytest.raises(UserError, match=r"format 2.*99"):
+    with pytest.raises(UserError, match=r"format 3.*99"):
         open_signatures(path, settings)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="not a whole Parquet file"):

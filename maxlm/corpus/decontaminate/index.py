@@ -21,6 +21,7 @@ SHORT = 2  # times `shortest` words: items of fewer are short
 SLACK = 16  # words of a window before the first run, and after one and a half times the item's length
 LABEL = 2  # words that a layout may put before a question or an option, such as "Answer A:"
 SAME_SHARE = 0.7  # of the numbers and names that an item and a window have at one place must be equal in both
+COMMON_RUN = 1e-6  # weight of each run of an item without a rare one, of which short options tell it from others
 FADE = 4  # an n-gram in 1 / FADE of the documents that make it common has its full weight
 
 
@@ -114,6 +115,10 @@ class EvalIndex:
         total = np.concatenate([[0.0], np.cumsum(weight_W)])
         first = np.flatnonzero(segment_W[: max(0, len(words) - n + 1)] == segment_W[n - 1 :]) if len(words) >= n else np.empty(0, np.int64)
         value = (total[first + n] - total[first]) / n
+        best = np.zeros(len(sizes))
+        item_W = np.repeat(np.arange(len(sizes)), sizes)
+        np.maximum.at(best, item_W[first], value)
+        value = np.where(best[item_W[first]] > 1e-9, value, COMMON_RUN)
         informative = value > 1e-9
         first, value = first[informative], value[informative]
         hashes = gram_hashes(hash_W, n)[first]
@@ -123,7 +128,6 @@ class EvalIndex:
             sizes, SHORT * np.array([settings.shortest, 2 * settings.shortest]), [settings.short_threshold, settings.threshold]
         )
         needed = np.where(sizes < settings.shortest, 1.0, ramp)
-        item_W = np.repeat(np.arange(len(sizes)), sizes)
         evidence = np.array([all_weights[one].sum() for one in chosen], np.float64)
         part_W, words_of = np.unique(segment_W, return_inverse=True, return_counts=True)[1:]
         in_short = np.bincount(item_W, words_of[part_W] < n, minlength=len(sizes))

@@ -38,7 +38,8 @@ class DecontaminateSettings(BaseModel):
     passage is another item of the same template. The weight of a word is its inverse document frequency (0 to 1) times the rarity of the
     n-grams that it is part of; items whose weights add up to less than `evidence` are not searched. Rarity is 0 for an n-gram in
     `common_documents` documents of the sample or `common_share` of it, whichever is more, or in as many items; 1 for one in a quarter
-    of that or fewer.
+    of that or fewer. An item with no rare run, such as a stem of many questions before options of a word or two, is looked for by its
+    common ones, and told by the options.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FORMAT = 2  # of the signature files and of the rules that make them: raise it when any hash would change
+FORMAT = 3  # of the signature files and of the rules that make them: raise it when any hash would change
 
 
 class Frozen(BaseModel):

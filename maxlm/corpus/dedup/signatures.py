@@ -16,7 +16,7 @@ from maxlm.corpus.dedup.settings import FORMAT, DedupSettings, signature_key
 from maxlm.corpus.dedup.words import hash_words
 from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, groups, parquet
 from maxlm.corpus.document import Document
-from maxlm.corpus.urls import url_key
+from maxlm.corpus.urls import is_url, url_key
 
 METADATA = b"maxlm.dedup"
 GROUP_ROWS = 4096  # documents of a row group, or fewer where they hold more than GROUP_CHARS
@@ -120,9 +120,9 @@ def read_columns(path: Path, settings: DedupSettings, columns: Sequence[str]) ->
 
 
 def _url_hash(document: Document) -> tuple[int, int]:
-    """Low and high half of BLAKE2b-128 of its URL as it is compared; zeros for a document without one."""
+    """Low and high half of BLAKE2b-128 of its URL as it is compared; zeros for a document without one, or with a placeholder."""
     url = document.metadata.get("url")
-    key = url_key(url) if isinstance(url, str) else ""
+    key = url_key(url) if isinstance(url, str) and is_url(url) else ""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest() if key else bytes(16)
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
