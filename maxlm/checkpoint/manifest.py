@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 import maxlm
 from maxlm.checkpoint.errors import CheckpointError, DamagedError
+from maxlm.config.paths import irregular, is_remote
 
 NAME = "manifest"
 _FILE = "manifest.json"
@@ -86,11 +89,20 @@ def parse(text: str) -> Manifest:
 
 def read(checkpoint: ocp.path.Path) -> Manifest:
     """Read the manifest of the checkpoint in this folder. Raises as `parse` does, and DamagedError if there is none."""
+    check_regular(checkpoint / NAME)
     try:
         text = (checkpoint / NAME / _FILE).read_text()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError) as error:
         raise DamagedError("its manifest is missing or not text") from error
     return parse(text)
+
+
+def check_regular(folder: ocp.path.Path) -> None:
+    """Raise DamagedError for a pipe or a device below a local folder: reading it would never end."""
+    for place, _, names in () if is_remote(str(folder)) else os.walk(folder):
+        for name in names:
+            if kind := irregular(Path(place) / name):
+                raise DamagedError(f"{name} in it is {kind}, and not a regular file")
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -71,7 +71,8 @@ def holds(file: ocp.path.Path) -> bool:
 
 
 def check_metadata(folder: ocp.path.Path) -> None:
-    """Raise DamagedError if Orbax cannot read its metadata of the checkpoint in `folder`."""
+    """Raise DamagedError if Orbax cannot read its metadata of the checkpoint in `folder`, or if a file of it is none."""
+    manifest.check_regular(folder)
     try:
         _read_metadata(folder)
     except DamagedError:  # or Orbax's search has found nothing, since the storage failed for a moment: damage stays

@@ -30,6 +30,7 @@ from maxlm.data.storage import DamagedStoreError
 FORMAT: Literal["maxlm-tokens-3"] = "maxlm-tokens-3"
 WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read, with warnings
 WITHOUT_DIGESTS: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
+_OLDER = (WITHOUT_CHECKSUMS, WITHOUT_DIGESTS)
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
 # Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
@@ -37,6 +38,7 @@ SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
 COMPANIONS = (SETTINGS, "special_tokens_map.json", "generation_config.json", TEMPLATE, TOOL_TEMPLATE)
 METADATA = "metadata.json"
+BESIDE = (TOKENIZER, *COMPANIONS, METADATA)  # small files of a store that belong to no split
 PROGRESS = "preparing.npz"
 CONVERSATIONS = "data.prepare.conversations.kind"  # in `settings` of a store of conversations, and no other
 Split = Literal["train", "eval"]
@@ -105,18 +107,25 @@ def load(path: str) -> StoreInfo | None:
         body = json.loads(text)
         checksum = body.pop("sha256", None)
         form = body.get("format")
-        if form in (FORMAT, WITHOUT_DIGESTS) and checksum != fingerprint(body):
+        if checksum != (None if form == WITHOUT_CHECKSUMS else fingerprint(body)) and form in (FORMAT, *_OLDER):
             raise DamagedStoreError(f"{path}/{MANIFEST} does not match its checksum: it is damaged or was edited; {REMAKE}.")
-        if form in (WITHOUT_CHECKSUMS, WITHOUT_DIGESTS) and path not in _warned:
+        info = StoreInfo.model_validate({"format": "", **body})
+        if (line := unproven(path, info)) and path not in _warned:
             _warned.add(path)
-            _log.warning("%s is of format %s, without digests of its chunks: edits of its tokens go unnoticed", path, form)
-        return StoreInfo.model_validate(body)
+            _log.warning("%s", line)
+        return info
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path}/{MANIFEST} is not a maxlm token store's: {where} {first['msg']}; choose another data.store.") from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}/{MANIFEST} is not a maxlm token store's: {type(error).__name__}; choose another data.store.") from error
+
+
+def unproven(path: str, info: StoreInfo) -> str:
+    """Warning about a store of an older format; "" for others."""
+    said = f"{path} is of format {info.format}, without digests of its chunks: edits of its tokens go unnoticed"
+    return said if info.format in _OLDER else ""
 
 
 def as_bytes(body: dict[str, Any]) -> bytes:
@@ -128,7 +137,7 @@ def save(path: str, info: StoreInfo) -> StoreInfo:
     """Write store.json with the checksums of the small files beside it, which completes the store. Returns its content."""
     arrays = [f"{split}/{name}" for split in SPLITS for name in ("tokens", "documents")]
     files: dict[str, str] = {}
-    for name in [TOKENIZER, *COMPANIONS, METADATA, *(f"{array}{part}" for array in arrays for part in ("/zarr.json", ".shards"))]:
+    for name in [*BESIDE, *(f"{array}{part}" for array in arrays for part in ("/zarr.json", ".shards"))]:
         content = storage.read_bytes(path, name)
         if content is not None:
             files[name] = hashlib.sha256(content).hexdigest()
@@ -142,3 +151,22 @@ def check_files(path: str, info: StoreInfo, names: Iterable[str]) -> None:
     for name in names:
         if name in info.files and hashlib.sha256(storage.read_bytes(path, name) or b"").hexdigest() != info.files[name]:
             raise DamagedStoreError(f"{path}/{name} does not match its checksum: it is missing, damaged or was edited; {REMAKE}.")
+
+
+def check_split(path: str, info: StoreInfo, split: Split) -> None:
+    """Check the small files of a store and of one of its splits. Raises DamagedStoreError if one differs from its checksum, if one that
+    all stores of this format have is without, if one was added, or if the store has digests that its format does not.
+    """
+    check_files(path, info, [*BESIDE, *(name for name in info.files if name.startswith(f"{split}/"))])
+    if info.format != FORMAT:
+        if storage.read_bytes(path, f"{split}/tokens/digests/0") is not None:
+            raise DamagedStoreError(
+                f"{path}/{MANIFEST} is of format {info.format}, which has no digests as {path} has: it was edited; {REMAKE}."
+            )
+        return
+    for name in (f"{split}/{array}{part}" for array in ("tokens", "documents") for part in ("/zarr.json", ".shards")):
+        if name not in info.files:
+            raise DamagedStoreError(f"{path}/{MANIFEST} has no checksum of {name}: it was edited; {REMAKE}.")
+    for name in BESIDE:
+        if name not in info.files and storage.read_bytes(path, name) is not None:
+            raise DamagedStoreError(f"{path}/{name} has no checksum in {MANIFEST}: it was added later; delete it, or {REMAKE}.")

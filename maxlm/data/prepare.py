@@ -26,7 +26,7 @@ from maxlm.data.manifest import StoreInfo
 from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
 from maxlm.data.opening import opening_of
-from maxlm.data.readers import Fields, documents_in, read_documents
+from maxlm.data.readers import Document, Fields, documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
 from maxlm.data.template_files import template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
@@ -208,7 +208,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save, notes = done.documents, time.monotonic(), _Notes(job.longest - 1)
     encoder, fields = _encoder(job, tokenizer)
-    documents = islice(documents_in(job.files, fields), seen, None)
+    documents = _after(job, documents_in(job.files, fields), seen)
     bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
     with bar, contextlib.closing(encode_in_order(documents, encoder, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
@@ -230,6 +230,14 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     for line in lines:
         job.console.print(line, markup=False, highlight=False, soft_wrap=True)
     return splits
+
+
+def _after(job: _Job, documents: Iterator[Document], count: int) -> Iterator[Document]:
+    """The documents after the first `count`. Raises UserError if there are fewer."""
+    skipped = sum(1 for _ in islice(documents, count))
+    if skipped < count:
+        raise UserError(f"{job.store}/{manifest.PROGRESS} is of {count:,} documents, and the sources have {skipped:,}; delete {job.store}.")
+    yield from documents
 
 
 class _Notes:

@@ -19,10 +19,11 @@ import tensorstore as ts
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import UnavailableError, UserError
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import irregular, is_remote, read_file
 from maxlm.config.transient import is_transient
 
 CRC_BYTES = 4
+MOST_BYTES = 2**32  # of an object beside the arrays
 INDEX_ENTRY_BYTES = 16  # offset and length of a chunk inside its shard
 # The default of TensorStore is 32 silent tries over 15 minutes.
 SHARED_CONTEXT = ts.Context({"gcs_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}})
@@ -86,8 +87,15 @@ def open_folder(path: str) -> ts.KvStore:
 
 
 def read_bytes(folder: str, key: str) -> bytes | None:
-    """Read the object `key` in `folder`; None if it does not exist."""
+    """Read the object `key` in `folder`; None if it does not exist. A pipe or a device is refused, which TensorStore would wait for."""
     with failures_named(f"{folder}/{key}", "read it"):
+        if not is_remote(folder):
+            try:
+                return read_file(Path(folder).expanduser() / key, MOST_BYTES)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except IsADirectoryError as error:
+                raise DamagedStoreError(f"{folder}/{key}: {error.strerror}.") from error
         result = open_folder(folder).read(key).result()
         return bytes(result.value) if result.state == "value" else None
 
@@ -144,5 +152,7 @@ def open_array(folder: str, *, context: ts.Context | None = None, write: bool = 
     """Open the flat array in `folder`. Reading a missing or damaged chunk raises."""
     options = {"store_data_equal_to_fill_value": True} if write else {"recheck_cached_data": False}
     with failures_named(folder, "open it"):
+        if not is_remote(folder) and (kind := irregular(Path(folder).expanduser() / "zarr.json")):
+            raise ValueError(f"its zarr.json is {kind}, and not a regular file")
         spec = {"driver": "zarr3", "kvstore": kvstore_spec(folder), "fill_missing_data_reads": False, **options}
         return ts.open(spec, open=True, read=True, write=write, context=context or SHARED_CONTEXT).result()

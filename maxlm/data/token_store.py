@@ -63,9 +63,7 @@ class TokenStore:
         self.path, self.split = path.rstrip("/"), split
         self.info = _finished(self.path)
         context = context or ReadContext()
-        manifest.check_files(
-            self.path, self.info, [manifest.TOKENIZER, *(name for name in self.info.files if name.startswith(f"{split}/"))]
-        )
+        manifest.check_split(self.path, self.info, split)
         self._tokens = _FlatArray(self, "tokens", np.dtype(self.info.dtype), self.size.tokens, storage.TOKENS, context)
         self._documents = _FlatArray(self, "documents", np.dtype(np.uint64), self.size.documents + 1, storage.DOCUMENTS, context)
 

@@ -176,7 +176,7 @@ def open_tokenizer(folder: str) -> Tokenizer:
     info = manifest.load(folder)
     if info is None:
         raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor the tokenizer folder of a run.")
-    manifest.check_files(folder, info, [manifest.TOKENIZER])
+    manifest.check_files(folder, info, [manifest.TOKENIZER, *manifest.COMPANIONS])
     end = info.settings["data.prepare.tokenizer.end_of_document"]
     tokenizer = stored_tokenizer(folder, end, TextFrame.of(info.settings))
     if tokenizer is None:

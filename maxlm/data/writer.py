@@ -5,9 +5,9 @@ written after the last save are written again, with the same content. It holds t
 meanwhile is noticed by readers of the store.
 """
 
+import hashlib
 import io
 import json
-import zipfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from maxlm.config import directory_lock
 from maxlm.config.errors import error_kind
 from maxlm.data import storage
-from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo
+from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo, fingerprint
 from maxlm.data.metadata import About, MetadataWriter
 from maxlm.data.storage import ArrayLayout
 
@@ -169,6 +169,7 @@ def save_progress(store: str, fingerprint: str, documents: int = 0, writers: dic
     state["metadata"] = {split: writer.metadata.state for split, writer in (writers or {}).items()}
     content = io.BytesIO()
     buffered: dict[str, Any] = {name: array.rest() for name, array in arrays.items()}
+    state["sha256"] = _checksum(json.loads(json.dumps(state)), buffered)
     np.savez(content, state=np.frombuffer(json.dumps(state).encode(), np.uint8), **buffered)
     storage.write_bytes(store, PROGRESS, content.getvalue())
 
@@ -182,8 +183,16 @@ def load_progress(store: str) -> SavedProgress | None:
         with np.load(io.BytesIO(content)) as arrays:
             buffered = dict(arrays)
         state = json.loads(buffered.pop("state").tobytes())
-        if "shards" not in state:  # of a maxlm that kept no digests
+        if "sha256" not in state:  # of a maxlm that kept none
             return None
+        if state.pop("sha256") != _checksum(state, buffered):
+            raise ValueError("it does not match its checksum")
         return SavedProgress(**state, buffered=buffered)
-    except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds
         raise error_kind(error)(f"{store}/{PROGRESS} is damaged: {error}; delete {store} and prepare it again.") from error
+
+
+def _checksum(state: dict[str, Any], buffered: dict[str, np.ndarray]) -> str:
+    """sha256, in hex, of the state and the arrays."""
+    arrays = {name: [array.dtype.str, array.shape, hashlib.sha256(array.tobytes()).hexdigest()] for name, array in buffered.items()}
+    return fingerprint([state, arrays])

@@ -1,6 +1,7 @@
 """Atomic writes: files that are replaced as a whole, and files that grow by whole records."""
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -8,13 +9,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from maxlm.config import directory_lock
+from maxlm.config.paths import irregular
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was. Raises OSError; UserError if
-    another process has taken the folder that this one had locked.
+    """Open a file that replaces `path` when the block ends without an error; otherwise `path` stays as it was. Raises OSError, also for a
+    pipe or a device, which would be lost; UserError if another process has taken the folder that this one had locked.
     """
+    if kind := irregular(path):
+        raise IsADirectoryError(errno.EISDIR, f"it is {kind}, and not a regular file", str(path))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:

@@ -15,7 +15,7 @@ from data_cases import every_byte, prepare_config, some_texts
 
 from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig
-from maxlm.data import encoding, manifest, prepare as module, storage
+from maxlm.data import encoding, manifest, prepare as module, storage, writer
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import load_tokenizer
@@ -230,6 +230,47 @@ def test_it_says_how_much_of_other_settings_it_drops(source, tmp_path, monkeypat
     said = " ".join(capsys.readouterr().err.split())
     assert f"{documents} documents of an unfinished prepare with other settings or sources are dropped" in said
     assert "continuing after" not in said
+
+
+EDITS = {  # of the state and the arrays of an unfinished prepare
+    "documents": lambda state, _: state.update(documents=state["documents"] - 1),
+    "text": lambda state, _: state.update(documents=str(state["documents"])),
+    "negative": lambda state, _: state["written"].update({"train/tokens": -5}),
+    "shards": lambda state, _: state["shards"].pop("train/tokens"),
+    "tokens": lambda _, arrays: arrays.update({"train/tokens": arrays["train/tokens"] + 1}),
+    "shape": lambda _, arrays: arrays.update({"train/tokens": arrays["train/tokens"][None]}),
+    "array gone": lambda _, arrays: arrays.pop("train/tokens"),
+    "array added": lambda _, arrays: arrays.update(x=arrays["train/tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", [*EDITS, "checksum gone", "more than there are"])
+def test_an_edited_progress_is_refused_or_dropped_and_never_continued(source, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, 20)
+        make(prepare_config(tmp_path / "store", source))
+    with np.load(tmp_path / "store/preparing.npz") as file:
+        arrays = dict(file)
+    state = json.loads(arrays.pop("state").tobytes())
+    if name in EDITS:
+        EDITS[name](state, arrays)
+    else:
+        del state["sha256"]
+    if name == "more than there are":
+        state["documents"] = 10**9
+        state["sha256"] = writer._checksum(state, arrays)
+    np.savez(tmp_path / "store/preparing.npz", state=np.frombuffer(json.dumps(state).encode(), np.uint8), **arrays)
+    if name == "checksum gone":  # an earlier maxlm wrote none
+        whole = make(prepare_config(tmp_path / "whole", source))
+        assert make(prepare_config(tmp_path / "store", source)) == whole
+        assert every_byte(tmp_path / "store") == every_byte(tmp_path / "whole")
+        return
+    with pytest.raises(
+        UserError, match="does not match its checksum; delete" if name in EDITS else "is of 1,000,000,000 documents, and the"
+    ) as caught:
+        make(prepare_config(tmp_path / "store", source))
+    assert "preparing.npz" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_bad_document_leaves_no_store_and_a_mended_one_is_prepared(source, tmp_path):

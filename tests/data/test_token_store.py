@@ -123,7 +123,30 @@ def unfinished(store: Path) -> None:
     (store / "store.json").rename(store / "preparing.npz")
 
 
+def drop(*names):
+    """Files without a checksum in store.json, which has one of its own that fits."""
+
+    def change(store: Path) -> None:
+        files = json.loads((store / "store.json").read_text())["files"]
+        edit(files={name: digest for name, digest in files.items() if name not in names})(store)
+
+    return change
+
+
+def flip(before: str, after: str):
+    return lambda store: (store / "store.json").write_text((store / "store.json").read_text().replace(before, after))
+
+
 BREAKS = {
+    "format 1 by one bit": (flip("tokens-3", "tokens-1"), "does not match its checksum"),
+    "format 2 by one bit": (flip("tokens-3", "tokens-2"), "does not match its checksum"),
+    "no format": (edit(format=""), "format"),
+    "format 2, rehashed": (edit(format="maxlm-tokens-2"), "which has no digests"),
+    "digests not proven": (drop("train/tokens.shards"), "no checksum of train/tokens.shards"),
+    "nothing proven": (edit(files={}), "no checksum of train/tokens/zarr.json"),
+    "template added": (lambda store: (store / "chat_template.jinja").write_text("x"), "chat_template.jinja has no checksum"),
+    "tokenizer added": (lambda store: (store / "tokenizer.json").write_text("{}"), "tokenizer.json has no checksum"),
+    "metadata gone": (edit(files={"metadata.json": "0" * 64}), "metadata.json does not match its checksum"),
     "nothing there": (shutil.rmtree, "not a token store"),
     "manifest gone": (lambda store: (store / "store.json").unlink(), "not a token store"),
     "manifest cut": (lambda store: (store / "store.json").write_text("{"), "store.json is not a maxlm token store's"),
@@ -242,6 +265,12 @@ def test_a_store_of_an_older_format_is_read_and_said(store, caplog, form, droppe
     body = {key: value for key, value in json.loads((store / "store.json").read_text()).items() if key not in dropped}
     body["format"] = form
     (store / "store.json").write_bytes(manifest.as_bytes(body) if "files" in body else json.dumps(body).encode())
+    with pytest.raises(DamagedStoreError, match="which has no digests"):
+        TokenStore(str(store))
+    for digests in store.glob("*/*/digests"):
+        shutil.rmtree(digests)
+    caplog.clear()
+    manifest._warned.clear()
     np.testing.assert_array_equal(TokenStore(str(store)).read(0, len(STREAM)), STREAM)
     TokenStore(str(store), "eval")
     assert caplog.text.count(f"{form}, without digests of its chunks") == 1
