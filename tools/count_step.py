@@ -10,6 +10,7 @@ written as text.
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -73,7 +74,7 @@ def rows(name: str, overrides: list[str], folder: Path, least_s: float) -> Itera
         raise UserError(f"{name} is for {topology.name}, and only the machine code of TPUs can be counted: give cluster.topology of a TPU.")
     step = compile_program(build(config, topology), topology)
     if not step.fits:
-        raise UserError(f"{name} does not fit {topology.name}, so it has no code: `maxlm compile {name}` says what would.")
+        raise UserError(f"{name} does not fit {topology.name}, so it has no code: `maxlm compile {shlex.quote(name)}` says what would.")
     module, written = parser.read(step.text), bundles.written(folder.iterdir())
     pricing = TpuPricing(module, topology.chip)
     kind = devices(topology)[0].device_kind

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.ladder.fits import SHARE, Fit, fit
+from maxlm.ladder.fits import SHARE, Fit, fit, ratio_varies
 from maxlm.ladder.forms import FORMS, Floats, Runs
 from maxlm.ladder.grid import epochs
 from maxlm.ladder.runs import Found, measured
@@ -93,7 +93,11 @@ def doubts(fitted: Fit, errors: Sequence[float], times: Sequence[float | None]) 
             continue
         if at_K[0] or at_K.mean() > _OFTEN:
             said.append(f"{name} is at {where} in {at_K.mean():.0%} of the fits: these runs do not determine it.")
-    if errors and max(map(abs, errors)) > _MISS:
+    if fitted.form.name == "compute" and ratio_varies(fitted.runs):
+        said.append("The ratio of tokens to parameters varies, and the form compute knows only FLOPs: set another fit.form.")
+    if not errors:
+        said.append("The fit has not predicted any run that it was not made from.")
+    elif max(map(abs, errors)) > _MISS:
         said.append(
             f"The smaller sizes predict the ladder's own largest one with errors of {min(errors):+.2%} to {max(errors):+.2%}: expect no "
             "less beyond it."
@@ -128,9 +132,8 @@ def doubts_of(analysis: Analysis) -> list[str]:
 
 
 def _choose(runs: Runs) -> str:
-    """chinchilla if the ratio of tokens to parameters varies, else compute: the runs then lie on one line."""
-    ratios_R = np.log(runs.tokens_R / runs.parameters_R)
-    return "chinchilla" if ratios_R.max() - ratios_R.min() > np.log(1.5) else "compute"
+    """chinchilla if the ratio of tokens to parameters varies, else compute."""
+    return "chinchilla" if ratio_varies(runs) else "compute"
 
 
 def _predict_largest(runs: Runs, done: Sequence[Found], settings: FitConfig, name: str) -> list[Prediction]:

@@ -16,6 +16,7 @@ SAMPLES = 200  # of the bootstrap
 _MOST_CALLS = 200  # of a form, in one fit
 _LONGEST_STEP = 2.0  # of a logarithm or exponent
 _FLOORS = (-0.1, -0.5, -1.5)  # of E in a bootstrap fit's further starts: its logarithm, below that of the least loss
+_LEAST_SPAN = np.log(1.5)  # of the ratio of tokens to parameters
 SHARE = 0.9  # of an interval
 
 
@@ -85,7 +86,7 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
             have several seeds, it also draws the noise that the runs of a seed share at one length or size.
 
     Raises:
-        UserError: fewer runs than the form has constants, and one more; or inputs that do not vary.
+        UserError: fewer runs than the form has constants, and one more; or inputs, or their ratio, that do not vary.
     """
     needed = len(form.parameters) + 1
     if len(runs.losses_R) < needed:
@@ -95,6 +96,11 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
     for name, values_R in zip(names, raw, strict=True):
         if len(np.unique(values_R)) < 2:
             raise UserError(f"all runs have the same {name}, and the form {form.name} needs different ones.")
+    if len(names) > 1 and not ratio_varies(runs):
+        raise UserError(
+            f"all runs have about one ratio of tokens to parameters, and the form {form.name} needs different ones: train several lengths "
+            "a size, or set fit.form: compute."
+        )
     centre = tuple(float(values_R.mean()) for values_R in raw)
     inputs = [values_R - middle for values_R, middle in zip(raw, centre, strict=True)]
     wanted_R = np.log(runs.losses_R)
@@ -113,6 +119,11 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
     best_K = np.stack([costs_K for costs_K, _ in ends]).argmin(axis=0)
     thetas_KP = np.stack([thetas_KP for _, thetas_KP in ends])[best_K, np.arange(samples)]
     return Fit(form, runs, theta_P, thetas_KP, centre, residuals_R)
+
+
+def ratio_varies(runs: Runs) -> bool:
+    """True if the runs tell the effect of the size from that of the length: with one ratio of both they lie on a line."""
+    return bool(np.ptp(np.log(runs.tokens_R / runs.parameters_R)) > _LEAST_SPAN)
 
 
 def _draw(runs: Runs, residuals_R: Floats, parameters: int, samples: int, dice: np.random.Generator) -> Floats:

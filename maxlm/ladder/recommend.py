@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.config.errors import UserError, error_kind, printable, quoted, shorten
 from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
@@ -21,7 +21,7 @@ from maxlm.ladder.fits import SHARE, Fit
 from maxlm.ladder.forms import FORMS, Runs
 from maxlm.ladder.grid import ASSUMED, assumed, epochs, model_settings, parameters_of, resized
 from maxlm.ladder.ladder_command import RESULT
-from maxlm.ladder.settings import SizeConfig
+from maxlm.ladder.settings import FitConfig, SizeConfig
 from maxlm.models.counts import token_flops
 from maxlm.telemetry.formatting import count
 
@@ -59,30 +59,40 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     result = _read(folder)
     try:
         found = _fit_of(result, folder)
-        largest = {name: max(float(one[name]) for one in result["runs"]) for name in ("flops", "parameters", "tokens")}
-        errors, times = [float(one["error"]) for one in result["predictions"]], [one["epochs"] for one in result["runs"]]
+        runs = result["runs"]
+        largest = {name: max(_figure(one[name], above=0.0) for one in runs) for name in ("flops", "parameters", "tokens")}
+        errors = [_figure(one["error"]) for one in result["predictions"]]
+        times = [None if one["epochs"] is None else _figure(one["epochs"], above=0.0) for one in runs]
         trained_with = {key: result["assumed"][key] for key in ASSUMED}
-    except (KeyError, TypeError, ValueError) as error:
+        if result["parameters"] not in get_args(FitConfig.model_fields["parameters"].annotation):
+            raise ValueError("another count of parameters")
+        of = quoted(result["base"])
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _not_ours(folder) from error
     candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result["parameters"], flops)) is not None]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
     grid = Runs(*(np.array(column, np.float64) for column in zip(*(one[1] for one in candidates), strict=True)))
-    losses_G = found.predict(grid)
-    best = int(losses_G.argmin())
+    with np.errstate(over="ignore", invalid="ignore"):
+        losses_G = found.predict(grid)
+        best = int(losses_G.argmin())
+        low_loss, high_loss = found.interval(grid.only(np.arange(len(losses_G)) == best), of_runs=False)
+    if not np.isfinite([*losses_G, *low_loss, *high_loss]).all():
+        raise _not_ours(folder)
     if candidates[best][0]["model.d_model"] >= LARGEST:
         raise UserError(f"--flops {flops:g}: the best model would be wider than {LARGEST:,}; give less.")
     settings, (parameters, tokens, _, _) = candidates[best]
     samples = [int(found.losses_with(theta_P, grid).argmin()) for theta_P in found.thetas_KP]
     low, high = (grid.parameters_R[round(float(place))] for place in np.quantile(samples, ((1 - SHARE) / 2, (1 + SHARE) / 2)))
-    low_loss, high_loss = found.interval(grid.only(np.arange(len(losses_G)) == best), of_runs=False)
     sentences = [
-        f"{flops:g} FLOPs, by the ladder of {result['base']}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
+        f"{flops:g} FLOPs, by the ladder of {of}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
         f"{count(high)}), {count(tokens)} tokens ({tokens / parameters:.3g} a parameter); loss {losses_G[best]:.4g} "
         f"({low_loss[0]:.4g} to {high_loss[0]:.4g}).",
         "That is " + ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in settings.items()) + ".",
     ]
-    if others := [f"{key} = {was} ({now} here)" for key, now in assumed(base).items() if (was := trained_with[key]) != now]:
+    if others := [
+        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in assumed(base).items() if (was := trained_with[key]) != now
+    ]:
         sentences.append(f"The ladder was trained with {', '.join(others)}: its losses are not those of this config.")
     asked = {"flops": flops, "parameters": parameters, "tokens": tokens}
     if beyond := {name: value / largest[name] for name, value in asked.items() if value > 1.001 * largest[name]}:
@@ -116,6 +126,13 @@ def _read(folder: Path) -> dict[str, Any]:
     ):
         raise _not_ours(folder)
     return result
+
+
+def _figure(value: Any, above: float = -math.inf) -> float:
+    """`value`, a finite number greater than `above`. Raises ValueError if it is anything else."""
+    if isinstance(value, bool | str) or not (math.isfinite(value) and value > above):
+        raise ValueError("not a figure")
+    return float(value)
 
 
 def _not_ours(folder: Path) -> UserError:

@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import json
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -169,11 +170,10 @@ def _show(found: Calibration, path: Path) -> None:
     if factors is None:
         console.print(
             f"No peak of {found.device_kind} is known, so these are no factors. A run predicts its step by them: "
-            f"maxlm train CONFIG cost.calibration={path}"
+            f"maxlm train CONFIG {shlex.quote(f'cost.calibration={path}')}"
         )
     elif "TPU" in found.device_kind:
         console.print(f"{path} holds what was measured. Times on TPUs are XLA's own estimates, which no factor changes.")
     elif found.chip is not None:
-        console.print(
-            f"{path} holds the factors. Use them: maxlm plan CONFIG --topology {found.chip.lower()}:1x{found.devices} --calibration {path}"
-        )
+        typed = shlex.join(["--topology", f"{found.chip.lower()}:1x{found.devices}", "--calibration", str(path)])
+        console.print(f"{path} holds the factors. Use them: maxlm plan CONFIG {typed}")

@@ -1,5 +1,6 @@
 """A plan on a console, as a chart and as JSON."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
             console.print(line)
     if written is not None:
         config, chart = written
-        look = "" if plan.uncompiled else f"; look closer: maxlm compile {config}"
-        console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {config}{look}")
+        typed = shlex.quote(str(config))
+        look = "" if plan.uncompiled else f"; look closer: maxlm compile {typed}"
+        console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {typed}" + look)
 
 
 def _show_not_taken(search: Search, console: Console) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -314,7 +315,7 @@ def _is_frozen(pid: int) -> bool:
 def _without_report(concluded: Progress) -> str:
     """Return what to do about the report, if this process had not written it; only the first one has such a folder."""
     missing = concluded.folder and not concluded.reported
-    return f"; the report was not written: make it with `maxlm report {concluded.folder}`" if missing else ""
+    return f"; the report was not written: make it with `maxlm report {shlex.quote(str(concluded.folder))}`" if missing else ""
 
 
 def _unless_unwritable(say: Callable[[str], None]) -> Callable[[str], None]:

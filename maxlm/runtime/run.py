@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import secrets
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -416,7 +417,7 @@ def _report(directory: RunDirectory) -> str:
         message = f"report: {write_report([directory.path], directory.report)}"
         progress_file.record(reported=True)
     except Exception as error:
-        message = f"the report cannot be written ({error}); make it with `maxlm report {directory.path}`"
+        message = f"the report cannot be written ({error}); make it with `maxlm report {shlex.quote(str(directory.path))}`"
     return message
 
 

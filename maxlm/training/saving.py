@@ -31,8 +31,10 @@ from maxlm.training.step import TrainState
 _log = logging.getLogger(__name__)
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
 FAILED_SAVES, FAILING_SECONDS = 10, 900.0  # saves in a row, and time, after which training ends: perhaps another start can save
+JUDGED = ("params.", "opt_state.", "updater.")  # beginnings of the names of leaves in which a value may be absurd
 NAMED = 3  # leaves named in a message; the others are counted
 MOST_VALUE = 1e6  # absolute value of a parameter, which an update moves by about the learning rate
+MOST_MOMENT = MOST_VALUE**2  # of what the optimizer and averages of weights hold: squares of gradients among them
 GROWN = 100.0  # times the largest value of a leaf at the check before, and above this itself, is an alarm
 
 
@@ -77,17 +79,18 @@ class Saving:
         """Reason not to save `state` now, or "". A state that is not finite, or absurd, ends the run: it stays so."""
         self._meter.flush()
         with self._session.goodput.measure("save"):
-            names, largest = extremes(state, self._session.program.mesh)
-        absurd = [f"{name} ({value:.3g})" for name, value in largest.items() if value > MOST_VALUE]
+            names, values = extremes(state, self._session.program.mesh)
+        largest = {name: value for name, value in values.items() if name.startswith("params.")}
+        absurd = [f"{name} ({value:.3g})" for name, value in values.items() if value > (MOST_VALUE if name in largest else MOST_MOMENT)]
         grown = [name for name, value in largest.items() if value > GROWN * max(self._largest.get(name, value), 1.0)]
         if names:
             self._meter.health.state_not_finite(f"the state holds values that are not finite, in {_some(names)}")
         elif absurd:
-            self._meter.health.state_not_finite(f"the state holds values above {MOST_VALUE:g}, which no training gives, in {_some(absurd)}")
+            self._meter.health.state_not_finite(f"the state holds values that no training gives, in {_some(absurd)}")
         elif grown:
-            values = _some([f"{name} from {self._largest[name]:.3g} to {largest[name]:.3g}" for name in grown])
+            said = _some([f"{name} from {self._largest[name]:.3g} to {largest[name]:.3g}" for name in grown])
             self._alarm(
-                "large_value", int(jax.device_get(state.step)), f"the largest value of parameters grew since the save before: {values}"
+                "large_value", int(jax.device_get(state.step)), f"the largest value of parameters grew since the save before: {said}"
             )
         self._largest = largest
         return self._meter.health.problem
@@ -228,13 +231,13 @@ def not_finite(state: TrainState, mesh: Mesh) -> list[str]:
 
 
 def extremes(state: TrainState, mesh: Mesh) -> tuple[list[str], dict[str, float]]:
-    """(`not_finite`, largest absolute value of each leaf of the parameters), in one pass over the state."""
+    """(`not_finite`, largest absolute value of each leaf of parameters, optimizer and averages), in one pass over the state."""
     rest, host = _inexact(state)  # and what is in files
     everywhere = NamedSharding(mesh, PartitionSpec())
     found = dict(zip(rest, _compiled(everywhere)(tuple(rest.values())), strict=True))
     found |= {name: _compiled_in_pieces(everywhere, pieces_of([leaf]))(load_all(leaf)) for name, leaf in host.items()}
     found = jax.device_get(found)
-    largest = {name: float(value) for name, (_, value) in found.items() if name.startswith("params.")}
+    largest = {name: float(value) for name, (_, value) in found.items() if name.startswith(JUDGED)}
     return [name for name, (finite, _) in found.items() if not finite], largest
 
 

@@ -1,6 +1,7 @@
 """Nothing that maxlm reads can run code: no pickle, no eval, no unsafe YAML, no shell, no remote code, on any path."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -92,3 +93,33 @@ def test_the_look_sees_what_is_planted(planted):
 )
 def test_the_look_lets_the_harmless_pass(harmless):
     assert problems(harmless) == []
+
+
+# A printed command with arguments, up to a backtick or the end of its sentence; a NUL is a value.
+COMMAND = re.compile(
+    r"maxlm (?:train|compile|plan|ladder|generate|import|export|eval|average|report|profile|launch|data|corpus)(?: [a-z]+)? "
+    r"(?=[A-Z\0-])((?:(?![`;]|: |\. ).)*)",
+    re.DOTALL,
+)
+
+
+def unquoted(source: str) -> list[str]:
+    """Values in printed commands that a shell would read otherwise: neither by shlex nor named `typed`, which says that they were."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            values = [ast.unparse(part.value) for part in node.values if isinstance(part, ast.FormattedValue)]
+            text = "".join("\0" if isinstance(part, ast.FormattedValue) else part.value for part in node.values)
+            for match in COMMAND.finditer(text):
+                first = text[: match.start(1)].count("\0")
+                found += [v for v in values[first : first + match[1].count("\0")] if not v.startswith("shlex.") and v != "typed"]
+    return found
+
+
+def test_names_in_commands_to_type_are_quoted_for_the_shell():
+    for path in SOURCES:
+        assert unquoted(path.read_text(encoding="utf-8")) == [], path
+    planted = (
+        """f"Use it: maxlm train {a}; or `maxlm plan CONFIG --topology {b} --calibration {c}`, {d}. maxlm report {shlex.quote(e)} {f}" """
+    )
+    assert unquoted(planted) == ["a", "b", "c", "f"]

@@ -1,9 +1,12 @@
 """A fit recovers the constants that losses were made with, says how certain they are, and refuses what it cannot tell."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from maxlm.config.errors import UserError
+from maxlm.ladder.analysis import doubts
 from maxlm.ladder.fits import _shared_noise, fit
 from maxlm.ladder.forms import CHINCHILLA, COMPUTE, FORMS, KAPLAN, Runs
 
@@ -158,3 +161,22 @@ def test_too_few_runs_and_runs_that_are_all_alike_are_refused():
         fit(CHINCHILLA, runs.only(np.arange(25) < 5))
     with pytest.raises(UserError, match="all runs have the same tokens"):
         fit(CHINCHILLA, runs._replace(tokens_R=np.full(25, 1e9)))
+    for form, span, said in itertools.product((CHINCHILLA, KAPLAN), (1.0, 1.4), ("about one ratio of tokens to parameters",)):
+        with pytest.raises(UserError, match=said):
+            fit(form, runs._replace(tokens_R=20 * runs.parameters_R * np.linspace(1, span, 25)))
+
+
+def test_what_a_fit_does_not_tell_is_said():
+    """A form that reads FLOPs alone, of runs whose ratio varies; and a fit that was not tried on a larger size."""
+    runs = grid(5, 5)
+    runs = runs._replace(losses_R=chinchilla(runs))
+    line = runs.only(np.arange(25) % 5 == 2)._replace(tokens_R=20 * runs.parameters_R[2::5])
+    ratio, tried = "the form compute knows only FLOPs", "has not predicted any run that it was not made from"
+    for form, of, errors, expected in (
+        (COMPUTE, runs, [0.001], [ratio]),
+        (COMPUTE, line, [0.001], []),
+        (CHINCHILLA, runs, [], [tried]),
+        (CHINCHILLA, runs, [0.001], []),
+    ):
+        said = doubts(fit(form, of, samples=5), errors, [])
+        assert [one for one in (ratio, tried) if any(one in line for line in said)] == expected

@@ -1,5 +1,7 @@
 """From a budget to a model: the least loss of the fitted form, as settings that make a config."""
 
+import json
+import math
 import shutil
 
 import numpy as np
@@ -98,3 +100,47 @@ def test_what_no_ladder_tells_is_refused(ladder, tmp_path):
     (ladder / "ladder.json").write_text("[]")
     with pytest.raises(UserError, match="fit it anew"):
         recommend(ladder, "base.yml", [], 1e18)
+
+
+def _first(of, name):
+    return lambda result, value: result[of][0].__setitem__(name, value)
+
+
+def _all(of, name):
+    return lambda result, value: [one.__setitem__(name, value) for one in result[of]]
+
+
+BAD = [math.nan, math.inf, -1, 0, "3", True, None, [1], 10**400]
+DAMAGED = [
+    *((_first("runs", name), value) for name in ("flops", "parameters", "tokens") for value in (BAD if name == "flops" else BAD[2:5])),
+    *((_first("runs", "epochs"), value) for value in BAD[:6]),
+    (_first("predictions", "error"), math.nan),
+    *((_first("predictions", "error"), value) for value in BAD[4:]),
+    (_all("runs", "tokens"), 0),
+    *((lambda result, value: result.update(runs=value), value) for value in ([], {}, 3, None, "x", [3])),
+    *((lambda result, value: result.update(predictions=value), value) for value in (3, None, "x", [3])),
+    *((lambda result, value: result.update(parameters=value), value) for value in ("nonsense", 3, ["all"])),
+    *((lambda result, value: result.update(base=value), value) for value in (3, None)),
+    *((lambda result, value: result.update(form=value), value) for value in (3, ["chinchilla"])),
+    (lambda result, value: result["theta"].__setitem__(0, value), 800),
+    (lambda result, value: result.update(thetas=[[value] * len(result["theta"])] * 3), 800),
+    (lambda result, value: result.update(thetas=value), 3),
+]
+
+
+def test_a_damaged_ladder_is_refused_in_one_line_and_its_text_is_no_control_character(ladder):
+    """Figures that are no figures, another kind of count, losses that are not finite; never a traceback, and never a recommendation."""
+    whole = (ladder / "ladder.json").read_text()
+    for damage, value in DAMAGED:
+        result = json.loads(whole)
+        damage(result, value)
+        (ladder / "ladder.json").write_text(json.dumps(result))
+        with pytest.raises(UserError, match="fit it anew"):
+            recommend(ladder, "base.yml", [], 1e18)
+    result = json.loads(whole)
+    result["base"] = result["assumed"]["optimizer.name"] = "x\x1b[31m\n# evil" * 1000
+    result["predictions"] = []
+    (ladder / "ladder.json").write_text(json.dumps(result))
+    said = recommend(ladder, "base.yml", [], 1e18).sentences
+    assert all(line.isprintable() and len(line) < 2000 for line in said)
+    assert any("has not predicted any run" in line for line in said)

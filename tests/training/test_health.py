@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.reliability import HealthConfig
+from maxlm.telemetry.alarms import LEAST_LOSS_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import LayerFigures
 from maxlm.training.health import BAD_AT_END, BAD_STEPS, SKIPS_IN_A_ROW, Health
 
@@ -74,6 +75,49 @@ def test_a_planned_change_of_the_data_is_no_jump():
     for step, loss in enumerate([*losses, 8.0], start=1):
         alarms += health.update(step, loss, 1.0, other_data=step == 201)
     assert [(event.step, event.data["cause"]) for event in alarms] == [(401, "odd_batch")]
+
+
+MIXTURES = {"a fiftieth": (0.02, 1.2), "a tenth": (0.1, 1.2), "every seventh": (1 / 7, 1.0), "easy": (0.1, -1.9)}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_batches_of_another_level_are_usual_after_a_few_and_garbage_is_still_told(kind):
+    """A source that is harder or easier than the others, at random or in turn; then one batch of garbage; with restarts or without."""
+    share, away = MIXTURES[kind]
+    dice, losses = np.random.default_rng(0), np.array(learning(2000, noise=0.05))
+    losses[(np.arange(2000) % 7 == 0) if kind == "every seventh" else dice.random(2000) < share] += away
+    losses[1900] = 8.0
+    found = watch(losses)[1]
+    assert found[-1] == (1901, "odd_batch") and 5 <= len(found) <= 10, found
+    settings = HealthConfig()
+    again, alarms = Health(UNTRAINED, settings=settings), []
+    for step, loss in enumerate(losses, start=1):
+        again = Health(UNTRAINED, json.loads(json.dumps(again.levels)), settings=settings) if step > 1 and step < 400 else again
+        alarms += [(event.step, event.data["cause"]) for event in again.update(step, loss, 1.0)]
+    assert alarms == found, "a restart forgets nothing"
+
+
+def test_single_values_far_below_are_told_alike_with_restarts_and_anew_after_a_planned_change():
+    losses = np.array(learning(200, noise=0.02))
+    losses[[100, 103]] = 0.5
+
+    def told(restart=0, change=0):
+        alarm, steps = JumpAlarm("l", "loss", LEAST_LOSS_SPREAD, odd="odd_batch"), []
+        for step, loss in enumerate(losses, start=1):
+            if step == restart:
+                window = json.loads(json.dumps(alarm.window))
+                alarm = JumpAlarm("l", "loss", LEAST_LOSS_SPREAD, odd="odd_batch")
+                alarm.restore(window)
+            if step == change:
+                alarm.forget()
+                assert alarm.window == [[], [], 0, 0, []]
+            steps += [event.step for event in alarm.update(step, loss)]
+        return steps
+
+    assert told() == told(101) == told(102) == told(103) == told(104) == told(change=150) == [101]
+    earlier = JumpAlarm("l", "loss", LEAST_LOSS_SPREAD, odd="odd_batch")
+    earlier.restore([[1.0] * 30, [], 7])
+    assert earlier.window == [[1.0] * 30, [], 7, 0, []]
 
 
 def test_a_loss_that_falls_in_a_few_updates_is_no_odd_batch():

@@ -154,7 +154,23 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
     if poison == "parameter":
         assert "the state holds values that are not finite, in params.w" in outcome.message
     if poison == "absurd":
-        assert "the state holds values above 1e+06, which no training gives, in params.w (1e+30)" in outcome.message
+        assert "the state holds values that no training gives, in params.w (1e+30)" in outcome.message
+
+
+@pytest.mark.parametrize("place", ["opt_state", "updater"])
+def test_an_absurd_moment_or_average_is_not_saved(tmp_path, place):
+    class Flipped(Script):
+        def init(self):
+            return replace(super().init(), updater={"w": jax.device_put(jnp.zeros(4), self._sharding)})
+
+        def step(self, state, n):
+            state, metrics = super().step(state, n)
+            name = {"opt_state": "mu", "updater": "w"}[place]
+            return replace(state, **{place: {name: jax.device_put(jnp.full(4, 1e30 if n >= 12 else 1e11), self._sharding)}}), metrics
+
+    outcome, _ = run(tmp_path, Flipped(total=20))
+    assert outcome.status == "unhealthy" and f"values that no training gives, in {place}." in outcome.message
+    assert saved_in(tmp_path) == [5, 10]
 
 
 def test_a_parameter_that_grew_far_between_two_saves_is_an_alarm(tmp_path):
