@@ -11,7 +11,6 @@ from maxlm.config import errors
 
 WRONG_INPUT = {"UserError", "ConfigError", "CheckpointError", "RowError", "DamagedStoreError"}  # exit code 2
 MEANT = {  # handler -> why each OSError there is of the input, or of a process that this program has started
-    "maxlm/config/directory_lock.py": "another process holds the lock, which the block has found out",
     "maxlm/cost/verify.py": "the compiler's process has ended",
     "maxlm/data/rendering.py": "the process of the chat template has ended, at its own limits",
     "maxlm/runtime/metrics_port.py": "a port, at the first start of a run; later ones go on without it",
