@@ -10,9 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from maxlm.config.paths import read_file
 from maxlm.telemetry.atomic import replacing
 
 _DIGEST = hashlib.sha256().digest_size
+_MOST_BYTES = 2**31
 
 
 def seal(key: str, content: bytes) -> bytes:
@@ -34,7 +36,7 @@ def folder() -> Path:
 def read(key: str) -> tuple[dict[str, Any], str] | None:
     """(figures, text) of the program as written; None if absent or damaged."""
     try:
-        content = unseal(key, _path(key).read_bytes())
+        content = unseal(key, read_file(_path(key), _MOST_BYTES))
     except OSError:
         return None
     return None if content is None else tuple(json.loads(gzip.decompress(content)))

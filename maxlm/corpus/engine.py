@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from maxlm.config import conditions, directory_lock
 from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
+from maxlm.config.paths import read_file
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed, is_tagged, tag
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, run_together, takes_many
@@ -84,7 +85,7 @@ class Plan:
         """A writer of that shard."""
         path = self.documents(number, task)
         if path.name.endswith(shards.PARQUET):
-            return shards.parquet_shard(path, json.loads((self.folder(number) / KINDS).read_text("utf-8")))
+            return shards.parquet_shard(path, json.loads(read_file(self.folder(number) / KINDS)))
         return shards.shard(path)
 
     def removed(self, number: int, task: Task) -> Path:
@@ -190,7 +191,7 @@ def _foreign(output: Path) -> str:
         strange += [entry for entry in (output / "stages").iterdir() if not (entry.is_dir() and _PASS.fullmatch(entry.name))]
     report = output / REPORTS[0]
     try:
-        known = not report.exists() or {"format", "passes"} <= json.loads(report.read_text("utf-8")).keys()
+        known = not report.exists() or {"format", "passes"} <= json.loads(read_file(report)).keys()
     except (ValueError, AttributeError):
         known = False
     return next((str(file.relative_to(output)) for file in [*strange, *([] if known else [report])]), "")

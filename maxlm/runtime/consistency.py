@@ -21,7 +21,7 @@ import jax
 import maxlm
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import UnavailableError, as_user_error, shorten
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import is_remote, read_file
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.host_allgather import allgather_text
@@ -78,7 +78,7 @@ def _options(value: str) -> Iterator[tuple[str, str]]:
     """Names and values of the options in `value`, or in the file that it names."""
     if value and not value.lstrip().startswith("-"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            value = Path(value).read_text(encoding="utf-8")
+            value = read_file(value).decode()
     try:
         options = shlex.split(value)
     except ValueError:  # an open quote
