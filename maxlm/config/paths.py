@@ -28,6 +28,14 @@ def expand_home(path: str) -> str:
         raise ValueError(f"the home of `{name}` is not known; write the path out, or ./{name} for a folder of that name") from None
 
 
+def user_path(path: str) -> Path:
+    """A local path that was given by a user, `~` expanded. Raises UserError where that home is not known."""
+    try:
+        return Path(expand_home(path))
+    except ValueError as error:
+        raise UserError(f"{shorten(path)}: {error}.") from None
+
+
 def local(path: str) -> str:
     """A path of this machine's file system, `~` expanded. Raises PydanticCustomError for anything with a scheme, such as gs://."""
     if SCHEME.match(path):

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from maxlm.config import conditions, directory_lock
 from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
-from maxlm.config.paths import read_file
+from maxlm.config.paths import read_file, user_path
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed, is_tagged, tag
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, run_together, takes_many
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def output(self) -> Path:
-        return Path(self.settings.output).expanduser()
+        return user_path(self.settings.output)
 
     @property
     def stages(self) -> list[Stage]:
@@ -158,7 +158,7 @@ def _check_tags(settings: CorpusSettings, stages: list[Stage]) -> None:
 
 def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
     """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
-    output = Path(settings.output).expanduser()
+    output = user_path(settings.output)
     try:
         ours = not output.exists() or any((output / name).is_dir() for name in OURS)
         ours = ours or all(entry.name == directory_lock.NAME for entry in output.iterdir())
