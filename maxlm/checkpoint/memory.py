@@ -29,7 +29,7 @@ from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, host_memory, in_bytes, in_memory
@@ -327,6 +327,7 @@ def _number_in(file: ocp.path.Path) -> str:
     are logged. Raises what the storage raises.
     """
     try:
+        check_regular(file)
         number, *lines = file.read_bytes().decode(errors="replace").strip().split("\n")
     except FileNotFoundError:
         return ""

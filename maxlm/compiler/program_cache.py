@@ -3,16 +3,21 @@
 A file that is damaged, half written or renamed to another key is compiled again; it is never loaded.
 """
 
+import functools
 import gzip
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from maxlm.config.paths import expand_home, read_file, user_path
 from maxlm.telemetry.atomic import replacing
 
+_log = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
+_MOST_BYTES = 2**31
 
 
 def seal(key: str, content: bytes) -> bytes:
@@ -26,15 +31,31 @@ def unseal(key: str, sealed: bytes) -> bytes | None:
     return content if sealed == seal(key, content) else None
 
 
-def folder() -> Path:
-    """`planning` in $MAXLM_CACHE_DIR, by default ~/.cache/maxlm."""
-    return Path(os.environ.get("MAXLM_CACHE_DIR") or Path.home() / ".cache" / "maxlm") / "planning"
+def default_root() -> Path | None:
+    """~/.cache/maxlm; None where no home is known, as in a container whose user has no entry. That is logged, once."""
+    try:
+        return Path(expand_home("~")) / ".cache" / "maxlm"
+    except ValueError:
+        _say_no_home()
+        return None
+
+
+@functools.cache
+def _say_no_home() -> None:
+    _log.warning("no home folder is known, so compiled programs are not kept: set HOME, or JAX_COMPILATION_CACHE_DIR and MAXLM_CACHE_DIR")
+
+
+def folder() -> Path | None:
+    """`planning` in $MAXLM_CACHE_DIR, by default ~/.cache/maxlm. Raises UserError for a `~user` that is not known."""
+    given = os.environ.get("MAXLM_CACHE_DIR")
+    root = user_path(given) if given else default_root()
+    return None if root is None else root / "planning"
 
 
 def read(key: str) -> tuple[dict[str, Any], str] | None:
     """(figures, text) of the program as written; None if absent or damaged."""
     try:
-        content = unseal(key, _path(key).read_bytes())
+        content = None if (path := _path(key)) is None else unseal(key, read_file(path, _MOST_BYTES))
     except OSError:
         return None
     return None if content is None else tuple(json.loads(gzip.decompress(content)))
@@ -43,12 +64,14 @@ def read(key: str) -> tuple[dict[str, Any], str] | None:
 def write(key: str, figures: dict[str, Any], text: str) -> None:
     """Write `figures` and `text`. A folder that is not writable is ignored."""
     try:
-        folder().mkdir(parents=True, exist_ok=True)
-        with replacing(_path(key)) as file:
+        if (path := _path(key)) is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
             file.write(seal(key, gzip.compress(json.dumps([figures, text]).encode(), mtime=0)))
     except OSError:
         return
 
 
-def _path(key: str) -> Path:
-    return folder() / f"{key}.program"
+def _path(key: str) -> Path | None:
+    return None if (place := folder()) is None else place / f"{key}.program"

@@ -28,6 +28,14 @@ def expand_home(path: str) -> str:
         raise ValueError(f"the home of `{name}` is not known; write the path out, or ./{name} for a folder of that name") from None
 
 
+def user_path(path: str) -> Path:
+    """A local path that was given by a user, `~` expanded. Raises UserError where that home is not known."""
+    try:
+        return Path(expand_home(path))
+    except ValueError as error:
+        raise UserError(f"{shorten(path)}: {error}.") from None
+
+
 def local(path: str) -> str:
     """A path of this machine's file system, `~` expanded. Raises PydanticCustomError for anything with a scheme, such as gs://."""
     if SCHEME.match(path):
@@ -105,14 +113,33 @@ def open_regular(path: str | Path) -> BufferedReader:
     """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for what is no regular file: a pipe
     would wait for a writer, and a device never ends.
     """
-    kind = irregular(path)  # before it is opened, which some devices act upon
-    if not kind:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-        kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode), "")
-        if not kind:
-            return os.fdopen(descriptor, "rb")
+    return os.fdopen(_descriptor(path, os.O_RDONLY), "rb")
+
+
+def append_regular(path: str | Path) -> int:
+    """Descriptor that writes to the end of a file, which is made if there is none. Raises OSError as `open_regular`: a pipe would wait for
+    a reader.
+    """
+    return _descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def check_regular(path: object) -> None:
+    """Raise IsADirectoryError as `open_regular`, for a path that a library opens. Files of a bucket pass, and missing ones."""
+    if kind := irregular(str(path)):
+        raise _other_kind(kind, path)
+
+
+def _descriptor(path: str | Path, flags: int) -> int:
+    check_regular(path)  # before it is opened, which some devices act upon
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+    if kind := _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode), ""):
         os.close(descriptor)
-    raise IsADirectoryError(errno.EISDIR, f"it is {kind}, and not a regular file", str(path))
+        raise _other_kind(kind, path)
+    return descriptor
+
+
+def _other_kind(kind: str, path: object) -> OSError:
+    return IsADirectoryError(errno.EISDIR, f"it is {kind}, and not a regular file", str(path))
 
 
 def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:

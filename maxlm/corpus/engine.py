@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from maxlm.config import conditions, directory_lock
 from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
+from maxlm.config.paths import read_file, user_path
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed, is_tagged, tag
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, run_together, takes_many
@@ -59,7 +60,7 @@ class Plan:
 
     @property
     def output(self) -> Path:
-        return Path(self.settings.output).expanduser()
+        return user_path(self.settings.output)
 
     @property
     def stages(self) -> list[Stage]:
@@ -84,7 +85,7 @@ class Plan:
         """A writer of that shard."""
         path = self.documents(number, task)
         if path.name.endswith(shards.PARQUET):
-            return shards.parquet_shard(path, json.loads((self.folder(number) / KINDS).read_text("utf-8")))
+            return shards.parquet_shard(path, json.loads(read_file(self.folder(number) / KINDS)))
         return shards.shard(path)
 
     def removed(self, number: int, task: Task) -> Path:
@@ -157,7 +158,7 @@ def _check_tags(settings: CorpusSettings, stages: list[Stage]) -> None:
 
 def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
     """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
-    output = Path(settings.output).expanduser()
+    output = user_path(settings.output)
     try:
         ours = not output.exists() or any((output / name).is_dir() for name in OURS)
         ours = ours or all(entry.name == directory_lock.NAME for entry in output.iterdir())
@@ -190,7 +191,7 @@ def _foreign(output: Path) -> str:
         strange += [entry for entry in (output / "stages").iterdir() if not (entry.is_dir() and _PASS.fullmatch(entry.name))]
     report = output / REPORTS[0]
     try:
-        known = not report.exists() or {"format", "passes"} <= json.loads(report.read_text("utf-8")).keys()
+        known = not report.exists() or {"format", "passes"} <= json.loads(read_file(report)).keys()
     except (ValueError, AttributeError):
         known = False
     return next((str(file.relative_to(output)) for file in [*strange, *([] if known else [report])]), "")

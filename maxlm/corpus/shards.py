@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from maxlm.config.conditions import Kind
+from maxlm.config.paths import read_file
 from maxlm.corpus.document import Document, Removed, Value
 from maxlm.documents.columns import column, structs
 from maxlm.telemetry.atomic import replacing, write_text
@@ -150,7 +151,7 @@ def finish(path: Path, mark: Mapping[str, Any]) -> None:
 def finished(path: Path, fingerprint: str) -> dict[str, Any] | None:
     """The mark at `path`, None if there is none or it is of other settings or inputs."""
     try:
-        mark = json.loads(path.read_text(encoding="utf-8"))
+        mark = json.loads(read_file(path))
     except (OSError, ValueError):
         return None
     return mark if isinstance(mark, dict) and mark.get("fingerprint") == fingerprint else None

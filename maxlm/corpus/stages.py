@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from maxlm.config.conditions import Kind
 from maxlm.config.errors import UserError
+from maxlm.config.paths import read_file
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
 from maxlm.corpus.dedup.clusters import cluster
 from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_occurrences
@@ -196,7 +197,7 @@ class Decontaminate(Stage):
     def facts(self, folder: Path) -> dict[str, Any]:
         path = folder / "sets.json"
         try:
-            return {"sets": json.loads(path.read_text("utf-8"))}
+            return {"sets": json.loads(read_file(path))}
         except ValueError:
             raise UserError(f"{path}: damaged; remove the folder {folder} and run again.") from None
 
@@ -217,7 +218,7 @@ class ParquetColumns(Stage):
         del tasks, resources
         kinds: dict[str, Kind] = {}
         for file in files:
-            joined(kinds, json.loads(file.read_text("utf-8")).items())
+            joined(kinds, json.loads(read_file(file)).items())
         write_text(folder / KINDS, json.dumps(kinds, sort_keys=True))
 
     def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:

@@ -16,7 +16,7 @@ from rich.progress import Progress, TimeElapsedColumn
 from maxlm.config import directory_lock
 from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError, UserError, setting_error, show
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import is_remote, user_path
 from maxlm.config.schema import DataConfig, PrepareConfig
 from maxlm.data import manifest, marks, storage
 from maxlm.data.chat_template import ChatTemplate
@@ -155,7 +155,7 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
     """
     info = manifest.load(store)
     if info is None:
-        keys = [] if is_remote(store) else [path.name for path in Path(store).expanduser().glob("*") if path.name != directory_lock.NAME]
+        keys = [] if is_remote(store) else [path.name for path in user_path(store).glob("*") if path.name != directory_lock.NAME]
         if keys and storage.read_bytes(store, manifest.PROGRESS) is None:
             raise ConfigError("data.store", store, f"is not empty and not a token store: it holds {min(keys)}", "choose another folder")
         return None
@@ -342,7 +342,7 @@ def _locked(store: str) -> Iterator[None]:
             yield
         owner.release()
         return
-    folder, say = Path(store).expanduser(), Console(stderr=True, highlight=False, soft_wrap=True).print
+    folder, say = user_path(store), Console(stderr=True, highlight=False, soft_wrap=True).print
     with contextlib.ExitStack() as lock:
         try:
             lock.enter_context(directory_lock.locked(folder, "data.store", LOCK_SECONDS, say, "wait for it to end"))

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.paths import is_remote, read_file
+from maxlm.config.paths import is_remote, read_file, user_path
 from maxlm.data import manifest, storage
 from maxlm.data.sources import read_url, reading
 from maxlm.data.text_frame import FRAME, TextFrame, started_frame
@@ -237,7 +237,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, end_of_document: str)
 
 def read_if_present(path: str) -> bytes | None:
     """The file at `path`, local or a URL; None if there is none."""
-    file = Path(path).expanduser()
+    file = user_path(path)
     with reading(path):
         return read_url(path) if is_remote(path) else read_file(file, MOST_BYTES) if file.exists() else None
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from maxlm.config import Config, UserError
+from maxlm.config.paths import read_file
 from maxlm.config.schema import WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
@@ -62,7 +63,7 @@ def open_model(
     with tempfile.TemporaryDirectory() as folder:
         with progress_bar("importing") as progress:
             imported = import_model(place, Path(folder) / "model", spread, progress)
-        notes, said = list(imported.notes), text_tower(json.loads((place / "config.json").read_bytes()), "config.json")
+        notes, said = list(imported.notes), text_tower(json.loads(read_file(place / "config.json")), "config.json")
         most = _positions(said)
         if context is None and most is not None:
             context = min(most, MOST_CONTEXT)

@@ -14,7 +14,7 @@ from ruamel.yaml.error import YAMLError
 from maxlm.config.errors import UserError, error_kind, shorten, show
 from maxlm.config.fields import Positive, Section, Seed, StoredPath, Text
 from maxlm.config.loader import SHIPPED
-from maxlm.config.paths import open_regular
+from maxlm.config.paths import open_regular, user_path
 from maxlm.config.rules import check_run_name
 from maxlm.documents.formats import COMPRESSED, SUFFIXES, format_by_name
 from maxlm.evaluation import template
@@ -135,7 +135,7 @@ class Task:
 
     def beside(self, name: str) -> Path:
         """A file that the task names."""
-        return self.path.parent / Path(name).expanduser()
+        return self.path.parent / user_path(name)
 
     @cached_property
     def items(self) -> list[Item]:
@@ -184,7 +184,7 @@ def find_tasks(names: str) -> list[Task]:
 def _find(name: str) -> Path:
     folders = (Path(), Path("configs") / FOLDER, SHIPPED / FOLDER)
     if "\0" not in name:
-        for candidate in (folder / f"{Path(name).expanduser()}{ending}" for folder in folders for ending in ("", ".yml", ".json")):
+        for candidate in (folder / f"{user_path(name)}{ending}" for folder in folders for ending in ("", ".yml", ".json")):
             if candidate.is_file():
                 return candidate
     known = sorted({path.stem for folder in folders[1:] for path in folder.glob("*.yml")})

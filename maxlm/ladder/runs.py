@@ -10,6 +10,7 @@ import numpy as np
 
 from maxlm.config.errors import ExitCode, UserError, error_kind, show
 from maxlm.config.loader import dump, flatten, load
+from maxlm.config.paths import read_file
 from maxlm.ladder.forms import Runs
 from maxlm.ladder.grid import Rung
 from maxlm.runtime.launch import Supervisor
@@ -72,7 +73,7 @@ def _difference(file: Path, text: str, rung: Rung) -> str:
     """The first setting that changes losses and differs: its value in the file, and now; "" if none does, as where `text`, the config as it
     is written now, has settings that the version of maxlm before did not have.
     """
-    if file.read_text(encoding="utf-8", errors="replace") == text:
+    if read_file(file) == text.encode():
         return ""
     before, now = (dict(flatten(config.model_dump(mode="json"))) for config in (load(str(file), any_mesh=True).config, rung.config))
     changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))

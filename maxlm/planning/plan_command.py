@@ -116,8 +116,8 @@ def _check_file(request: Request, loaded: LoadedConfig) -> None:
 def _is_plan(file: Path) -> bool:
     """True for a config that `maxlm plan` has written."""
     try:
-        return file.read_text(encoding="utf-8").startswith(f"# {CHOSEN}")
-    except (OSError, UnicodeDecodeError):
+        return read_file(file).startswith(f"# {CHOSEN}".encode())
+    except OSError:
         return False
 
 

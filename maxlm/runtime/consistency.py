@@ -21,7 +21,7 @@ import jax
 import maxlm
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import UnavailableError, as_user_error, shorten
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import is_remote, open_regular, read_file
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.host_allgather import allgather_text
@@ -29,6 +29,7 @@ from maxlm.runtime.host_allgather import allgather_text
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that hold options of the compiler and the TPU's runtime
+FLAG_FILE_BYTES = 2**26  # of a file that an option names, which are compared
 # Variables that change the compiled program or the order of a sum: jax's, and of NVIDIA's libraries TF32 and the choice of an algorithm.
 VARIABLES = re.compile(
     r"JAX_\w+|TF_XLA_FLAGS|NVIDIA_TF32_OVERRIDE|CUBLAS_WORKSPACE_CONFIG|CUDNN_\w+"
@@ -41,7 +42,7 @@ OF_ONE_HOST = {
 }
 # Distributions whose code computes, or compiles what computes.
 LIBRARIES = re.compile(
-    r"jax(lib|-cuda\d+-(plugin|pjrt))?|libtpu|flax|optax|orbax-checkpoint|grain|tensorstore|numpy|ml[-_]dtypes|tokenizers|nvidia-.+"
+    r"jax(lib|-(cuda|rocm)\d+-(plugin|pjrt))?|libtpu|flax|optax|orbax-checkpoint|grain|tensorstore|numpy|ml[-_]dtypes|tokenizers|nvidia-.+"
 )
 
 
@@ -60,12 +61,13 @@ def code_digest(folder: Path | None = None) -> str:
 def machine_facts() -> dict[str, str]:
     """Versions of the libraries and of Python, compiler flags and environment variables that decide what a process computes, by name.
 
-    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA.
+    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA. An option whose
+    value is a file counts by its content, such as results of autotuning: hosts may keep it in different places.
     """
     facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for distribution in importlib.metadata.distributions():
         if (name := distribution.name) and LIBRARIES.fullmatch(name.lower()):
-            facts[name.lower()] = distribution.version
+            facts.setdefault(name.lower(), distribution.version)  # of two on the path, the first is imported
     for name, value in os.environ.items():
         if name in FLAGS:
             facts |= {f"{name} {option}": given for option, given in _options(value) if _compared(option)}
@@ -78,7 +80,7 @@ def _options(value: str) -> Iterator[tuple[str, str]]:
     """Names and values of the options in `value`, or in the file that it names."""
     if value and not value.lstrip().startswith("-"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            value = Path(value).read_text(encoding="utf-8")
+            value = read_file(value).decode()
     try:
         options = shlex.split(value)
     except ValueError:  # an open quote
@@ -86,7 +88,17 @@ def _options(value: str) -> Iterator[tuple[str, str]]:
     for option in options:
         name, _, given = option.partition("=")
         if f"{name}=" != VIRTUAL_DEVICES:
-            yield name, given or "true"
+            yield name, _content(given) or given or "true"
+
+
+def _content(path: str) -> str:
+    """Size and digest of the first FLAG_FILE_BYTES of a regular file; "" for anything else."""
+    if not path:
+        return ""
+    with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return f"a file of {size:,} bytes, {hashlib.sha256(file.read(FLAG_FILE_BYTES)).hexdigest()[:12]}"
+    return ""
 
 
 def _compared(name: str) -> bool:

@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.paths import append_regular
 
 # A command that `nohup` starts keeps ignoring SIGHUP.
 SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ())
@@ -416,7 +417,7 @@ class _Monitor:
                 with contextlib.suppress(OSError):
                     os.write(2, text[start : start + _MAX_WRITE])
         if self.stacks_file is not None and self.deadline is not None and self.code == ExitCode.HUNG:
-            with contextlib.suppress(OSError), self.stacks_file.open("ab") as file:
+            with contextlib.suppress(OSError), os.fdopen(append_regular(self.stacks_file), "ab") as file:
                 file.write(text)
 
 

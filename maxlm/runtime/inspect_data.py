@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError
 from maxlm.config.loader import RUN_CONFIG, find, load
-from maxlm.config.paths import is_remote, store_argument
+from maxlm.config.paths import is_remote, store_argument, user_path
 from maxlm.config.schema import Config
 
 ROWS = 8  # of a batch that are printed
@@ -31,9 +31,9 @@ def run(place: str, overrides: Sequence[str], step: int | None, *, as_json: bool
 
 def _is_store(place: str) -> bool:
     """True unless `place` is a run or a config, so that what is nothing is said to be no store."""
-    if is_remote(place) or "://" in place or (Path(place).expanduser() / "store.json").is_file():
+    if is_remote(place) or "://" in place or (user_path(place) / "store.json").is_file():
         return True
-    if (Path(place).expanduser() / RUN_CONFIG).is_file():
+    if (user_path(place) / RUN_CONFIG).is_file():
         return False
     try:
         find(place)
@@ -56,7 +56,7 @@ def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, al
     from maxlm.data.shares import describe_batch, describe_shares, render_batch, render_shares
     from maxlm.runtime.open_data import open_training_data
 
-    folder = Path(place).expanduser()
+    folder = user_path(place)
     is_run = (folder / RUN_CONFIG).is_file()
     config = load(str((folder / RUN_CONFIG).absolute()) if is_run else place, overrides, any_mesh=True).config
     pipeline = open_training_data(config)

@@ -79,7 +79,8 @@ class Limits:
     def __init__(self, settings: WatchdogConfig, saved: Any = None) -> None:
         """`saved`: what `to_json` has returned; anything else counts as nothing."""
         self._settings = settings
-        self._lengths, self._raised = _read(saved)
+        self._longest = max(settings.startup_seconds, WatchdogConfig().startup_seconds)  # that a limit is raised to
+        self._lengths, self._raised = _read(saved, self._longest)
         self._sequences, self._timed = 0, False  # of a batch; whether a step of this size was timed
         self._mixed = 0  # lengths of steps to come that are partly of another size
         self.agreed: Mapping[str, float] = {}  # limits of process 0, at another one
@@ -106,7 +107,7 @@ class Limits:
     def ended(self, part: str, seconds: float) -> None:
         """The run is ended because an operation has taken so long. Should it have been no hang, the next attempts wait longer."""
         if part in PHASES:
-            self._raised[part] = min(RAISED_FACTOR * seconds, self._settings.startup_seconds), RAISED_FOR * PHASES[part].enough
+            self._raised[part] = min(RAISED_FACTOR * seconds, self._longest), RAISED_FOR * PHASES[part].enough
 
     def of(self, part: str) -> float:
         """Limit of an operation. Until one of this size was timed, a step has that of the start; so has an operation that is not known."""
@@ -139,20 +140,24 @@ class Limits:
         return {"lengths": lengths, "raised": {part: list(one) for part, one in self._raised.items()}}
 
 
-def _read(saved: Any) -> tuple[dict[str, Lengths], dict[str, tuple[float, int]]]:
-    """Lengths and raised limits from a file; nothing, if one of its values makes no sense."""
+def _read(saved: Any, longest: float) -> tuple[dict[str, Lengths], dict[str, tuple[float, int]]]:
+    """Lengths, and raised limits up to `longest`, from a file; nothing, if one of its values makes no sense."""
     try:
         lengths = {
             str(name): Lengths({int(exponent): _amount(count) for exponent, count in one.items() if 0 <= int(exponent) <= _LARGEST})
             for name, one in saved["lengths"].items()
         }
-        raised = {part: (_amount(until), int(_amount(left))) for part, (until, left) in saved["raised"].items() if part in PHASES}
+        raised = {
+            part: (min(_amount(until, math.inf), longest), int(_amount(left)))
+            for part, (until, left) in saved["raised"].items()
+            if part in PHASES
+        }
     except (TypeError, KeyError, ValueError, AttributeError):
         return {}, {}
     return lengths, raised
 
 
-def _amount(value: Any) -> float:
-    if not is_number(value) or not 0 <= value <= 2 * KEPT:
+def _amount(value: Any, most: float = 2 * KEPT) -> float:
+    if not is_number(value) or not 0 <= value <= most:
         raise ValueError(value)
     return float(value)

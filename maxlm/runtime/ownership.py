@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import multihost
 from maxlm.config.errors import ExitCode, UserError
+from maxlm.config.paths import check_regular
 from maxlm.config.transient import is_storage_error, retried
 from maxlm.runtime.lookout import own_name
 
@@ -39,6 +40,7 @@ class Ownership:
 
     def _take(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        check_regular(self._file)
         self._file.write_text(json.dumps(self._own))
 
     def check(self) -> None:
@@ -46,6 +48,7 @@ class Ownership:
         if jax.process_index() != 0:
             return
         try:
+            check_regular(self._file)
             owner = json.loads(self._file.read_text())
             token, host = str(owner["token"]), str(owner["host"])
         except Exception as error:

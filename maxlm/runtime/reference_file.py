@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from maxlm.checkpoint import manifest
 from maxlm.config.errors import ConfigError, UnavailableError, UserError
-from maxlm.config.paths import is_remote
+from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.schema import Config, StartFromConfig
 from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.data.manifest import fingerprint
@@ -115,6 +115,7 @@ def read(folder: ocp.path.Path) -> Reference:
     path = folder / FILE
     about: dict[str, Any] = {}
     try:
+        check_regular(path)
         content = retried(path.read_bytes, f"reading {path}")
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             tables = {name: arrays[name] for name in arrays.files if name != _ABOUT}

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import ExitCode
+from maxlm.config.paths import append_regular, read_file
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
 from maxlm.runtime.cluster_env import service_ports
@@ -285,8 +286,8 @@ class Watchdog:
             owes = f" ({frames[number].unsent:+,} bytes)" if number in frames and frames[number].unsent else ""
             places.setdefault(f"step {one.dispatched:,}, {one.part}, {where}", []).append(self._label(number) + owes)
         groups = [f"  {place}: {len(names)}: {', '.join(names)}" for place, names in sorted(places.items(), key=lambda item: len(item[1]))]
-        with contextlib.suppress(OSError), (self.folder / "hang.txt").open("a", encoding="utf-8") as file:
-            file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S ") + line, *groups, ""]))
+        with contextlib.suppress(OSError), os.fdopen(append_regular(self.folder / "hang.txt"), "ab") as file:
+            file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S ") + line, *groups, ""]).encode(errors="replace"))
 
     def _label(self, number: int) -> str:
         return "this process" if self._group is None else self._group.label(number)
@@ -299,7 +300,7 @@ def _longest(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, 
 def _read_kept(path: Path) -> dict[str, Any]:
     """Contents of the file of lengths; {} where there is none, or it is damaged: then the run learns anew."""
     try:
-        kept = json.loads(path.read_bytes())
+        kept = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return kept if isinstance(kept, dict) else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from maxlm.config import directory_lock
-from maxlm.config.paths import irregular
+from maxlm.config.paths import append_regular, irregular
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ class AppendFile:
         if self._descriptor is not None and self._end is not None:
             return self._descriptor, self._end
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = append_regular(self.path)
         self._cut()
         return self._descriptor, os.fstat(self._descriptor).st_size
 

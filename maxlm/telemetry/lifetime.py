@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
-from maxlm.config.paths import read_file
+from maxlm.config.paths import append_regular, read_file
 from maxlm.telemetry.strict_json import dumps, is_finite, is_number, read_objects
 
 BEAT_S = 5.0  # between two heartbeats
@@ -76,7 +76,7 @@ def read_processes(path: Path) -> list[Process]:
 
 def append_process(path: Path, process: Process) -> None:
     """Add a line to supervisor.jsonl in one write, after a newline that ends a torn one. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = append_regular(path)
     try:
         os.write(descriptor, f"\n{dumps(process._asdict())}\n".encode())
     finally:

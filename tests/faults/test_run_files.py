@@ -1,20 +1,24 @@
 """Damage to the small files of a run: each is read again at its next start, and none of them may end that with a traceback or hang it."""
 
+import ast
 import dataclasses
 import json
 import os
 import random
 import signal
+from pathlib import Path
 
 import pytest
 from tiny import tiny_config
 
 from maxlm.config import UserError, load
 from maxlm.config.loader import load_saved, saved_text
+from maxlm.config.reliability import WatchdogConfig
 from maxlm.cost import calibration
 from maxlm.ladder import recommend
-from maxlm.runtime import frozen, progress_file, resume_checks
+from maxlm.runtime import frozen, limits, progress_file, resume_checks, watchdog
 from maxlm.telemetry.alert_delivery import Limit
+from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.bill import rates_of, spent_before
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.ledger import read_ledger
@@ -31,6 +35,7 @@ from maxlm.training.saved_run import open_run
 from maxlm.training.session import Start
 
 CONFIG = tiny_config(run={"name": "run"})
+PROCESS = Process("a", 1000.0, 1004.0, 4.0, 1, False, False, "a line")
 SECONDS = 120  # in which anything is read, on a busy machine
 
 
@@ -47,9 +52,12 @@ def make_run(folder):
     observer.on_event(Event("save", 3))
     observer.close()
     run.heartbeat.write_text(json.dumps({"attempt": "a", "time": 1003.0, "goodput": {"step": 2.0}}))
-    append_process(run.supervisor, Process("a", 1000.0, 1004.0, 4.0, 1, False, False, "a line"))
+    append_process(run.supervisor, PROCESS)
+    run.lengths.write_text(json.dumps(limits.Limits(WatchdogConfig()).to_json()))
     Limit(2, run.alerts).admit("crash")
     append_samples(run.samples, 3, {"once": "upon"})
+    run.log.write_text("a line\n")
+    run.routing.write_text('{"step": 1}\n')
     assert Journal(run.roll_backs).add(9, 5, [7], "spike", "the loss") == ""
     record = {"findings": [{"step": 1}], "strikes": {"host0:1": 2}, "hosts": {}, "unsettled": None}
     run.integrity.write_text(json.dumps(record, indent=1))
@@ -81,6 +89,12 @@ def frozen_text(run):
         del os.environ[progress_file.FROZEN_VARIABLE]
 
 
+def append(path):
+    file = AppendFile(path)
+    file.append(b"{}\n")
+    file.close()
+
+
 def report(run):
     load_run(run.path)
     write_report([run.path], run.path / "report.html")
@@ -98,7 +112,10 @@ READERS = {
     "events.jsonl": (start, report),
     "metrics.jsonl": (start, report),
     "heartbeat.json": (lambda run: read_beat(run.heartbeat), start),
-    "supervisor.jsonl": (lambda run: read_processes(run.supervisor), start),
+    "supervisor.jsonl": (lambda run: read_processes(run.supervisor), lambda run: append_process(run.supervisor, PROCESS), start),
+    "watchdog.json": (lambda run: watchdog._read_kept(run.lengths),),
+    "log.txt": (lambda run: append(run.log),),
+    "routing.jsonl": (start, lambda run: append(run.routing)),
     "alerts.json": (lambda run: Limit(2, run.alerts).admit("crash"),),
     "samples.jsonl": (report,),
     "roll_backs.json": (lambda run: Journal(run.roll_backs), lambda run: open_run(run.path).unfit),
@@ -191,3 +208,62 @@ def test_another_thing_in_its_place(run, name):
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         make(path, whole)
         read_all(run, name)
+
+
+NOT_READ = {"model.yml", "report.html"}  # by a start; doors of `test_kinds_of_files`, and a page that is only written
+FOLDERS = {"tensorboard", "checkpoints", "evaluations", "profile"}
+
+
+def test_every_file_of_a_run_is_damaged_here():
+    entries = {entry._name for entry in vars(RunDirectory).values() if hasattr(entry, "_name")}
+    assert entries - NOT_READ - FOLDERS <= set(READERS)
+
+
+# Files that open others than through `config.paths`, which refuses pipes: why no pipe is there.
+TRUSTED = {
+    "of the kernel, or of a program that was just run": (
+        *("hardware/host.py", "telemetry/process_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "runtime/accelerators.py"),
+        *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
+        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "runtime/deadline.py"),
+    ),
+    "of maxlm itself": ("corpus/filters/personal_data.py", "corpus/filters/quality.py", "telemetry/report/render.py", "data/sources.py"),
+    "looked at first, with is_file, `irregular` or `check_regular`": (
+        *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
+        *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "runtime/resume_checks.py"),
+        *("runtime/reference_file.py", "runtime/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
+        *("checkpoint/reader.py", "data/storage.py", "data/token_store.py", "documents/files.py", "documents/reader.py"),
+        *("config/paths.py", "runtime/consistency.py", "config/directory_lock.py"),
+    ),
+    "written by this command before": ("interop/importing.py", "interop/new_folder.py", "corpus/executors/slurm.py"),
+    "in the memory of this host, or checked by the library for buckets": ("checkpoint/host_copies.py", "checkpoint/checkpoints.py"),
+}
+LIBRARIES = {"ts", "KvStore", "storage", "scorer", "build_opener"}  # names whose `open` or `read_bytes` opens no file of ours
+
+
+def opens(node):
+    """True for a call that opens a file to read it or to add to it, by its own means."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    owner = getattr(node.func, "value", None)
+    owner = owner.func if isinstance(owner, ast.Call) else owner
+    if getattr(owner, "attr", getattr(owner, "id", "")) in LIBRARIES:
+        return False
+    if name == "open":
+        texts = [one.value for one in [*node.args, *(word.value for word in node.keywords)] if isinstance(one, ast.Constant)]
+        new = any(isinstance(text, str) and {"w", "x"} & set(text) and len(text) <= 3 for text in texts)
+        made = any(getattr(one, "attr", "") == "O_EXCL" for one in ast.walk(node))
+        return not new and not made and bool(node.args or node.keywords or isinstance(owner, ast.Name))
+    return isinstance(node.func, ast.Attribute) and name in ("read_bytes", "read_text")
+
+
+def test_files_are_opened_so_that_a_pipe_is_refused():
+    """By `open_regular`, `read_file` or `append_regular`; a file of maxlm that does otherwise says above why it may."""
+    root = Path(limits.__file__).parents[1]
+    found = {
+        str(path.relative_to(root)): [node.lineno for node in ast.walk(ast.parse(path.read_text())) if opens(node)]
+        for path in root.rglob("*.py")
+        if not path.is_relative_to(root / "kernels")
+    }
+    trusted = {name for names in TRUSTED.values() for name in names}
+    assert {name: lines for name, lines in found.items() if lines and name not in trusted} == {}

@@ -1,6 +1,8 @@
 """Training refuses devices other than those of the config's `cluster` section."""
 
+import importlib.metadata
 import json
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -127,6 +129,36 @@ def test_flags_are_compared_as_xla_reads_them(monkeypatch, tmp_path):
     assert all(one == same[0] for one in same)
     assert facts("--xla_a=1") != same[0]
     assert facts("--xla_a='1") != same[0], "an open quote"
+
+
+def test_files_that_options_name_are_compared_by_content(monkeypatch, tmp_path):
+    """In whatever place they are; a name of no file, or of a pipe, counts as it is written."""
+
+    def facts(name):
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_load_autotune_results_from={tmp_path / name}")
+        return consistency.machine_facts()
+
+    for name, content in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).write_text(content)
+    os.mkfifo(tmp_path / "pipe")
+    assert facts("a") == facts("b") != facts("c")
+    assert facts("pipe")["XLA_FLAGS --xla_gpu_load_autotune_results_from"] == str(tmp_path / "pipe")
+    before = facts("a")
+    (tmp_path / "a").write_text("3")
+    assert facts("a") != before
+
+
+def test_the_version_in_use_is_compared(monkeypatch, tmp_path):
+    """Of two folders of sys.path that hold a library, the first is imported."""
+    for place, version in (("first", "9.9.9"), ("second", "9.9.8")):
+        for name in ("optax", "jax_rocm7_plugin"):
+            (tmp_path / place / f"{name}-{version}.dist-info").mkdir(parents=True)
+            metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+            (tmp_path / place / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+    for place in ("second", "first"):
+        monkeypatch.syspath_prepend(str(tmp_path / place))
+    found = consistency.machine_facts()
+    assert importlib.metadata.version("optax") == found["optax"] == found["jax-rocm7-plugin"] == "9.9.9"
 
 
 def test_versions_of_the_libraries_that_compute_are_compared():

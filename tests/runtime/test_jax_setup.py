@@ -1,18 +1,102 @@
 """Configuration of jax before it touches a device."""
 
 import os
+import pwd
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
+from maxlm.compiler import program_cache
 from maxlm.config.errors import UserError
+from maxlm.config.paths import user_path
+from maxlm.data.tokenizer import read_if_present
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
+from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime import jax_setup
 from maxlm.runtime.accelerators import Accelerator
+from maxlm.runtime.inspect_data import _is_store
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform, use_virtual_devices
+
+
+@pytest.fixture
+def cache(monkeypatch):
+    """Environment of one CPU device; afterwards the cache is what it was."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    program_cache._say_no_home.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    enable_compilation_cache()
+
+
+def test_without_a_home_nothing_is_kept_and_that_is_said_once(cache, caplog):
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def unknown(*_):
+        raise KeyError("no such user")
+
+    for name in ("HOME", "JAX_COMPILATION_CACHE_DIR", "MAXLM_CACHE_DIR"):
+        cache.delenv(name, raising=False)
+    for name in ("getpwuid", "getpwnam"):
+        cache.setattr(pwd, name, unknown)
+    assert [enable_compilation_cache(), enable_compilation_cache()] == [None, None]
+    program_cache.write("key", {}, "text")
+    assert program_cache.read("key") is None
+    assert len(caplog.records) == 1 and "set HOME" in caplog.text
+    for find in (_is_store, user_path, read_if_present):
+        with pytest.raises(UserError, match=r"^~/x: the home of `~` is not known"):
+            find("~/x")
+
+
+def test_homes_in_the_cache_variables(cache, tmp_path):
+    cache.setenv("HOME", str(tmp_path))
+    cache.setenv("JAX_COMPILATION_CACHE_DIR", "~/x")
+    cache.setenv("MAXLM_CACHE_DIR", "~/y")
+    assert enable_compilation_cache() == f"{tmp_path}/x"
+    assert program_cache.folder() == tmp_path / "y" / "planning"
+    cache.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/~")
+    assert enable_compilation_cache() == "gs://bucket/~"
+
+
+def test_homes_are_expanded_in_one_place():
+    """`Path.expanduser` and `Path.home` raise RuntimeError where no home is known."""
+    root = Path(jax_setup.__file__).parents[1]
+    own = re.compile(r"(?<!os\.path)\.expanduser\(|Path\.home")
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if own.search(path.read_text())}
+    checked = {"data/storage.py", "data/token_store.py"}  # folders of a store, which were expanded when they were given
+    assert found - checked == {"config/paths.py"}
+
+
+@pytest.mark.parametrize("make", [None, lambda path: path.mkdir(), os.mkfifo, lambda path: path.write_bytes(b"\xff")])
+def test_a_file_of_flags_that_cannot_be_read_is_refused(monkeypatch, tmp_path, make):
+    path = tmp_path / "flags"
+    if make is not None:
+        make(path)
+    monkeypatch.setenv("XLA_FLAGS", str(path))
+    with pytest.raises(UserError, match=r"XLA_FLAGS = .*flags: must be options.*unset it"):
+        select_platform()
+
+
+def test_a_file_of_flags_is_read(monkeypatch, tmp_path):
+    path = tmp_path / "flags"
+    path.write_text(f"--xla_a=1\n{VIRTUAL_DEVICES}8")
+    monkeypatch.setenv("XLA_FLAGS", str(path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    select_platform()
+    use_virtual_devices(2)
+    assert os.environ["XLA_FLAGS"] == f"--xla_a=1 {VIRTUAL_DEVICES}2"
+
+
+def test_a_pipe_in_the_compilation_cache_is_removed(tmp_path):
+    cache = jax_setup.SealedCache(str(tmp_path), max_size=-1)
+    os.mkfifo(tmp_path / "maxlm-key-cache")
+    assert cache.get("key") is None
+    cache.put("key", b"program")
+    assert cache.get("key") == b"program"
+
 
 OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 

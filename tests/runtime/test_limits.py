@@ -74,6 +74,19 @@ def test_what_is_known_outlives_a_restart_and_a_damaged_file_counts_as_none():
         assert all(value >= PHASES[part].floor_s for part, value in Limits(WatchdogConfig(), found).to_send().items())
 
 
+@pytest.mark.parametrize(("startup", "seconds", "before", "after"), [(600, 40, 815, 1630), (100_000, 2000, 40_000, 80_000)])
+def test_a_raised_limit_outlives_a_restart_whatever_the_start_may_take(startup, seconds, before, after):
+    """Twice the limit before, where that is above the time of a start or above any count; and the lengths stay."""
+    limits = learned(seconds=seconds, startup_seconds=startup)
+    assert limits.of("step") == pytest.approx(before, rel=RATIO - 1)
+    limits.ended("step", limits.of("step"))
+    again = Limits(limits._settings, json.loads(json.dumps(limits.to_json())))
+    assert again.to_json() == limits.to_json()
+    assert limits.of("step") == pytest.approx(after, rel=RATIO - 1)
+    longer = {**limits.to_json(), "raised": {"step": [1e300, 5]}}
+    assert Limits(limits._settings, longer).to_json()["raised"]["step"] == [max(startup, 7200), 5]
+
+
 def test_a_run_that_is_ended_by_mistake_is_not_ended_so_again_and_again():
     """Each end doubles the limit for a while, up to the fixed one of the start: seven at most, whatever the run does."""
     limits, ends = learned(), 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError, error_kind
+from maxlm.config.paths import open_regular
 from maxlm.telemetry.profile import wire
 from maxlm.telemetry.profile.wire import BYTES, DamagedTraceError, Events, signed, text
 
@@ -58,7 +59,7 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise error_kind(error)(f"{path}: no trace can be read there ({getattr(error, 'strerror', None) or error}).") from None
