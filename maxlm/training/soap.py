@@ -122,7 +122,7 @@ def _update(settings: OptimizerConfig, own: SoapConfig, columns: Columns, update
         update = jnp.where(first, 0.0, _rotate(update, left, right, back=True))
         due = updates % own.every == 0
         left, nu = _learnt(left, g, nu, b2, first, due)
-        right, turned = _learnt(right, *(x.swapaxes(1, 2) for x in (g, nu)), b2, first, due)
+        right, turned = _learnt(right, g.swapaxes(1, 2), nu.swapaxes(1, 2), b2, first, due)
         nu = turned.swapaxes(1, 2)
         return update, mu, nu, *(x for side in (left, right) for x in (side or (None, None)))
 
