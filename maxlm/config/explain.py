@@ -23,6 +23,7 @@ WANTED = {
     "string_unicode": "be text that can be written as UTF-8",
     "tuple_type": "be a list",
     "too_short": "not be empty",
+    "dict_type": "be names with values",
     "model_type": "be a section of settings",
     "model_attributes_type": "be a section of settings",
     "finite_number": "be a finite number",
@@ -30,6 +31,7 @@ WANTED = {
 }
 BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
 BOOLEANS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false", "0": "false"}
+NUMBERS = ("int_type", "float_type", "bool_type", "int_parsing", "float_parsing", "bool_parsing", "int_from_float", "finite_number")
 NAMED = 12  # settings that an error names at most
 MOVED = {  # settings of earlier versions -> where they are now
     "model.attention_softcap": "model.softcap.attention",
@@ -72,6 +74,9 @@ def first_problem(
     place, detail = max(same, key=lambda pair: pair[0].key.count("."))  # the branch of a union that got furthest
     if detail["type"] == "missing":
         return _missing(place, str(detail["loc"][-1]))
+    if detail["type"] == "value_error":  # a validator's own sentence: "rule; fix"
+        rule, _, fix = str(detail["ctx"]["error"]).partition("; ")
+        return ConfigError(place.key, place.value, rule, fix, _source(place.key, sources))
     rules = dict.fromkeys(_rule(d) for p, d in same if p.key == place.key)  # of each branch of a union
     fix = _fix(detail, place.value, place.owner.model_fields.get(place.field), place.field)
     value = "(not shown)" if detail.get("ctx", {}).get("hidden") else place.value
@@ -179,7 +184,9 @@ def _fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) ->
         return "write some text" if value is None or isinstance(value, list | Mapping | set) else f"write it in quotes: {show(value)!r}"
     if problem.startswith("string"):
         return "write some text" if "short" in problem else "take it out"
-    return _number(detail, value, info)
+    if problem == "dict_type":
+        return "write it as in {name: value}"
+    return _number(detail, value, info) if problem in NUMBERS or problem in BOUNDS else "give another value"
 
 
 def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:

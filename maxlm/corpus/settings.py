@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from maxlm.config import conditions
+from maxlm.config.errors import ConfigError
 from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.document import Value
@@ -105,11 +106,11 @@ class CorpusSettings(Section):
         for name in prefer:
             if name not in self.sources or prefer.count(name) > 1:
                 rule = "is there twice" if name in self.sources else f"is no source ({', '.join(self.sources)})"
-                raise ValueError(f"deduplicate.prefer: {name} {rule}; list names of `sources` in their order, each once")
+                raise ConfigError("deduplicate.prefer", list(prefer), f"{name} {rule}", "list names of `sources` in their order, each once")
         return self
 
     @model_validator(mode="after")
     def _one_executor(self) -> Self:
         if self.slurm is not None and self.ray is not None:
-            raise ValueError("slurm and ray are both set; tasks run on one of them: remove the other section")
+            raise ConfigError("ray", self.ray.model_dump(), "slurm and ray are both set, and tasks run on one of them", "remove a section")
         return self

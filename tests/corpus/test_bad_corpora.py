@@ -1,5 +1,6 @@
 """Bad input to `maxlm corpus run`: a counted skip or one line and an exit code, and no partial output that looks whole."""
 
+import ast
 import bz2
 import errno
 import gzip
@@ -20,6 +21,7 @@ import pytest
 from pyarrow import parquet
 from read_cases import answer, dump, page, warc
 
+import maxlm
 from maxlm import cli
 from maxlm.config import directory_lock
 from maxlm.corpus import command, engine
@@ -325,7 +327,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], dict[str, object], str]] = {
     "setting that is unknown": (nothing, {"dedupe": {}}, r"dedupe = .*no such setting.*deduplicate"),
     "setting of another type": (nothing, {"run": {"workers": "many"}}, r"run\.workers = many .*integer"),
     "setting out of range": (nothing, {"deduplicate": {"minhash": {"bands": 0}}}, r"minhash\.bands = 0 .*must be at least 1"),
-    "two executors": (nothing, {"slurm": {"partition": "x"}, "ray": {}}, r"slurm and ray are both set"),
+    "two executors": (nothing, {"slurm": {"partition": "x"}, "ray": {}}, r"maxlm: ray = .*slurm and ray are both set"),
+    "preferred source that is none": (nothing, {"deduplicate": {"prefer": ["x"]}}, r"maxlm: deduplicate\.prefer = \[x\]: x is no source"),
+    "language with a region": (nothing, {"filters": {"language": {"keep": ["zh-TW"]}}}, r"language = .*zh-TW.*not told apart; give zh"),
+    "most below the least": (nothing, {"filters": {"length": {"min_words": 9, "max_words": 5}}}, r"filters\.length = .*less than.*; raise"),
+    "model of no backend": (nothing, {"filters": {"language": {"model": "x"}}}, r"filters\.language = .*; give it with backend: fasttext"),
+    "n-gram of one word": (nothing, {"filters": {"gopher_repetition": {"max_top_ngram": {"1": 0.5}}}}, r"repetition = .*; give no other"),
+    "perplexity without a model": (nothing, {"filters": {"perplexity": {"max_bits_per_byte": 2}}}, r"perplexity = .*; set one of them"),
+    "list for names": (nothing, {"filters": {"gopher_quality": {"stop_words": []}}}, r"stop_words = \[\] .*: must be names .*; write"),
     "output with other files": (
         lambda folder: (folder / "raw" / "x").write_bytes(b"x") and None,
         {"output": "raw"},
@@ -356,7 +365,19 @@ def test_what_cannot_be_honoured_is_one_line_and_writes_nothing(tmp_path, monkey
     code, errors = run(monkeypatch, capsys)
     assert code == 2, errors
     assert_one_line(errors, words)
+    assert not re.search(r"Value error|a number of at least 0|maxlm: =|remove \.|; \.", errors), errors
     assert contents(tmp_path) == before
+
+
+def test_validators_say_rule_and_fix():
+    """The sentences of all validators that raise ValueError, of which errors are made, have the form "rule; fix"."""
+    said = []
+    for path in sorted(Path(maxlm.__file__).parent.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and any("_validator" in ast.unparse(one) for one in function.decorator_list):
+                raised = [one for one in ast.walk(function) if isinstance(one, ast.Raise) and "ValueError(" in ast.unparse(one)]
+                said += [(path.name, function.name, ast.unparse(one)) for one in raised]
+    assert len(said) > 3 and [one for one in said if "; " not in one[2]] == []
 
 
 def test_two_runs_in_one_output_exclude_each_other(tmp_path, monkeypatch, capsys):

@@ -116,7 +116,7 @@ def test_what_may_pass_in_a_task_of_slurm_keeps_its_exit_code(tmp_path, cluster)
 
 
 def test_two_clusters_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"slurm and ray are both set"):
+    with pytest.raises(UserError, match=r"ray = .*slurm and ray are both set"):
         settings(tmp_path, "a", slurm={"partition": "cpu"}, ray={})
 
 

@@ -18,6 +18,7 @@ from maxlm.documents.records import Record
 PACKAGES = ("debian-reference-en", "debian-reference-de", "debian-reference-fr", "debian-reference-ja", "debian-reference-zh-cn")
 SENTENCES = ("debian-faq", "debian-faq-ja", "debian-faq-zh-cn")  # of which items are made: none of them is in a document
 SIZE = 3000  # characters of a document
+SPELLED = "word problem, numbers spelled out"  # 11 words for numbers: some of other problems are the item's own
 EACH = 60  # items of a kind, and as many of its templates with other numbers and names
 NAMES = str.split(
     "Ada Bruno Carla Dmitri Elena Farid Greta Hiro Ingrid Jamal Katya Luis Mina Nadia Omar Priya Quentin Rosa Sven Tomas Ursula Viktor "
@@ -71,7 +72,7 @@ def measure(folder: Path, seed: int) -> Iterator[Row]:
     )
     for kind in items:
         ids, other = [one.id for name, _, one in planted if name == kind], [one.id for name, one in others if name == kind]
-        yield Row(kind, len(ids), len(removed & set(ids)), len(removed & set(other)), len(other), 0.95)
+        yield Row(kind, len(ids), len(removed & set(ids)), len(removed & set(other)), len(other), 0.9 if kind == SPELLED else 0.95)
     for layout in LAYOUTS:
         ids = [one.id for _, name, one in planted if name == layout]
         yield Row(f"layout: {layout}", len(ids), len(removed & set(ids)), 0)
@@ -168,7 +169,7 @@ _MAKERS: dict[str, Callable[[random.Random, int], Item]] = {
     "ten options of two words": _ten_options,
     "who wrote X": _who_wrote,
     "word problem": _problem,
-    "word problem, numbers spelled out": _spelled,
+    SPELLED: _spelled,
     "equation": _equation,
     "code": _code,
 }

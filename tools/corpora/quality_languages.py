@@ -32,7 +32,7 @@ GROUPS = {  # rows: locales, and the tag of `keep` under which they should stay
     "Portuguese, both": (["pt", "pt-br"], "pt"),
 }
 SIZES = (60, 200, 600)
-EACH = 10  # texts of a locale and size
+EACH = 20  # texts of a locale and size
 
 
 def measure(folder: Path, seed: int) -> Iterator[Row]:

@@ -64,11 +64,11 @@ def covered(tag: str) -> tuple[frozenset[str], str | None]:
     head, *parts = tag.replace("_", "-").split("-")
     script = parts[0].title() if parts else None
     if not head.isalpha() or not 2 <= len(head) <= 3:
-        raise ValueError(f"keep: {tag!r} is no language tag: give codes of ISO 639, such as en, zh or sr-Latn")
+        raise ValueError(f"keep: {tag!r} is no language tag; give codes of ISO 639, such as en, zh or sr-Latn")
     if len(parts) > 1 or (script is not None and script not in (*_SCRIPTS, *_CHINESE)):
         known = ", ".join(sorted((*_SCRIPTS, *_CHINESE)))
         raise ValueError(
-            f"keep: {tag!r}: variants and regions of a language are not told apart: give {head}, or {head}- and a script ({known})"
+            f"keep: {tag!r}: variants and regions of a language are not told apart; give {head}, or {head}- and a script ({known})"
         )
     language = primary_language(head)
     return frozenset((language, *_COVERED.get(language, "").split())), script

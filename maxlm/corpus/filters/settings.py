@@ -28,7 +28,7 @@ class LengthSettings(Section):
     def _ordered(self) -> "LengthSettings":
         for least, most in ((self.min_characters, self.max_characters), (self.min_words, self.max_words)):
             if most is not None and most < least:
-                raise ValueError(f"the most, {most}, is less than the least, {least}")
+                raise ValueError(f"the most, {most}, is less than the least, {least}; raise it, or lower the least")
         return self
 
 
@@ -50,7 +50,7 @@ class LanguageSettings(Section):
         for tag in self.keep:
             covered(tag)
         if (self.backend == "fasttext") != (self.model is not None):
-            raise ValueError("`model` is the path of a fastText model: give it with backend: fasttext, and only there")
+            raise ValueError("`model` is the path of a fastText model; give it with backend: fasttext, and only there")
         return self
 
 
@@ -100,7 +100,7 @@ class GopherRepetitionSettings(Section):
     @model_validator(mode="after")
     def _lengths(self) -> "GopherRepetitionSettings":
         if not set(self.max_top_ngram) <= {2, 3, 4} or not set(self.max_duplicate_ngram) <= {5, 6, 7, 8, 9, 10}:
-            raise ValueError("n-grams have 2 to 4 words in max_top_ngram and 5 to 10 in max_duplicate_ngram")
+            raise ValueError("n-grams have 2 to 4 words in max_top_ngram and 5 to 10 in max_duplicate_ngram; give no other length")
         return self
 
 
@@ -202,7 +202,7 @@ class PerplexitySettings(Section):
     @model_validator(mode="after")
     def _one_model(self) -> Self:
         if (self.checkpoint is None) == (self.kenlm is None):
-            raise ValueError("set either checkpoint or kenlm, the model that scores")
+            raise ValueError("checkpoint or kenlm names the model that scores; set one of them")
         return self
 
 
