@@ -2,7 +2,9 @@
 
 import errno
 import gc
+import itertools
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -75,8 +77,10 @@ def test_the_arrays_alone_are_guarded_when_only_parameters_are_read(saved, copy)
     assert bits(restored.state["params"]) == bits(saved[1][2]["params"])
 
 
-@pytest.mark.parametrize("part", ["arrays", "index", "metadata", "manifest"])
-@pytest.mark.parametrize("how", ["truncated", "empty", "garbage", "missing"])
+WAYS = list(itertools.product(("arrays", "index", "metadata", "manifest"), ("truncated", "empty", "garbage", "missing", "pipe")))
+
+
+@pytest.mark.parametrize(("part", "how"), [*WAYS, ("times", "pipe")])  # the state needs no times, but reads the file
 def test_damaged_files_are_walked_back_from(saved, copy, part, how, caplog):
     newest = copy / "3"
     path = {
@@ -84,11 +88,14 @@ def test_damaged_files_are_walked_back_from(saved, copy, part, how, caplog):
         "index": newest / "state" / "manifest.ocdbt",
         "metadata": newest / "state" / "_METADATA",
         "manifest": newest / "manifest" / "manifest.json",
+        "times": newest / "_CHECKPOINT_METADATA",
     }[part]
     content = path.read_bytes()
-    if how == "missing":
+    if how in ("missing", "pipe"):
         path.unlink()
-    else:
+    if how == "pipe":  # reading it would wait for a writer
+        os.mkfifo(path)
+    elif how != "missing":
         path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "garbage": bytes(reversed(content))}[how])
     restored = open_store(copy).restore(saved[1][3])
     assert restored.step == 2

@@ -273,6 +273,21 @@ def test_an_edited_progress_is_refused_or_dropped_and_never_continued(source, tm
     assert "preparing.npz" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["store.json", "sources.json", "preparing.npz", "tokenizer.json"])
+def test_a_pipe_in_the_store_is_refused_and_not_waited_for(source, tmp_path, name):
+    make(prepare_config(tmp_path / "store", source))
+    for gone in {name, "store.json"}:
+        (tmp_path / "store" / gone).unlink(missing_ok=True)
+    if name == "tokenizer.json":
+        writer.save_progress(str(tmp_path / "store"), manifest.fingerprint({}))
+    os.mkfifo(tmp_path / "store" / name)
+    if name == "tokenizer.json":  # of other settings: it is deleted
+        assert make(prepare_config(tmp_path / "store", source)).splits["train"].documents
+        return
+    with pytest.raises(UserError, match=f"{name}.*it is a named pipe, and not a regular file"):
+        make(prepare_config(tmp_path / "store", source))
+
+
 def test_a_bad_document_leaves_no_store_and_a_mended_one_is_prepared(source, tmp_path):
     good = source.read_text()
     source.write_text(good + '\n{"text": 5}')

@@ -14,6 +14,8 @@ import typer
 from safetensors.numpy import save_file
 
 from maxlm import cli
+from maxlm.telemetry import atomic
+from tools.attack_files import make_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "interop" / "golden" / "llama2.npz"
 SECONDS = 200  # a door that waits for a pipe never ends
@@ -97,6 +99,12 @@ INSIDE: dict[str, list[str]] = {  # paths that a setting names, and files of a f
     "import settings": ["import", "model:tokenizer_config.json", "--out", "new"],
     "import generation": ["import", "model:generation_config.json", "--out", "new"],
     "run config": ["train", "folder:config.yml"],
+    "store manifest": ["data", "inspect", "store:store.json"],
+    "store tokenizer": ["data", "inspect", "store:tokenizer.json"],
+    "store template": ["data", "inspect", "store:chat_template.jinja"],
+    "store array": ["data", "inspect", "store:train/tokens/zarr.json"],
+    "store shards": ["data", "inspect", "store:train/tokens.shards"],
+    "store digests": ["data", "inspect", "store:train/tokens/digests/0"],
 }
 # Parameters that name no file which is read: outputs, settings, numbers and names.
 WRITTEN = {"out", "hlo_out"}
@@ -141,12 +149,14 @@ def model(tmp_path_factory) -> Path:
         save_file({key[5:]: recorded[key] for key in recorded.files if key.startswith("grad ")}, folder / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_text("{}")
+    make_store(folder.parent / "store", 0)
     return folder
 
 
 @pytest.fixture
 def workspace(model, tmp_path, monkeypatch) -> Path:
     shutil.copytree(model, tmp_path / "model")
+    shutil.copytree(model.parent / "store", tmp_path / "store")
     (tmp_path / "folder").mkdir()
     (tmp_path / "task.yml").write_text("{name: t, kind: perplexity, text: no.txt}")
     (tmp_path / "extends.yml").write_text("extends: [at]\n")
@@ -165,7 +175,7 @@ def test_what_is_no_file_is_refused_in_one_line(workspace, capsys, monkeypatch, 
     if kind == "huge" and door in STREAMED:
         pytest.skip("texts may be of any size, and are never read whole")
     line = (DOORS | INSIDE)[door]
-    named = next((word for word in line if word.startswith(("model:", "folder:"))), None)
+    named = next((word for word in line if word.startswith(("model:", "folder:", "store:"))), None)
     place = workspace / (named.replace(":", "/") if named else "at.yml")
     if place.exists():
         place.unlink()
@@ -184,3 +194,13 @@ def test_what_is_no_file_is_refused_in_one_line(workspace, capsys, monkeypatch, 
     last = err.rstrip("\n").rpartition("\n")[2]
     assert ended.value.code == 2, f"{out}{err}"
     assert last.startswith("maxlm: ") and last.isprintable() and "Traceback" not in out + err, err
+
+
+@pytest.mark.parametrize("kind", list(KINDS)[:4])
+def test_what_is_no_file_is_not_replaced(tmp_path, kind):
+    """`report --out /dev/null`, as root, would leave a regular file in its place."""
+    KINDS[kind](tmp_path / "at")
+    before = (tmp_path / "at").lstat()
+    with pytest.raises(IsADirectoryError, match=f"it is {kind}, and not a regular file"):
+        atomic.write_text(tmp_path / "at", "report")
+    assert (tmp_path / "at").lstat() == before and len(list(tmp_path.iterdir())) == 1
