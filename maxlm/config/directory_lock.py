@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import BITS, UserError, printable, shorten
 from maxlm.hardware.host import process_namespace, process_started
 
 NAME = ".lock"
@@ -32,20 +32,17 @@ class Lock:
     def __init__(self, folder: Path, field: str, taken: type[UserError] = UserError) -> None:
         """`taken`: kind of the error once another process has taken the folder."""
         self.folder, self._field, self._taken = Path(os.path.realpath(folder)), field, taken
-        self._path = self.folder / NAME
+        self._given = Path(folder).absolute()  # what is written goes by this name, also once it leads elsewhere
+        self._path = self._given / NAME
         self._token = secrets.token_hex(16)
         self._file: IO[str] | None = None  # None without locks
         self._process = os.getpid()
         self._checked = 0.0
         self._watched = self._released = False
         self._lost: UserError | None = None  # found by the thread of `watch`
-        self._mutex = threading.Lock()  # of making the file again and of removing it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_mutex"} | {"_file": None, "_watched": False}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _mutex=threading.Lock())  # of a worker process, which asks by the token
+        return {**vars(self), "_file": None, "_watched": False}  # a worker process asks by the token
 
     def acquire(self, seconds: float, say: Callable[[str], None], fix: str) -> None:
         """Wait until no other process holds the folder, for so many seconds at most. Raises UserError, OSError."""
@@ -101,11 +98,15 @@ class Lock:
         holder = {}
         with contextlib.suppress(OSError), self._path.open(encoding="utf-8") as file:
             holder = _read(file)
-        if holder.get("token", self._token) != self._token:
+        if holder.get("token", self._token) != self._token and not self._mended(holder):
             raise self._taken(
                 f"{self._field} = {self.folder}: {_named(holder)} has taken over: this process ends, and writes nothing more there; "
                 "let one process at a time use it."
             )
+
+    def holds(self, path: Path) -> bool:
+        """True if `path` lies in the folder, by its name or in fact."""
+        return Path(path).absolute().is_relative_to(self._given) or Path(os.path.realpath(path)).is_relative_to(self.folder)
 
     def watch(self) -> None:
         """Check in a thread from now on: where storage hangs, a loop that checks every second must not wait for it."""
@@ -128,7 +129,7 @@ class Lock:
 
     def release(self) -> None:
         """Give up the folder."""
-        with self._mutex, contextlib.suppress(OSError):
+        with _changing, contextlib.suppress(OSError):
             self._released = True
             with self._path.open(encoding="utf-8") as file:
                 ours = _read(file).get("token", self._token if self._file is not None else "") == self._token
@@ -141,8 +142,8 @@ class Lock:
         """Make the file again, unless another process is first or the folder is gone."""
         if os.getpid() != self._process:
             return
-        with self._mutex, contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            if self._released:
+        with _changing, contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if self._released:  # since the thread of `watch` looked
                 return
             file = stack.enter_context(self._path.open("x+", encoding="utf-8"))
             try:
@@ -157,6 +158,15 @@ class Lock:
             if before is not None:
                 before.close()
 
+    def _mended(self, holder: dict[str, Any]) -> bool:
+        """True if the file names this process, which holds its lock, and only the token is damaged. Writes it again."""
+        ours = self._file is not None and os.getpid() == self._process and _is_current(self._file, self._path)
+        if not ours or holder | _own_name() != holder:
+            return False
+        assert self._file is not None, "it was asked first"
+        self._write(self._file)
+        return True
+
     def _replace(self) -> None:
         """Write the file as a whole: of two processes that start at once, one is told from the other. Raises OSError."""
         draft = self._path.with_name(f"{NAME}.{self._token}")
@@ -170,11 +180,10 @@ class Lock:
             file.flush()
 
     def _text(self) -> str:
-        pid, started = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = {"pid": pid, "host": socket.gethostname(), "started": started, "token": self._token}
-        return json.dumps(holder | {"began": process_started(pid), "namespace": process_namespace()})
+        return json.dumps({**_own_name(), "started": time.strftime("%Y-%m-%d %H:%M:%S"), "token": self._token})
 
 
+_changing = threading.Lock()  # held while a file is made again or removed
 _held: list[Lock] = []  # by this process, or by the one that it works for
 
 
@@ -229,7 +238,7 @@ def check(path: Path | None = None) -> None:
     for lock in tuple(_held):
         if path is None:
             lock.check(_CHECK_SECONDS)
-        elif Path(os.path.realpath(path)).is_relative_to(lock.folder):
+        elif lock.holds(path):
             lock.check()
 
 
@@ -242,17 +251,23 @@ def _read(file: IO[str]) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
+def _own_name() -> dict[str, Any]:
+    """What tells this process from all others."""
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "began": process_started(pid), "namespace": process_namespace()}
+
+
 def _named(holder: dict[str, Any]) -> str:
-    try:
-        return f"process {int(holder['pid'])} on {holder['host']}, started {holder['started']},"
-    except (ValueError, KeyError, TypeError):
+    pid, host, started = (holder.get(key) for key in ("pid", "host", "started"))
+    if not isinstance(pid, int) or not isinstance(host, str) or not isinstance(started, str) or pid.bit_length() > BITS:
         return "another process"
+    return f"process {pid} on {printable(shorten(host))}, started {printable(shorten(started))},"
 
 
 def _is_alive(holder: dict[str, Any]) -> bool:
     """True if the holder is seen to run on this machine; False where that is not known."""
     pid = holder.get("pid")
-    if not isinstance(pid, int) or not holder.get("began") or holder.get("namespace") != process_namespace():
+    if not isinstance(pid, int) or pid.bit_length() > BITS or not holder.get("began") or holder.get("namespace") != process_namespace():
         return False
     return process_started(pid) == holder["began"]
 

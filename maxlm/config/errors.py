@@ -47,6 +47,10 @@ class UserError(Exception):
         super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST - 304]} ... {text[-299:]}")
 
 
+class MissingError(UserError):
+    """Something that the input names is not there."""
+
+
 class UnavailableError(UserError):
     """Something outside this program failed in a way that may pass: starting again may help, another input would not."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.errors import MissingError, UnavailableError, UserError
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import retried
 from maxlm.data import manifest, marks, storage
@@ -136,7 +136,7 @@ def _finished(path: str) -> StoreInfo:
     if storage.read_bytes(path, manifest.PROGRESS) is not None:
         raise UserError(f"{path} is unfinished: its preparation was interrupted; run `maxlm data prepare` again to continue.")
     seen_from = "" if is_remote(path) or Path(path).is_absolute() else f", seen from {Path.cwd()}"
-    raise UserError(f"{path} is not a token store (no {manifest.MANIFEST} in it{seen_from}); make it with `maxlm data prepare`.")
+    raise MissingError(f"{path} is not a token store (no {manifest.MANIFEST} in it{seen_from}); make it with `maxlm data prepare`.")
 
 
 class _FlatArray:

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.paths import append_regular
+from maxlm.hardware.host import FROM_SUPERVISOR
 
 # A command that `nohup` starts keeps ignoring SIGHUP.
 SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ())
@@ -33,9 +34,9 @@ GRACE_VARIABLE = "MAXLM_GRACE_SECONDS"
 # Seconds from SIGTERM to the end. A preempted machine of Google Cloud is gone after 30 (cloud.google.com/compute/docs/instances/spot);
 # Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait) also grant 30 by default.
 GRACE_SECONDS = 25.0
+*_, PARENT_VARIABLE = FROM_SUPERVISOR
 PROMPT_SECONDS = 2.0  # for a command that has nothing to save
 LEFT_SECONDS = 5.0  # for threads that are left when a command is done
-PARENT_VARIABLE = "MAXLM_PARENT"  # descriptor of a pipe that is closed when the launcher exits
 STACKS_SIGNAL = signal.SIGUSR1
 ABORT_SECONDS = 6  # the number of SIGABRT
 _ABORT_SIGNAL = signal.SIGVTALRM  # from the monitor, once aborts are delayed: abort

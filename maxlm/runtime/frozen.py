@@ -11,23 +11,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import MissingError, UnavailableError, UserError, as_user_error
 from maxlm.config.loader import LoadedConfig, load, validate
 from maxlm.config.paths import read_file
 from maxlm.runtime.progress_file import FROZEN_VARIABLE
 from maxlm.telemetry.atomic import write_text
 
-_CONFIG, _FACTS = "config", "facts"
+_ASKED, _CONFIG, _FACTS = "asked", "config", "facts"
 
 
 def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
     """The config of the first attempt, with a note if the config `name` reads otherwise by now; without one, or without a supervisor, the
-    config `name`, which is kept for the next attempts. Raises UserError as `load` does.
+    config `name`, which is kept for the next attempts. Another config than theirs was asked for by a command of another run, to which
+    nothing here applies from now on. Raises UserError as `load` does.
     """
-    kept = _read().get(_CONFIG)
+    asked, before = [name, *overrides], _read()
+    if before.get(_ASKED, asked) != asked:
+        os.environ.pop(FROZEN_VARIABLE)
+        before = {}
+    kept = before.get(_CONFIG)
     if kept is None:
         loaded = load(name, overrides)
-        _write({_CONFIG: loaded.config.model_dump(mode="json")})
+        _write({_ASKED: asked, _CONFIG: loaded.config.model_dump(mode="json")})
         return loaded
     config = validate(kept, {})
     try:
@@ -43,6 +48,17 @@ def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
 def is_restart() -> bool:
     """True if an attempt before this one has opened its data, under the same supervisor."""
     return bool(_read().get(_FACTS))
+
+
+def may_pass(problem: UserError) -> UserError:
+    """`problem` with storage that an earlier attempt had: UnavailableError, as a mount may be away for a while; else as it is."""
+    return UnavailableError(str(problem)) if is_restart() else problem
+
+
+def explained(error: UserError | OSError) -> UserError:
+    """`as_user_error`, or `may_pass` of what is absent or cannot be read."""
+    absent = isinstance(error, OSError | MissingError) or isinstance(error.__context__, OSError)
+    return may_pass(as_user_error(error)) if absent else as_user_error(error)
 
 
 def check_unchanged(facts: Mapping[str, str]) -> None:

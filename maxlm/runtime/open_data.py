@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ConfigError, as_user_error
+from maxlm.config.errors import ConfigError
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
@@ -71,7 +71,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
         _warn(config, phases)
         frozen.check_unchanged({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()})
     except (UserError, OSError) as error:
-        problem = as_user_error(error)
+        problem = frozen.explained(error)
     require_equal({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()} if opened else {}, problem)
     assert opened is not None, "a failure was raised above"
     return opened

@@ -18,7 +18,7 @@ import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ConfigError, as_user_error
+from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump, flatten
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.objectives import kind_of
@@ -159,9 +159,9 @@ def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
     try:
         if directory.primary and not checkpoints.steps():
             text = lost_checkpoints(directory, str(checkpoints.directory), checkpoints.strays())
-            problem = UserError(text) if text else None
+            problem = frozen.may_pass(UserError(text)) if text else None
     except (UserError, OSError) as error:
-        problem = as_user_error(error)
+        problem = frozen.explained(error)
     require_equal({}, problem)
 
 
@@ -266,7 +266,7 @@ def _open_tasks_on_all_hosts(
         opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
         frozen.check_unchanged({f"task {name}": asked for name, asked in opened.asked.items()})
     except (UserError, OSError) as error:
-        problem = as_user_error(error)
+        problem = frozen.explained(error)
     require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)
     assert opened is not None, "a failure was raised above"
     return opened

@@ -16,12 +16,9 @@ from typing import Any
 
 from maxlm.config.errors import UserError
 from maxlm.config.paths import read_file
+from maxlm.hardware.host import FROM_SUPERVISOR
 
-VARIABLE = "MAXLM_PROGRESS_FILE"  # the file's path; set by the supervisor
-ABSENT_VARIABLE = "MAXLM_ABSENT"  # `absent` of the attempt before; set by the supervisor, but for the first attempt
-FROZEN_VARIABLE = "MAXLM_FROZEN_FILE"  # path of what holds for all attempts, see frozen.py; likewise
-GAVE_UP_VARIABLE = "MAXLM_GAVE_UP"  # why the supervisor gives up: this attempt only tells that to the other processes
-LAST_CODE_VARIABLE = "MAXLM_LAST_CODE"  # exit code of the attempt before (negative: by that signal); likewise
+VARIABLE, ABSENT_VARIABLE, FROZEN_VARIABLE, GAVE_UP_VARIABLE, LAST_CODE_VARIABLE, _ = FROM_SUPERVISOR
 
 
 @dataclass(frozen=True)

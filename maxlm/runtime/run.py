@@ -394,19 +394,22 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
 
     Raises UserError in all processes alike: another run holds one, or one is not writable.
     """
-    folders = {(Path(config.run.dir) / config.run.name).resolve(): "run.dir"}
-    if config.checkpoint.dir is not None and not is_remote(config.checkpoint.dir):
-        folders.setdefault(Path(config.checkpoint.dir).resolve(), "checkpoint.dir")  # under two names it would wait for itself
+    directory = RunDirectory(Path(config.run.dir) / config.run.name, primary=jax.process_index() == 0)
+    folders = {directory.path.resolve(): (directory.path, "run.dir")}
+    checkpoints = config.checkpoint.dir or str(directory.checkpoints)  # which may be those of another run, by a setting or by a link
+    if not is_remote(checkpoints):  # under two names it would wait for itself
+        field = "checkpoint.dir" if config.checkpoint.dir else "run.dir"
+        folders.setdefault(Path(checkpoints).resolve(), (Path(checkpoints), field))
     with contextlib.ExitStack() as locks:
         problem = None
         try:
             seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
-            for folder, field in folders.items() if jax.process_index() == 0 else ():
+            for folder, field in folders.values() if directory.primary else ():
                 locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
         except UserError as error:
             problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
         except OSError as error:
-            problem = unwritable(error, field, config.run.dir if field == "run.dir" else str(folder))
+            problem = frozen.may_pass(unwritable(error, field, config.run.dir if field == "run.dir" else str(folder)))
         require_equal({}, problem)
         yield
 

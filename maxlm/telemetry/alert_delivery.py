@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from maxlm.config.errors import ConfigError
 from maxlm.config.paths import read_file
 from maxlm.config.reliability import AlertsConfig
+from maxlm.hardware.host import environment_of_commands
 from maxlm.telemetry.strict_json import dumps, is_number
 
 HOUR_S = 3600.0
@@ -153,7 +154,6 @@ class Delivery:
 
 def run_command(command: Sequence[str], text: bytes) -> None:
     """Run `command` in a session of its own, with `text` on its standard input. Raises DeliveryError."""
-    environment = {name: value for name, value in os.environ.items() if name != "MAXLM_PROGRESS_FILE"}
     try:
         process = subprocess.Popen(
             command,
@@ -161,7 +161,7 @@ def run_command(command: Sequence[str], text: bytes) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=environment,
+            env=environment_of_commands(),
         )
     except (OSError, ValueError) as error:
         raise DeliveryError(f"cannot be started ({_reason(error)})") from None

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 
 from maxlm.config.reliability import ProfileConfig
+from maxlm.hardware.host import environment_of_commands
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.profile import TRACE
 from maxlm.telemetry.profile.record import abandon_trace, start_trace, stop_trace
@@ -110,7 +110,7 @@ class RunProfiler:
         facts = {"title": f"{self._title}, step {first:,}", "steps": step - first, "step": first, "hardware": jax.devices()[0].device_kind}
         facts["prediction_note"] = "A running job makes no prediction: `maxlm profile` does."
         command = [sys.executable, "-m", "maxlm.telemetry.profile", str(folder), json.dumps(facts)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment = {**environment_of_commands(), "JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
         self._making.append((first, process))
 

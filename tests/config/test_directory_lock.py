@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import pickle
 import signal
@@ -10,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 from tiny import tiny_config
 
+from maxlm.checkpoint import Checkpoints
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.data import prepare, storage
@@ -111,6 +114,45 @@ def test_a_run_whose_checkpoints_go_into_its_own_folder_by_another_name_does_not
     config = tiny_config(run={"dir": str(tmp_path / "link"), "name": "a"}, checkpoint={"dir": str(tmp_path / "runs" / "a")})
     with run._locked(config, print):
         assert (tmp_path / "runs" / "a" / directory_lock.NAME).exists()
+
+
+@pytest.mark.parametrize("how", ["a setting", "a link of the second", "a link of the first"])
+def test_two_runs_never_save_in_one_folder(tmp_path, monkeypatch, how):
+    """Whichever begins first, and by whatever name it has the folder."""
+    monkeypatch.setattr(run, "LOCK_MARGIN_SECONDS", -1e9)
+    runs = tmp_path / "runs"
+    shared = runs / "a" / "checkpoints"
+    first, second = (tiny_config(run={"dir": str(runs), "name": name}) for name in "ab")
+    if how == "a setting":
+        second = tiny_config(run={"dir": str(runs), "name": "b"}, checkpoint={"dir": str(shared)})
+    else:
+        linked, of = ("b", "a") if how == "a link of the second" else ("a", "b")
+        (runs / linked).mkdir(parents=True)
+        (runs / linked / "checkpoints").symlink_to(runs / of / "checkpoints")
+    for one, other in ((first, second), (second, first)):
+        with run._locked(one, print), pytest.raises(UserError, match=f"checkpoints: process {os.getpid()} on .* uses it; "):
+            run._locked(other, print).__enter__()
+        assert not list(tmp_path.rglob(directory_lock.NAME))
+    alone = tiny_config(run={"dir": str(runs), "name": "c"})
+    with run._locked(first, print), run._locked(alone, print):
+        assert not Checkpoints(shared, first.checkpoint, {}).steps() + Checkpoints(shared, first.checkpoint, {}).strays()
+
+
+def test_a_folder_that_was_moved_and_linked_in_is_still_watched(tmp_path, monkeypatch):
+    """The process writes by the name it was given, and another one may take the folder to which that leads by now."""
+    folder = tmp_path / "runs" / "a"
+    with directory_lock.locked(folder, "run.dir", 0, print, "end that first"):
+        folder.rename(tmp_path / "old")
+        (tmp_path / "large").mkdir()
+        folder.symlink_to(tmp_path / "large")
+        directory_lock.check(folder / "file")
+        with pytest.raises(UserError, match="uses it"):
+            take(folder)
+        (tmp_path / "large" / directory_lock.NAME).write_text('{"token": "of another process"}')
+        monkeypatch.chdir(tmp_path)
+        for path in (folder / "checkpoints", Path("runs/a/file")):
+            with pytest.raises(UserError, match="has taken over"):
+                directory_lock.check(path)
 
 
 def without_locks(monkeypatch, number=errno.ENOSYS):
@@ -223,6 +265,42 @@ def test_a_worker_process_asks_for_the_lock_of_its_parent(tmp_path, monkeypatch,
             atomic.write_text(folder / "file", "text")
             with second_writer(folder, monkeypatch, how), pytest.raises(UserError, match="has taken over"):
                 theirs.check()
+
+
+def test_a_damaged_token_of_this_process_is_written_again(tmp_path):
+    """A flipped bit is no other process; with another name beside it, it is."""
+    with directory_lock.locked(tmp_path, "run.dir", 0, print, "end that first") as lock:
+        file = tmp_path / directory_lock.NAME
+        for place in range(len(lock._token)):
+            text = bytearray(file.read_bytes())
+            text[text.index(lock._token.encode()) + place] ^= 1
+            file.write_bytes(text)
+            lock.check()
+            assert json.loads(file.read_text())["token"] == lock._token
+        file.write_text(json.dumps({**json.loads(file.read_text()), "token": "another", "namespace": "another machine"}))
+        with pytest.raises(UserError, match="has taken over"):
+            lock.check()
+
+
+ODD = ["1e999", "-1e999", "NaN", "null", "true", "[]", "{}", '"\\u001b[2J"', "-1", "1" * 4000, "1.5", "[[1e999]]"]
+
+
+@pytest.mark.parametrize("field", ["pid", "host", "started", "token", "began", "namespace"])
+def test_an_odd_value_names_another_process(tmp_path, monkeypatch, field):
+    monkeypatch.setattr(directory_lock, "_POLL_SECONDS", 0.001)
+    file, said = tmp_path / directory_lock.NAME, []
+    good = {"pid": "1", "host": '"h"', "started": '"s"', "token": '"t"', "began": '"1"', "namespace": '"1"'}
+    for value in ODD:
+        file.write_text("{" + ", ".join(f'"{key}": {text}' for key, text in {**good, field: value}.items()) + "}")
+        with file.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(UserError, match=r"process .*uses it; end that first"):
+                take(tmp_path, 0.001, said.append)
+        with monkeypatch.context() as elsewhere:
+            without_locks(elsewhere)
+            take(tmp_path, 0, said.append)
+    assert len(said) >= len(ODD)
+    assert all(line.isprintable() for line in said)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"token": 3}', "\0" * 9, "[" * 100_000])

@@ -1,17 +1,25 @@
 """One config for all attempts under a supervisor: an edit for the next experiment neither changes nor ends a running job."""
 
+import io
+import json
 import os
 import signal
 import sys
 
 import pytest
 from small_run import child, events, finish, make_workspace, metrics, start, wait_for_step
+from tiny import tiny_config
 
+from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError, load
+from maxlm.config.console import Console
+from maxlm.config.errors import ExitCode
 from maxlm.config.loader import LoadedConfig, shipped, validate
-from maxlm.runtime import frozen
+from maxlm.runtime import frozen, open_data, open_run
 from maxlm.runtime.launch import Supervisor
 from maxlm.runtime.progress_file import FROZEN_VARIABLE
+from maxlm.telemetry.phases import Phases
+from maxlm.telemetry.run_dir import RunDirectory
 
 ATTEMPT = """
 import os, sys, time
@@ -80,9 +88,21 @@ def test_every_config_is_kept_exactly(tmp_path, monkeypatch):
         config = load(name).config
         assert validate(config.model_dump(mode="json"), {}) == config
     first = frozen.load_frozen("runs/quickstart", ["train.steps=20"])
-    again = frozen.load_frozen("runs/quickstart", ["train.steps=30"])
-    assert again.config == first.config != load("runs/quickstart", ["train.steps=30"]).config
-    assert "was edited since `maxlm launch` was started" in again.notes[0]
+    assert frozen.load_frozen("runs/quickstart", ["train.steps=20"]) == LoadedConfig(first.config, {}, ())
+
+
+@pytest.mark.parametrize("other", [("runs/quickstart", ["train.steps=30"]), ("run.yml", ["train.steps=20"])])
+def test_what_is_kept_answers_for_no_other_run(configs, monkeypatch, other):
+    """A command of a run may start another one in its environment."""
+    monkeypatch.setenv(FROZEN_VARIABLE, str(configs / "frozen.json"))
+    first = frozen.load_frozen("runs/quickstart", ["train.steps=20"])
+    frozen.check_unchanged({"train data": "1"})
+    assert frozen.load_frozen(*other).config == load(*other).config != first.config
+    frozen.check_unchanged({"train data": "of the other"})
+    assert not frozen.is_restart()
+    monkeypatch.setenv(FROZEN_VARIABLE, str(configs / "frozen.json"))
+    assert frozen.load_frozen("runs/quickstart", ["train.steps=20"]).config == first.config
+    assert frozen.is_restart()
 
 
 def test_files_that_the_config_names_are_compared(tmp_path, monkeypatch):
@@ -96,6 +116,44 @@ def test_files_that_the_config_names_are_compared(tmp_path, monkeypatch):
     frozen.check_unchanged({"task hellaswag": "a", "train data": "1"})
     with pytest.raises(UserError, match=r"task hellaswag is not what it was .*\(a, and now b\): bring it back, or stop and start"):
         frozen.check_unchanged({"train data": "1", "task hellaswag": "b"})
+
+
+def lost(folder):
+    """Errors of what a start opens, with the store, the checkpoints and a file of a task away."""
+    run = RunDirectory(folder / "run", primary=True)
+    run.events.parent.mkdir(exist_ok=True)
+    run.events.write_text(json.dumps({"kind": "save", "step": 3, "time": 1.0}) + "\n")
+    config = tiny_config(data={"store": str(folder / "store"), "seq_len": 8})
+
+    def task(*_):
+        try:
+            (folder / "task.yml").read_text()
+        except OSError as error:
+            raise UserError(f"{error}") from None
+
+    phases = Phases(Console(file=io.StringIO()))
+    opened = {
+        "store": lambda: open_data.open_data_on_all_hosts(config, phases),
+        "checkpoints": lambda: open_run._refuse_if_lost(Checkpoints(run.checkpoints, config.checkpoint, {}), run),
+        "task": lambda: open_run._open_tasks_on_all_hosts(task, config, type("Program", (), {"mesh": None}), run),
+    }
+    found = {}
+    for name, what in opened.items():
+        with pytest.raises(UserError) as caught:
+            what()
+        found[name] = caught.value.exit_code
+    return found
+
+
+def test_storage_that_is_away_at_a_restart_may_come_back(tmp_path, monkeypatch):
+    """At the first start it is wrong input, and so is what differs."""
+    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    assert set(lost(tmp_path).values()) == {ExitCode.WRONG_INPUT}
+    frozen.check_unchanged({"train data": "1"})
+    assert set(lost(tmp_path).values()) == {ExitCode.UNAVAILABLE}
+    with pytest.raises(UserError) as caught:
+        frozen.check_unchanged({"train data": "2"})
+    assert frozen.explained(caught.value).exit_code == ExitCode.WRONG_INPUT
 
 
 @pytest.mark.soak

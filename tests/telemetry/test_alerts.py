@@ -1,6 +1,8 @@
 """Alerts reach a command or a webhook, at most so many an hour, and neither their text nor their failure can harm the run."""
 
+import errno
 import json
+import os
 import socket
 import sys
 import threading
@@ -11,6 +13,7 @@ import pytest
 
 from maxlm.config import ConfigError, load
 from maxlm.config.reliability import AlertsConfig
+from maxlm.runtime import launch
 from maxlm.telemetry import alert_delivery
 from maxlm.telemetry.alert_delivery import Delivery, DeliveryError, Limit, check_alerts, post, run_command
 from maxlm.telemetry.alerts import AlertObserver, cause_of
@@ -150,6 +153,30 @@ def test_a_command_that_hangs_is_killed_with_its_children(monkeypatch, tmp_path)
         run_command((sys.executable, "-c", script), b"{}")
     time.sleep(2.2)
     assert not (tmp_path / "late").exists()
+
+
+def test_a_command_is_told_nothing_that_the_supervisor_told_the_run(monkeypatch, tmp_path):
+    """It may start a run of its own, which would take the config and the progress file of this one."""
+    told = {}
+
+    def started(*_, env, **__):
+        told.update(env)
+        raise OSError(errno.ENOENT, "none")
+
+    supervisor = launch.Supervisor(["train"], restarts=0, backoff=0, say=print)
+    supervisor._absent, supervisor._gave_up, supervisor._last_code = (1,), "reason", 7
+    with monkeypatch.context() as catching:
+        catching.setattr(launch.subprocess, "Popen", started)
+        supervisor.run()
+    told = {name: value for name, value in told.items() if os.environ.get(name) != value}
+    assert len(told) == 6
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    script = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'seen')!r}, 'w'))"
+    run_command((sys.executable, "-c", script), b"{}")
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert not told.keys() & seen.keys()
+    assert seen["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize(
