@@ -1,6 +1,6 @@
-"""Run the slow tests (marked `soak`): all of them, or the part of a day, so that each is run once in two weeks, and random cases every day.
+"""Run the slow tests (marked `soak`): all of them, the part of a day, so that each is run once in two weeks, or the random cases of a day.
 
-Usage: python tools/soaks.py [--part N | --today] [--limit MINUTES] [--list]
+Usage: python tools/soaks.py [--part N | --today | --fuzz] [--limit MINUTES] [--list]
 A test that fails is run once more by itself; if it fails again, so does the command.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = ROOT / "tests" / "soak_seconds.json"  # a test function -> seconds of one of its cases
 PARTS = 14
-DAILY = "tests/fuzz/"  # tests of every part: they draw other cases each day
+DRAWN = "tests/fuzz/"  # tests that draw other cases each day: in no part, as a change must not fail for a fault that another has made
 WORKERS = 2
 UNMEASURED_S = 120.0  # assumed for a test that the table does not have
 PYTEST = (sys.executable, "-m", "pytest", "-m", "soak", "-o", "timeout=0", "-o", "faulthandler_timeout=0")
@@ -40,8 +40,8 @@ def collect(folder: Path, arguments: tuple[str, ...] = ()) -> list[str]:
 
 
 def split(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Every test in one of fourteen parts of about the same length: the longest first, each to the part that is shortest so far. Tests that
-    draw their cases are in all parts.
+    """Every test but those that draw their cases in one of fourteen parts of about the same length: the longest first, each to the part
+    that is shortest so far.
     """
     parts: list[list[str]] = [[] for _ in range(PARTS)]
     lengths = [0.0] * PARTS
@@ -49,12 +49,12 @@ def split(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
     def length(test: str) -> float:
         return seconds.get(test.partition("[")[0], UNMEASURED_S)
 
-    daily = [test for test in tests if test.startswith(DAILY)]
-    for test in sorted(set(tests) - set(daily), key=lambda test: (-length(test), hashlib.sha256(test.encode()).hexdigest())):
+    fixed = [test for test in tests if not test.startswith(DRAWN)]
+    for test in sorted(fixed, key=lambda test: (-length(test), hashlib.sha256(test.encode()).hexdigest())):
         shortest = lengths.index(min(lengths))
         parts[shortest].append(test)
         lengths[shortest] += length(test)
-    return [sorted(part + daily) for part in parts]
+    return [sorted(part) for part in parts]
 
 
 def part_of(day: datetime.date) -> int:
@@ -121,6 +121,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--part", type=int, choices=range(1, PARTS + 1), metavar="N", help="one of fourteen parts, 1 to 14")
     which.add_argument("--today", action="store_true", help="the part of this day")
+    which.add_argument("--fuzz", action="store_true", help="the random cases of this day: seven days have two hundred")
     parser.add_argument("--limit", type=float, default=float("inf"), metavar="MINUTES", help="stop and fail after this time")
     parser.add_argument("--list", action="store_true", help="print the tests and run nothing")
     options = parser.parse_args()
@@ -130,6 +131,8 @@ def main() -> int:
         total = len(tests)
         tests = split(tests, json.loads(SECONDS.read_text(encoding="utf-8")))[number - 1]
         print(f"Soaks, part {number} of {PARTS}: {len(tests)} of {total} tests")
+    if options.fuzz:
+        tests = [test for test in tests if test.startswith(DRAWN)]
     print(*tests, sep="\n", flush=True)
     return 0 if options.list else run_with_second_try(ROOT, tests, 60 * options.limit, WORKERS)
 
