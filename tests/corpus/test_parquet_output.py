@@ -113,7 +113,7 @@ def test_row_groups_are_bounded_and_empty_files_are_files(made, monkeypatch):
 
 
 def test_a_foreign_table_in_the_output_is_refused(made):
-    (made / "foreign" / "documents").mkdir(parents=True)
+    run(config(made, "foreign"))
     (made / "foreign" / "documents" / "mine.parquet").write_bytes(b"mine")
     with pytest.raises(UserError, match=r"such as documents/mine\.parquet, which would be lost"):
         engine.make_plan(config(made, "foreign"))
