@@ -7,7 +7,7 @@ import jax
 from jax._src import compilation_cache, lru_cache
 
 from maxlm.compiler import program_cache
-from maxlm.config.errors import UserError, shorten
+from maxlm.config.errors import UserError, error_kind, shorten
 from maxlm.config.paths import irregular, is_remote, read_file, user_path
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
@@ -25,7 +25,7 @@ def _xla_flags() -> str:
         return read_file(text).decode()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(
+        raise error_kind(error)(
             f"XLA_FLAGS = {shorten(text)}: must be options, which begin with -, or a file of them that can be read ({why}): unset it, or "
             "name a file that exists."
         ) from None

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Bpe
 from maxlm.config import UserError
 from maxlm.config.loader import dump
 from maxlm.config.schema import DataConfig
-from maxlm.data import marks
+from maxlm.data import manifest, marks
 from maxlm.data.prepare import prepare
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer, train_tokenizer
@@ -153,8 +153,10 @@ def test_samples_of_a_run_are_answers(run, asked, monkeypatch, tmp_path, place):
 
 
 def test_a_model_without_a_template_is_one_line(run, asked, tmp_path):
-    copy_tokenizer(str(run[0] / "store"), tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    folder = tmp_path / "tokenizer"
+    copy_tokenizer(str(run[0] / "store"), folder)
+    (folder / "chat_template.jinja").unlink()
+    manifest.save(str(folder), manifest.load(str(folder)))
     (tmp_path / "config.yml").write_text((run[0] / "config.yml").read_text())
     with pytest.raises(UserError, match=r"--chat: .* has no chat template"):
         text.generate_from_run(tmp_path, ["a"], Sampler(), chat=True)
