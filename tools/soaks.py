@@ -40,9 +40,7 @@ def collect(folder: Path, arguments: tuple[str, ...] = ()) -> list[str]:
 
 
 def split(tests: list[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Every test but those that draw their cases in one of fourteen parts of about the same length: the longest first, each to the part
-    that is shortest so far.
-    """
+    """Split tests with fixed cases into fourteen parts of about the same length: the longest first, each to the shortest part so far."""
     parts: list[list[str]] = [[] for _ in range(PARTS)]
     lengths = [0.0] * PARTS
 

@@ -1,4 +1,4 @@
-"""Compiled programs on disk, each bound to its key: what does not carry its key's digest is no entry. Losing one costs only time.
+"""Compiled programs on disk, each bound to its key: a file without the digest of its key is ignored. Losing an entry costs only time.
 
 A file that is damaged, half written or renamed to another key is compiled again; it is never loaded.
 """
@@ -32,7 +32,7 @@ def unseal(key: str, sealed: bytes) -> bytes | None:
 
 
 def default_root() -> Path | None:
-    """~/.cache/maxlm; None where no home is known, as in a container whose user has no entry. That is logged, once."""
+    """~/.cache/maxlm; None without a home folder, as for a container's user without a passwd entry. Logs the missing folder once."""
     try:
         return Path(expand_home("~")) / ".cache" / "maxlm"
     except ValueError:

@@ -16,5 +16,5 @@ class Console(RichConsole):
         super().__init__(**{"markup": False, "emoji": False, **settings})
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Text of a line or a table's cell, with control characters, and those that change the direction of writing, written out."""
+        """Text of a line or a table's cell; control characters and marks of writing direction become visible escapes."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **settings)

@@ -32,7 +32,7 @@ class Lock:
     def __init__(self, folder: Path, field: str, taken: type[UserError] = UserError) -> None:
         """`taken`: kind of the error once another process has taken the folder."""
         self.folder, self._field, self._taken = Path(os.path.realpath(folder)), field, taken
-        self._given = Path(folder).absolute()  # what is written goes by this name, also once it leads elsewhere
+        self._given = Path(folder).absolute()  # writers use this name, also after it is linked to another folder
         self._path = self._given / NAME
         self._token = secrets.token_hex(16)
         self._file: IO[str] | None = None  # None without locks
@@ -84,8 +84,8 @@ class Lock:
             file.close()  # its holder removed it between our open and lock
 
     def check(self, every_s: float = 0.0) -> None:
-        """Raise an error of the kind `taken` if another process has taken the folder. A file that cannot be read proves nothing; one that
-        was removed is made again. `every_s`: seconds for which the last check is good.
+        """Raise an error of the kind `taken` if another process has taken the folder. An unreadable file proves nothing; a
+        removed file is made again. `every_s`: seconds for which the last check is good.
         """
         if self._watched and every_s:
             if self._lost is not None:
@@ -168,7 +168,7 @@ class Lock:
         return True
 
     def _replace(self) -> None:
-        """Write the file as a whole: of two processes that start at once, one is told from the other. Raises OSError."""
+        """Replace the file atomically, so that two processes that start together never mix their tokens. Raises OSError."""
         draft = self._path.with_name(f"{NAME}.{self._token}")
         draft.write_text(self._text(), encoding="utf-8")
         draft.replace(self._path)
@@ -184,7 +184,7 @@ class Lock:
 
 
 _changing = threading.Lock()  # held while a file is made again or removed
-_held: list[Lock] = []  # by this process, or by the one that it works for
+_held: list[Lock] = []  # locks of this process, or of the parent process that a worker works for
 
 
 @contextlib.contextmanager
@@ -252,7 +252,7 @@ def _read(file: IO[str]) -> dict[str, Any]:
 
 
 def _own_name() -> dict[str, Any]:
-    """What tells this process from all others."""
+    """Identity of this process: pid, host, start time and pid namespace."""
     pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "began": process_started(pid), "namespace": process_namespace()}
 

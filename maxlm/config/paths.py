@@ -102,7 +102,7 @@ _KINDS = {
 
 
 def irregular(path: str | Path) -> str:
-    """Kind of what is at `path`, such as a named pipe; "" for a regular file and where nothing is found."""
+    """Kind of a special file at `path`, such as "a named pipe"; "" for a regular or a missing file."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "")  # noqa: PTH116  # str or Path
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def irregular(path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for what is no regular file: a pipe
+    """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for a special file: a pipe
     would wait for a writer, and a device never ends.
     """
     return os.fdopen(_descriptor(path, os.O_RDONLY), "rb")

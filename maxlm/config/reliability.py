@@ -108,7 +108,7 @@ class WatchdogConfig(Section):
     step_seconds: PositiveFloat | None = None  # at least, for a step
     step_factor: AtLeastOne = 20.0  # or so many times the 99th percentile of step times, if that is longer
     data_seconds: PositiveFloat | None = None  # for a batch
-    save_seconds: PositiveFloat | None = None  # for a save, beside the steps too
+    save_seconds: PositiveFloat | None = None  # for a save, also in the background
     eval_seconds: PositiveFloat | None = None  # between two batches of an evaluation
     startup_seconds: PositiveFloat = 7200.0  # compilation, up to the end of the first step; a restore at most
     interpreter_seconds: PositiveFloat = 300.0  # in which no Python thread runs, because C code holds the interpreter's lock

@@ -1,4 +1,4 @@
-"""A document on its way through the stages, one that a stage removed, and the tags of stages that remove nothing."""
+"""Documents between stages, removed documents, and the tags of stages that remove nothing."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field

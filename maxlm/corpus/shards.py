@@ -68,7 +68,7 @@ class Rows:
             self.flush()
 
     def flush(self) -> None:
-        """Write a row group of what is waiting."""
+        """Write the buffered rows as a row group."""
         if self._waiting:
             self._writer.write_table(_table(self._waiting, self._kinds))
         self._waiting, self._characters = [], 0

@@ -23,7 +23,7 @@ from maxlm.config.paths import irregular, is_remote, read_file
 from maxlm.config.transient import is_transient
 
 CRC_BYTES = 4
-MOST_BYTES = 2**32  # of an object beside the arrays
+MOST_BYTES = 2**32  # of a small object, such as a manifest
 INDEX_ENTRY_BYTES = 16  # offset and length of a chunk inside its shard
 # The default of TensorStore is 32 silent tries over 15 minutes.
 SHARED_CONTEXT = ts.Context({"gcs_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}})

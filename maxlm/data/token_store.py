@@ -32,14 +32,14 @@ class ReadContext:
         self._lock = threading.Lock()
 
     def get(self, key: tuple[str, int]) -> np.ndarray | None:
-        """What was kept under `key`, unless it has been dropped."""
+        """Return the content under `key`; None if it was evicted or never kept."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def keep(self, key: tuple[str, int], content: np.ndarray) -> np.ndarray:
-        """Keep `content`, which is not changed from now on, and drop what was not used for long."""
+        """Keep `content`, which must not change, and evict the least recently used entries."""
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = content

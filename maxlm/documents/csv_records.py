@@ -1,4 +1,4 @@
-"""CSV and TSV with a header (RFC 4180): a record a row, of which one that is wrong costs no other one."""
+"""CSV and TSV with a header (RFC 4180): a record a row; a malformed row costs no other row."""
 
 import csv
 from collections import Counter

@@ -41,7 +41,7 @@ _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
 _LATIN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]+|[\x80-\xff]+[A-Za-z]")
 _OTHER_SCRIPTS = {*(f"cp{page}" for page in (866, 874, 1251, 1253, 1255, 1256)), *(f"iso8859-{part}" for part in (5, 6, 7, 8))}
 _OTHER_SCRIPTS |= {"koi8-r", "koi8-u", "mac-cyrillic"}
-# Of the encodings of DOS and old Macintoshes, those that texts are found in, and the bytes beyond ASCII from which one of them is told.
+# Encodings of DOS and old Macintoshes that occur in texts, and the fewest bytes beyond ASCII from which they are detected.
 _OLD = re.compile(r"cp(?!874)[1-8]\d\d|cp1006|cp1125|mac-.*|kz1048|ptcp154|koi8-t|hp-roman8")
 _OLD_FOUND = ("cp437", "cp850", "cp852", "cp857", "cp858", "cp866", "mac-roman", "mac-latin2", "mac-cyrillic")
 OLD_BYTES = 3
@@ -152,7 +152,7 @@ def decode(data: bytes, *declared: str | None) -> Decoded | None:
 
 
 def _seven_bits(data: bytes, stated: list[str]) -> Decoded | None:
-    """Text in an encoding whose bytes are ASCII, by its escape sequences or because it is stated; None if it is plain ASCII."""
+    """Text in a seven-bit encoding, found by its escape sequences or stated; None for plain ASCII."""
     if b"\x1b$" not in data and (b"~{" not in data or "hz" not in stated):
         return None
     for encoding in [*(codec for sign, codec in _ESCAPED.items() if sign in data), *(one for one in stated if one in _SEVEN_BITS)]:
@@ -288,7 +288,7 @@ def _lossy(data: bytes, encoding: str) -> Decoded:
 
 
 def _candidates(data: bytes, stated: list[str]) -> Iterator[str]:
-    """Encodings to try, the likeliest first: of `stated`, those that chardet does not find unlikely by the lines that are not ASCII, then
+    """Encodings to try, the likeliest first: `stated` encodings that chardet does not find unlikely by the lines beyond ASCII, then
     chardet's own.
     """
     chardet = optional("chardet", "text that is not UTF-8")

@@ -16,7 +16,7 @@ from maxlm.ladder.runs import Found, measured
 from maxlm.ladder.settings import FitConfig
 
 _GRID = 4000
-_MISS = 0.005  # of a predicted loss, from which on it is said
+_MISS = 0.005  # relative error of a predicted loss from which a note is given
 _OFTEN = 0.1  # of the bootstrap's fits
 _FEWEST_SIZES = 3  # of a parabola
 _FARTHEST = np.log(100)  # beyond the sizes trained, of its minimum: a straight line with noise has one anywhere, also at 0 or infinity

@@ -15,7 +15,7 @@ from maxlm.ladder.forms import Floats, Form, Runs
 SAMPLES = 200  # of the bootstrap
 _MOST_CALLS = 200  # of a form, in one fit
 _LONGEST_STEP = 2.0  # of a logarithm or exponent
-_FLOORS = (-0.1, -0.5, -1.5)  # of E in a bootstrap fit's further starts: its logarithm, below that of the least loss
+_FLOORS = (-0.1, -0.5, -1.5)  # logarithm of E in further starts of a bootstrap fit, relative to the logarithm of the least loss
 _LEAST_SPAN = np.log(1.5)  # of the ratio of tokens to parameters
 SHARE = 0.9  # of an interval
 
@@ -122,7 +122,7 @@ def fit(form: Form, runs: Runs, *, huber: float = 1e-2, samples: int = SAMPLES, 
 
 
 def ratio_varies(runs: Runs) -> bool:
-    """True if the runs tell the effect of the size from that of the length: with one ratio of both they lie on a line."""
+    """True if the runs separate the effects of size and length: at one ratio of the two they lie on a line."""
     return bool(np.ptp(np.log(runs.tokens_R / runs.parameters_R)) > _LEAST_SPAN)
 
 
@@ -170,7 +170,7 @@ def _shared_noise(runs: Runs) -> tuple[float, float, float]:
 
 
 def _inflated(residuals_R: Floats, parameters: int) -> Floats:
-    """Residuals as large as those of runs that the fit has not seen, and as uncertain as so few tell (Student's t over the normal)."""
+    """Residuals enlarged to the error of unseen runs, and by Student's t over the normal for so few degrees of freedom."""
     free = max(len(residuals_R) - parameters, 1)
     tail = (1 + SHARE) / 2
     return residuals_R * np.sqrt(len(residuals_R) / free) * student.ppf(tail, free) / student.ppf(tail, np.inf)

@@ -128,7 +128,7 @@ class Simulation:
         self._block_share = sum(tier.block_s / self._intervals[tier.name] for tier in job.tiers)  # seconds of saving a second of steps
         self._repairs: list[float] = []  # times at which lost hosts are back
         self._absent = 0  # hosts that the newest start was without
-        self._programs = {0}  # numbers of absent hosts for which there is a program
+        self._programs = {0}  # counts of absent hosts that have a compiled program
         self._spares, self._hang_s, self._mtbf_s = job.spare_hosts, job.hang_s, job.mtbf_s
 
     def run(self, seconds: float) -> dict[str, float]:

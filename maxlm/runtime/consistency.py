@@ -40,7 +40,7 @@ OF_ONE_HOST = {
     *("process", "processes", "id", "ids", "coordinator", "address", "port", "ports", "visible"),
     *("cache", "dump", "log", "logs", "logging", "logtostderr", "vmodule", "traceback", "profiler"),
 }
-# Distributions whose code computes, or compiles what computes.
+# Distributions that compute, or compile programs that compute.
 LIBRARIES = re.compile(
     r"jax(lib|-(cuda|rocm)\d+-(plugin|pjrt))?|libtpu|flax|optax|orbax-checkpoint|grain|tensorstore|numpy|ml[-_]dtypes|tokenizers|nvidia-.+"
 )

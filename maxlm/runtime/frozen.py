@@ -1,4 +1,4 @@
-"""What holds for all attempts under one `maxlm launch`: the config as the first of them read it, and the files that it names.
+"""Facts shared by all attempts of one `maxlm launch`: the config as the first attempt read it, and digests of files named in it.
 
 So an edit for the next experiment neither changes nor ends a running job. The supervisor keeps the text in its memory and gives it to each
 attempt in a file, which an attempt replaces as a whole.
@@ -56,13 +56,13 @@ def may_pass(problem: UserError) -> UserError:
 
 
 def explained(error: UserError | OSError) -> UserError:
-    """`as_user_error`, or `may_pass` of what is absent or cannot be read."""
+    """`as_user_error`; through `may_pass` for an absent or unreadable file."""
     absent = isinstance(error, OSError | MissingError) or isinstance(error.__context__, OSError)
     return may_pass(as_user_error(error)) if absent else as_user_error(error)
 
 
 def check_unchanged(facts: Mapping[str, str]) -> None:
-    """Compare digests of files that the config names with those of the attempts before. Raises UserError for one that differs."""
+    """Compare digests of files named in the config with the digests of earlier attempts. Raises UserError for a changed file."""
     known = _read().get(_FACTS, {})
     for name, digest in facts.items():
         if known.get(name, digest) != digest:

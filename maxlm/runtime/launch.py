@@ -103,7 +103,7 @@ class Supervisor:
         self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
         self._has_peers = False  # other processes have joined this one, or wait for it
         self._gave_up = ""  # why this supervisor starts no more attempts, once it does
-        self._frozen = ""  # what holds for all attempts: the config and what it names, see frozen.py
+        self._frozen = ""  # facts shared by all attempts: config and digests of its files, see frozen.py
         self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
     @property

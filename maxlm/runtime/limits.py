@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.telemetry.strict_json import is_number
 
-BACKGROUND_SAVE = "background_save"  # a save that goes on beside the steps
-DEBUGGER = "debugger"  # operation of a process whose main thread a debugger has stopped
+BACKGROUND_SAVE = "background_save"  # a save during training steps
+DEBUGGER = "debugger"  # operation of a process with a main thread that a debugger has stopped
 RATIO = 1.05  # between two edges of a histogram
 KEPT = 20_000.0  # lengths, after which older ones count half
 FORGOTTEN = 0.1  # count below which a length is forgotten: some 60,000 later ones after it was seen
@@ -23,7 +23,7 @@ _LARGEST = math.ceil(math.log(1e7, RATIO))
 
 
 class Phase(NamedTuple):
-    """How the limit of an operation is learned, in seconds."""
+    """Parameters of the learned limit of an operation, in seconds."""
 
     setting: str  # seconds in `WatchdogConfig` that are the limit instead, "" for none
     first_s: float  # limit until there are `enough` lengths
@@ -44,7 +44,7 @@ PHASES: Mapping[str, Phase] = {
 
 
 class Lengths:
-    """Histogram of seconds with edges RATIO apart, whose older entries fade. Lengths below a second count as one second."""
+    """Histogram of seconds with edges RATIO apart and decaying counts. Lengths below a second count as one second."""
 
     def __init__(self, counts: Mapping[int, float] | None = None) -> None:
         self.counts = dict(counts or {})  # by exponent of RATIO
@@ -86,7 +86,7 @@ class Limits:
         self.agreed: Mapping[str, float] = {}  # limits of process 0, at another one
 
     def begin_size(self, sequences: int) -> None:
-        """From now on batches have so many sequences. Their steps are learned apart from those of other sizes."""
+        """Set the sequences of a batch from now on. Steps are learned for each batch size separately."""
         if sequences != self._sequences:
             self._mixed, self._timed = int(self._timed), False
             self._sequences = sequences
@@ -110,7 +110,7 @@ class Limits:
             self._raised[part] = min(RAISED_FACTOR * seconds, self._longest), RAISED_FOR * PHASES[part].enough
 
     def of(self, part: str) -> float:
-        """Limit of an operation. Until one of this size was timed, a step has that of the start; so has an operation that is not known."""
+        """Limit of an operation in seconds. Unknown operations, and steps of a size not timed yet, have the limit of the start."""
         if part == DEBUGGER:
             return math.inf
         if part not in PHASES or (part == "step" and not self._timed):

@@ -63,7 +63,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     """Prepare the data if configured, and open it. Raises UserError on all hosts if one cannot, or if their stores differ."""
     opened, problem = None, None
     try:
-        if config.data.prepare is not None and not frozen.is_restart():  # whose sources may have been edited since
+        if config.data.prepare is not None and not frozen.is_restart():  # at a restart, sources may have been edited since
             phases.say("preparing the data")
             _prepare(config)
         with phases("reading the data"):
@@ -78,7 +78,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
 
 
 def _warn(config: Config, phases: Phases) -> None:
-    """Say on the console which stores are of an older format; a run's log takes what is logged."""
+    """Say on the console which stores are of an older format; warnings of the logger reach the run's log alone."""
     for store in (*config.data.stores, *(config.data.eval.stores.values() if config.data.eval is not None else ())):
         if phases.primary and (info := manifest.load(store)) is not None and (line := manifest.unproven(store, info)):
             phases.console.print(line, markup=False, highlight=False, soft_wrap=True)

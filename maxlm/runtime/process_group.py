@@ -39,7 +39,7 @@ class Watched(Protocol):
     """A training loop, as process 0 hears of it. Called in the thread of the group: it must return at once."""
 
     def heartbeat(self) -> Mapping[str, Any]:
-        """Fields of the next heartbeat, beside `suspects`."""
+        """Fields of the next heartbeat, in addition to `suspects`."""
 
     def show_stacks(self, reason: str) -> Mapping[str, Any]:
         """Show the stacks of this process, which is going to be ended for `reason`; fields of the answer `stack`."""

@@ -396,7 +396,7 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     """
     directory = RunDirectory(Path(config.run.dir) / config.run.name, primary=jax.process_index() == 0)
     folders = {directory.path.resolve(): (directory.path, "run.dir")}
-    checkpoints = config.checkpoint.dir or str(directory.checkpoints)  # which may be those of another run, by a setting or by a link
+    checkpoints = config.checkpoint.dir or str(directory.checkpoints)  # possibly the folder of another run, by a setting or link
     if not is_remote(checkpoints):  # under two names it would wait for itself
         field = "checkpoint.dir" if config.checkpoint.dir else "run.dir"
         folders.setdefault(Path(checkpoints).resolve(), (Path(checkpoints), field))

@@ -44,7 +44,7 @@ ALIVE_SECONDS = 5.0  # between two signs of life to the monitor
 ANSWER_SECONDS = 5.0  # that the others may take to show their stacks
 CLOSE_SECONDS = 5.0  # for the observers to write what is queued
 STACKS_SECONDS = 10.0  # without progress, after which the stacks tell whether the loop compiles, or is in a debugger
-KEEP_SECONDS = 60.0  # between two writes of what was learned
+KEEP_SECONDS = 60.0  # between two writes of learned lengths
 LAYOUTS_KEPT = 8  # configs and meshes of a run, of which lengths are kept
 END_SECONDS = 30.0  # from the verdict to the end of the process, whatever hangs in it
 
@@ -161,7 +161,7 @@ class Watchdog:
             self._compare(self._group)
 
     def _learn(self, observed: Mapping[str, float]) -> None:
-        """Learn from operations that have ended. Process 0 learns from those of all, and the others judge by its limits."""
+        """Learn from operations that have ended. Process 0 learns from operations of all processes, and the others use its limits."""
         reports = [] if self._group is None else list(self._group.reports.values())
         if not self._primary:
             self._limits.agreed = reports[0].fields["limits"] if reports else {}

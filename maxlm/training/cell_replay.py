@@ -117,7 +117,7 @@ class CellReplay:
         return (model.n_layers - model.n_dense) // len(model.layer_pattern)
 
     def _take(self, tree: Parameters, period: jax.Array) -> Parameters:
-        """Parameters: of scanned layers those of one period."""
+        """Parameters, with scanned layers cut to one period."""
         if not self._periods or "layers" not in tree:
             return tree
         return {**tree, "layers": jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, period, 1), tree["layers"])}

@@ -153,7 +153,7 @@ def _learnt(
         power = covariance @ old
         eigenvalues = jnp.sum(old * power, axis=1)
         least = RESOLVED * jnp.max(eigenvalues, axis=1, keepdims=True)
-        order = jnp.argsort(jnp.maximum(eigenvalues, least), axis=1, descending=True)  # stable: what is not resolved keeps its order
+        order = jnp.argsort(jnp.maximum(eigenvalues, least), axis=1, descending=True)  # stable: unresolved directions keep their order
         power, old = (jnp.take_along_axis(x, order[:, None, :], axis=2) for x in (power, old))
         size = old.shape[1]
         fixed = uniform(random_bits(0, "SOAP's unresolved directions", jnp.int32(0), (size, size))) - 0.5
@@ -165,7 +165,7 @@ def _learnt(
 
 
 def _orthonormal(columns: tuple[Float[Array, "*B n n"], Float[Array, "*B n n"]]) -> Float[Array, "*B n n"]:
-    """Orthonormal basis (QR) of the first matrix's columns, with those of the second in place of columns that depend on earlier ones.
+    """Orthonormal basis (QR) of the first matrix's columns; columns of the second replace columns that depend on earlier columns.
 
     A covariance of deficient rank (a matrix that is not square, few tokens, zeros in gradients) has no eigenvectors in its null space: what
     rounding makes of them would differ on every mesh, and with them whole updates.

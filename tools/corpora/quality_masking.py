@@ -1,4 +1,4 @@
-"""Measure of tools/corpus_quality.py: personal data planted in real text are masked, and what is masked beside them is personal data.
+"""Measure of tools/corpus_quality.py: personal data planted in real text are masked, and other masked text is personal data.
 
 Planted: valid instances made from a seed, in the layouts that people write, within lines of documentation and source code. Real finds are
 compared with those that a person has judged (masking_judged.txt holds a hash of each, no data); a note says how many are not judged.

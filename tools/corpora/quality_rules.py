@@ -1,4 +1,4 @@
-"""Verdicts of `filters.rules: fineweb` and of `rules: papers` against those of datatrove's filters, on real text.
+"""Verdicts of `filters.rules: fineweb` and of `rules: papers` against verdicts of datatrove's filters, on real text.
 
 PYTHONPATH=tools python -m corpora.quality_rules PYTHON TEXTS.jsonl...   PYTHON has datatrove 0.10.1 with spaCy; prints the table
 PYTHONPATH=tools python -m corpora.quality_rules PYTHON --record         writes tests/cases/corpus/datatrove_verdicts.jsonl again

@@ -344,6 +344,6 @@ def _replaced(at: I64, kind: I64, others: I64) -> list[int]:
     return out
 
 
-NEXT = 3  # words from one that both texts have, within which another number or name stands for the item's
+NEXT = 3  # words from a shared word, within which another number or name replaces the item's
 SHIFTS = np.array([0, -1, 1, -2, 2])[:, None, None]  # words that were inserted or left out
 REACH = 4  # words from a run of words that both texts have, within which single words are matched

@@ -89,7 +89,7 @@ def _number(database: Database, files: Sequence[Path], settings: DedupSettings) 
 
 
 def _copies(database: Database, settings: DedupSettings) -> None:
-    """Table `copies`: nodes whose URL or else whose normalised text an earlier node has, the node that stays for them, and the kind."""
+    """Table `copies`: nodes with the URL, or the normalised text, of an earlier node; the kept node; the kind of copy."""
     database.run("CREATE TABLE copies (node BIGINT, first BIGINT, kind VARCHAR)")
     if settings.url:
         _equal(database, "url", "SELECT url_lo, url_hi, node FROM ranked WHERE url_lo <> 0 OR url_hi <> 0 ORDER BY url_lo, url_hi, node")

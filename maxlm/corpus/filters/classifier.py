@@ -12,7 +12,7 @@ EVERY = -1  # labels
 
 
 class ClassifierFilter:
-    """Documents whose probability of the wanted label is below `min_score` are removed. Metadata `classifier_score`."""
+    """Remove documents with a probability of the wanted label below `min_score`. Metadata `classifier_score`."""
 
     name = "classifier"
 

@@ -121,7 +121,7 @@ def find_emails(text: str, hints: int = scan.ALL_HINTS) -> Iterator[Span]:
 
 
 def _domain_end(text: str, match: re.Match[str]) -> int | None:
-    """End of the domain: labels as far as one that is a top-level domain; None without one."""
+    """End of the domain: labels up to the last top-level domain; None without a top-level domain."""
     name = match[0].rstrip("-_")
     while "." in name:
         last = name.rpartition(".")[2].lower()
@@ -219,7 +219,7 @@ class PersonalDataFilter:
     def __call__(self, document: Document) -> Document | Removed:
         text, counts, hints = document.text, dict[str, int](), statistics_of(document.text).hints
         changed = True
-        while changed:  # until nothing is found: what stood beside something masked may be judged in another way
+        while changed:  # until nothing is found: a placeholder changes the context of its neighbours
             changed = False
             for name, placeholder, searches in self.kinds:
                 for find in searches:

@@ -32,7 +32,7 @@ def takes_many(each: Filter) -> TypeGuard[BatchFilter]:
 
 
 class TagFilter:
-    """A filter that removes no document: what it would remove stays with a tag (`document.tag`)."""
+    """A filter that tags documents (`document.tag`) in place of removing them."""
 
     def __init__(self, inner: Filter) -> None:
         self.name, self.inner = inner.name, inner

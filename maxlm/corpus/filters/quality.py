@@ -14,7 +14,7 @@ from maxlm.corpus.filters.settings import FineWebSettings, GopherQualitySettings
 from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of, word_hashes
 
 Broken = tuple[str, float, float]  # reason, value, limit
-UNSPACED_LANGUAGES = ("ja", "zh")  # stop words of one character, between which there is no space
+UNSPACED_LANGUAGES = ("ja", "zh")  # languages with stop words of one character and no spaces
 
 
 @lru_cache(1)

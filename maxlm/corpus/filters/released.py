@@ -1,4 +1,4 @@
-"""Rules of FineWeb as released: those of datatrove's filters (0.10.1), which differ from the papers in definitions and thresholds.
+"""Rules of FineWeb as released, in datatrove 0.10.1. Its filters differ from the papers in definitions and thresholds.
 
 The word tokenizer is `scan.scan_pieces`, where datatrove has spaCy's; a test compares the verdicts with datatrove's on the same words.
 """
@@ -119,7 +119,7 @@ class ReleasedFineWeb(FineWebFilter):
 
 
 class ReleasedC4(C4Filter):
-    """A page is removed for a phrase or bracket in a line that stays alone; lines without text are removed; marks are those of ASCII."""
+    """Only kept lines are searched for phrases and brackets; lines without text are removed; end marks are ASCII."""
 
     def __call__(self, document: Document) -> Document | Removed:
         settings, kept, n_sentences, gone = self.settings, list[str](), 0, list[str]()
