@@ -150,7 +150,9 @@ def check_files(path: str, info: StoreInfo, names: Iterable[str]) -> None:
     """Raise DamagedStoreError if a file among `names` differs from its checksum, if it has one."""
     for name in names:
         if name in info.files and hashlib.sha256(storage.read_bytes(path, name) or b"").hexdigest() != info.files[name]:
-            raise DamagedStoreError(f"{path}/{name} does not match its checksum: it is missing, damaged or was edited; {REMAKE}.")
+            raise DamagedStoreError(
+                f"{path}/{name} does not match its checksum: it is missing, damaged or was edited; put it back as it was, or {REMAKE}."
+            )
 
 
 def check_split(path: str, info: StoreInfo, split: Split) -> None:

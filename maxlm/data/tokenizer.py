@@ -171,7 +171,7 @@ def stored_tokenizer(store: str, end_of_document: str, frame: TextFrame | None =
 def open_tokenizer(folder: str) -> Tokenizer:
     """The tokenizer of the token store `folder`, or of a folder that `copy_tokenizer` wrote.
 
-    Raises UserError if it is missing.
+    Raises UserError if it is missing, or if a file of it differs from its checksum.
     """
     info = manifest.load(folder)
     if info is None:
