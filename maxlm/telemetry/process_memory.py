@@ -11,27 +11,32 @@ NAME = "process_memory_bytes"  # key in metrics.jsonl
 class ProcessMemory:
     """Peaks of what this process holds beyond a baseline: what it held when this object was made, less the arrays of that moment.
 
-    So they are the memory of arrays and programs, as far as the process had to grow for it, and of all else that it does. What the
-    compiler has freed is returned to the system first, or it would be used again unseen.
+    So they are the memory of arrays and programs, as far as the process had to grow for it, and of all else that it does. Memory that
+    was freed, by the compiler or as arrays, is returned to the system before each period, or it would still count in the next.
     """
 
     def __init__(self, devices: int) -> None:
         """`devices`: CPU devices of this process, which share it."""
-        _return_freed()
-        self._devices, self._baseline = devices, None if (resident := _kilobytes("VmRSS")) is None else 1024 * resident - _arrays()
-        self._begin()
-
-    def _begin(self) -> None:
-        try:
-            _RESET.write_text("5")  # VmHWM begins anew (proc(5))
-        except OSError:  # no Linux, or not allowed: the peak would be that of the compiler
-            self._baseline = None
+        self._devices, self._baseline = devices, None
+        if _begin_period() and (resident := _kilobytes("VmRSS")) is not None:
+            self._baseline = 1024 * resident - _arrays()
 
     def peak(self) -> int | None:
         """Bytes of a device at most since the last call, or since this object was made; None where the system does not tell."""
         high = _kilobytes("VmHWM")
-        self._begin()
-        return None if high is None or self._baseline is None else max(0, 1024 * high - self._baseline) // self._devices
+        return (
+            None if high is None or self._baseline is None or not _begin_period() else max(0, 1024 * high - self._baseline) // self._devices
+        )
+
+
+def _begin_period() -> bool:
+    """Return freed memory to the system and begin VmHWM anew (proc(5)); False where that is not allowed."""
+    _return_freed()
+    try:
+        _RESET.write_text("5")
+    except OSError:  # the peak would be the compiler's
+        return False
+    return True
 
 
 def _return_freed() -> None:

@@ -1,5 +1,6 @@
 """Memory of a run on a CPU is that of its arrays, by the growth of the process."""
 
+import ctypes
 import sys
 import time
 
@@ -14,7 +15,23 @@ SIZE = 2**26  # bytes of an array
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by Linux's counters")
 
 
-def test_arrays_before_and_after_are_seen():
+@pytest.fixture(params=["maps", "heap"])
+def allocator(request):
+    """Whether glibc maps a large array, and unmaps it when it is freed, or takes it from the heap and keeps it: as with a large hole."""
+    threshold, trim = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of mallopt(3)
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if request.param == "heap":
+        if set_option is None:
+            pytest.skip("another C library than glibc")
+        set_option(threshold, 2**30)
+        set_option(trim, 2**30)
+    yield
+    if request.param == "heap":
+        set_option(threshold, 128 * 1024)
+        set_option(trim, 128 * 1024)
+
+
+def test_arrays_before_and_after_are_seen(allocator):
     before = jnp.ones(SIZE // 4).block_until_ready()
     memory = ProcessMemory(1)
     assert memory.peak() == pytest.approx(SIZE, rel=0.1), "what was there counts"
