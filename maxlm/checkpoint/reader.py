@@ -1,6 +1,5 @@
 """Read one checkpoint: refuse it if it belongs to another run, and verify its arrays."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -43,7 +42,7 @@ def read_checkpoint(
             raise DamagedError(reason)
         retried(lambda: check_metadata(folder), f"reading {folder}")
         if identity is not None:
-            check_identity(saved.identity, identity, str(folder), saved.leaves)
+            check_identity(saved.identity, identity, str(folder))
         absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in saved.leaves}
         wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
         check_leaves(saved.leaves, wanted, str(folder), whole=identity is not None, writer=saved.writer)
@@ -124,15 +123,14 @@ def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
     raise kind(f"{folder} could not be read: {reason}; try again when the cause is gone. Nothing was changed.") from problem
 
 
-EMA_LEAVES = "updater.ema."
 RECORDED_LATER = ("optimizer.beta2",)  # fields of identities that older checkpoints lack
 
 
-def check_identity(saved: dict[str, str], current: dict[str, str], where: str, leaves: Iterable[str] = ()) -> None:
+def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -> None:
     """Raise CheckpointError naming the first fields that differ, with both values. `where` names the checkpoint. What an earlier maxlm did
-    not record is not compared: `leaves` of the state tell whether it kept a moving average.
+    not record is not compared.
     """
-    unrecorded = {*RECORDED_LATER, *(["ema"] if any(name.startswith(EMA_LEAVES) for name in leaves) else [])} - set(saved)
+    unrecorded = set(RECORDED_LATER) - set(saved)
     differing = [
         f"{field} is {saved.get(field, 'not set')} there and {current.get(field, 'not set')} here"
         for field in [*current, *(field for field in saved if field not in current)]
@@ -155,12 +153,6 @@ def check_leaves(
         raise CheckpointError(
             f"{where} was written by {writer}, which stored {_some([_as_parameter(name) for name in moved])} among the parameters; "
             f"now they are in {MODEL_STATE}: {WITH_THAT}, or use another run.name."
-        )
-    renamed = [_of_before(name) for name in wanted if name not in saved and _of_before(name) in saved]
-    if renamed:
-        raise CheckpointError(
-            f"{where} was written by {writer}, which stored {_some(renamed)}; now the state of local updates is in updater: "
-            f"{WITH_THAT}, or use another run.name."
         )
     lacking = [name for name in wanted if name.startswith(OPTIMIZER) and name not in saved]
     if whole and lacking and any(name.startswith(OPTIMIZER) and name not in wanted for name in saved):
@@ -185,11 +177,6 @@ def check_leaves(
 def _as_parameter(name: str) -> str:
     """Name that a leaf of the model state would have as a parameter."""
     return PARAMS + name.removeprefix(MODEL_STATE)
-
-
-def _of_before(name: str) -> str:
-    """Name that a leaf of the updater's state had: `workers`, of local updates."""
-    return "workers" + name.removeprefix("updater") if name.startswith("updater") else name
 
 
 def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> str:

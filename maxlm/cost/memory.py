@@ -54,12 +54,12 @@ def divide_memory(program: "Program", step: CompiledStep, module: Module | None)
 def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     """Parameters, frozen ones, optimizer state and batch on one device, to the byte."""
     state = program.abstract_state
-    residual = state.updater.get(RESIDUAL) if isinstance(state.updater, dict) else None
+    residual = state.extra.get(RESIDUAL)
     frozen = (MemoryPart("state", "frozen model (float32)", _bytes(state.model_state)),)
     return (
         *(frozen if program.config.model.lora is not None else ()),
         MemoryPart("state", f"parameters ({_masters(program)})", _bytes(state.params) + _bytes(residual)),
-        MemoryPart("state", f"optimizer ({_optimizer(program)})", _bytes((state.opt_state, state.updater)) - _bytes(residual)),
+        MemoryPart("state", f"optimizer ({_optimizer(program)})", _bytes((state.opt_state, state.extra)) - _bytes(residual)),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
 

@@ -16,7 +16,7 @@ The feedback is float32 and part of the state: of every device along `data` its 
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,10 @@ from maxlm.config.compression import TopKCompression
 from maxlm.config.schema import Config
 from maxlm.models import abstract_parameters, parameter_axes, parameter_specs
 from maxlm.models.parameters import Parameters, is_matrix
+from maxlm.objectives import Sums
 from maxlm.parallel.reduce import Codec, Int8, Sign, TopK, reduce_compressed
+from maxlm.training.step import TrainState
+from maxlm.training.update import Transform
 
 AXIS = "data"
 ERROR, VELOCITY = "error", "velocity"
@@ -40,11 +43,17 @@ Named = dict[str, Array]  # by the name of a parameter, as in a checkpoint
 Feedback = dict[str, Named]
 
 
-class CompressedSums:
+class CompressedSums(Transform):
     """Sums over the devices along `mesh.data`, each of which gives gradients stacked along a leading dim that `data` splits."""
 
+    name = "feedback"
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        return None if config.compression is None else cls(config, mesh)
+
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        assert config.compression is not None, "program.py chooses"
+        assert config.compression is not None, "asked by from_config"
         self._settings, self._mesh, self._beta1 = config.compression, mesh, config.optimizer.beta1
         self._dtype = jnp.dtype("float32" if config.diloco is not None else config.precision.compute)  # of sums without compression
         shapes = abstract_parameters(config.model)
@@ -60,22 +69,21 @@ class CompressedSums:
         """Devices along `data`."""
         return int(self._mesh.shape[AXIS])
 
-    def init(self, params: Parameters) -> Feedback:
-        """The feedback before the first sum: nothing is owed."""
-        leaves = named_leaves(params)
-        return {kind: {n: jnp.zeros((self.shares, *leaves[n].shape), jnp.float32) for n in self._matrices} for kind in self._kept}
+    def init(self, state: TrainState) -> TrainState:
+        """The feedback before the first sum: no error is owed."""
+        leaves = named_leaves(state.params)
+        zeros = {kind: {n: jnp.zeros((self.shares, *leaves[n].shape), jnp.float32) for n in self._matrices} for kind in self._kept}
+        return replace(state, extra={**state.extra, self.name: zeros})
 
-    def shardings(self) -> Any:
-        """A NamedSharding for every array of the feedback."""
-        return {kind: {name: NamedSharding(self._mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
+    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+        feedback = {kind: {name: NamedSharding(mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
+        return replace(shardings, extra={**shardings.extra, self.name: feedback})
 
-    def of_gradients(self, state: Any, gradients: Parameters) -> tuple[Any, Parameters]:
-        """(`TrainState` with its feedback, what the optimizer is given): the sum of the gradients; after the warm-up of sign and top_k,
-        momentum.
-        """
+    def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Feedback]:
+        """Sum the gradients; after the warm-up of sign and top_k the result is momentum."""
         shared = {} if self._settings.kind == "int8" else named_leaves(optax.tree_utils.tree_get(state.opt_state, "mu"))
-        given, feedback = self._sum(state.step - state.skipped, gradients, shared, state.feedback)
-        return replace(state, feedback=feedback), given
+        total, feedback = self._sum(state.step - state.skipped, gradient, shared, state.extra[self.name])
+        return sums, total, feedback
 
     def of_changes(self, updates: Int32[Array, ""], changes: Parameters, feedback: Feedback) -> tuple[Parameters, Feedback]:
         """(sum of the changes of weights, feedback). `updates`: that were made before, of which the first `warmup_steps` are exact."""

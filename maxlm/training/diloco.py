@@ -5,7 +5,7 @@ updates they synchronise: the shared weights minus the mean of the workers' is t
 momentum, and all continue from the result. Between two synchronisations only scalars travel along `data`. Weights are averaged in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,18 +15,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import DilocoConfig
+from maxlm.config.schema import Config, DilocoConfig
 from maxlm.models.parameters import Parameters
-from maxlm.objectives import Sums
+from maxlm.objectives import Objective, Sums
 from maxlm.parallel import mesh_axes
 from maxlm.training.compression import CompressedSums
-from maxlm.training.step import TrainState, Updater
+from maxlm.training.step import GradFn, TrainState
+from maxlm.training.update import Part, Transform, Update, keep_if, with_part
 
 AXIS = "data"
+WORKERS = "workers"  # entry of `TrainState.extra`
 
 
 class WorkerState(NamedTuple):
-    """`TrainState.updater`: the state of each worker, with a leading dim of workers, and the momentum of the outer optimizer."""
+    """State of each worker, with a leading dim of workers, and the momentum of the outer optimizer."""
 
     states: TrainState
     momentum: Parameters
@@ -36,15 +38,17 @@ class WorkerState(NamedTuple):
 PseudoGradient = Callable[[Parameters, Parameters, Any], tuple[Parameters, Any]]
 
 
-class LocalUpdates(Updater):
-    """Local updates by every worker, synchronised every `every` updates. `params` of the state are the shared weights; the state of the
-    inner optimizer belongs to the workers.
+class LocalUpdates(Update):
+    """Updates by every worker, synchronised every `every` updates. `params` of the state are the shared weights; the state of the inner
+    optimizer belongs to the workers. Transforms are of the update of all workers together: compression is of their changes.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        """As of `Updater`, but `compressed` sums the changes of the workers: their gradients are not summed."""
-        super().__init__(*arguments)
-        self._changes, self._compressed = self._compressed, None
+    def __init__(
+        self, config: Config, objective: Objective, optimizer: Any, gradients: GradFn, transforms: Sequence[Transform] = ()
+    ) -> None:
+        super().__init__(config, objective, optimizer, gradients, transforms)
+        self._of_worker = Update(config, objective, optimizer, gradients)
+        self._changes = next((one for one in transforms if isinstance(one, CompressedSums)), None)
 
     @property
     def _settings(self) -> DilocoConfig:
@@ -53,32 +57,39 @@ class LocalUpdates(Updater):
 
     def init(self, state: TrainState) -> TrainState:
         workers = WorkerState(_stack(state, self._settings.workers), jax.tree.map(jnp.zeros_like, state.params))
-        feedback = None if self._changes is None else self._changes.init(state.params)
-        return replace(state, opt_state=(), updater=workers, feedback=feedback)
+        return super().init(replace(state, opt_state=(), extra={WORKERS: workers}))
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
         axes = mesh_axes("worker", mesh) or None
         states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), shardings)
-        feedback = None if self._changes is None else self._changes.shardings()
-        return replace(shardings, opt_state=(), updater=WorkerState(states, shardings.params), feedback=feedback)
+        return super().shardings(replace(shardings, opt_state=(), extra={WORKERS: WorkerState(states, shardings.params)}), mesh)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        states, sums, grad_norm = self._update_workers(state.updater.states, batch)
+        states, sums, grad_norm = self._update_workers(state.extra[WORKERS].states, batch)
         total, done = self.config.total_steps, state.step - state.skipped + 1
         due = (done % min(self._settings.every, total) == 0) | (state.step + 1 == total)
-        workers = state.updater._replace(states=states)
+        workers = state.extra[WORKERS]._replace(states=states)
         gradient_of = _mean_change if self._changes is None else partial(_compressed_mean, self._changes, done - 1)
-        before = state.params, state.model_state, workers, state.feedback
-        params, model_state, workers, feedback = sync_workers(self._settings, *before, due, gradient_of)
-        synced = replace(state, step=state.step + 1, params=params, model_state=model_state, updater=workers, feedback=feedback)
-        return synced, sums, grad_norm
+        feedback = None if self._changes is None else state.extra[self._changes.name]
+        params, model_state, workers, feedback = sync_workers(
+            self._settings, state.params, state.model_state, workers, feedback, due, gradient_of
+        )
+        extra = state.extra if self._changes is None else {**state.extra, self._changes.name: feedback}
+        good, extra = self.judge(state, sums, grad_norm, extra)
+        before = state.params, state.model_state, state.extra[WORKERS]
+        params, model_state, workers = keep_if(good, (params, model_state, workers), before)
+        skipped = state.skipped + jnp.where(good, 0, 1)
+        return TrainState(state.step + 1, skipped, params, (), model_state, {WORKERS: workers, **extra}), sums, grad_norm
 
     def _update_workers(self, states: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(each worker's state after an update of its own, figures of all rows, the mean of the norms)."""
         rows = jax.tree.map(lambda a: a.reshape(self._settings.workers, -1, *a.shape[1:]), batch)
 
         def one(worker: tuple[TrainState, Any]) -> tuple[TrainState, Sums, Float[Array, ""]]:
-            return Updater.__call__(self, *worker)
+            state, rows = worker
+            pending, sums, norm = self._of_worker.gradient(state, rows, judged=False)
+            part = Part(state.params, state.opt_state, {})
+            return with_part(pending.after, self._of_worker.apply(part, pending.gradient, pending.scalars)[0]), sums, norm
 
         def each(*workers: Any) -> Any:
             """The workers that one share of the devices along `data` holds, one after another."""

@@ -1,38 +1,42 @@
 """Exponential moving average of the parameters (Polyak and Juditsky 1992; with a ramp as in TensorFlow's ExponentialMovingAverage)."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.schema import EmaConfig
+from maxlm.config.schema import Config, EmaConfig
 from maxlm.models.parameters import Parameters
-from maxlm.objectives import Sums
-from maxlm.training.step import TrainState, Updater
+from maxlm.training.step import TrainState
+from maxlm.training.update import Scalars, Transform
 
-EMA = "ema"  # entry of `TrainState.updater`
+EMA = "ema"
 
 
-class EmaUpdates(Updater):
-    """The plain update, and the average of its parameters: float32, split over devices as they are. Updates that are skipped, because they
-    are not finite, leave it as it is.
-    """
+class MovingAverage(Transform):
+    """The average of the parameters: float32, split over devices as they are. A refused update leaves it as it is."""
+
+    name, by_parameter = EMA, True
+
+    def __init__(self, settings: EmaConfig) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        return None if config.ema is None else cls(config.ema)
 
     def init(self, state: TrainState) -> TrainState:
-        return replace(super().init(state), updater={EMA: state.params})
+        return replace(state, extra={**state.extra, EMA: state.params})
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        return replace(super().shardings(shardings, mesh), updater={EMA: shardings.params})
+        return replace(shardings, extra={**shardings.extra, EMA: shardings.params})
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        assert self.config.ema is not None, "program.py chooses"
-        proposed, sums, grad_norm = super().__call__(state, batch)
-        kept = kept_share(self.config.ema, state.step - state.skipped)
-        average = jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, state.updater[EMA], proposed.params)
-        return replace(proposed, updater={EMA: average}), sums, grad_norm
+    def write(self, params: Parameters, own: Any, scalars: Scalars, first_row: Array | int) -> tuple[Parameters, Any]:
+        kept = kept_share(self._settings, scalars.step - scalars.skipped)
+        return params, jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, own, params)
 
 
 def kept_share(settings: EmaConfig, updates: Int32[Array, ""]) -> Float[Array, ""]:
@@ -43,5 +47,5 @@ def kept_share(settings: EmaConfig, updates: Int32[Array, ""]) -> Float[Array, "
 
 def average_of(state: TrainState) -> Parameters | None:
     """The moving average of a state that keeps one."""
-    average: Parameters | None = state.updater[EMA] if isinstance(state.updater, dict) else None
+    average: Parameters | None = state.extra.get(EMA)
     return average

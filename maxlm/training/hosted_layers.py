@@ -1,83 +1,26 @@
-"""Matrices of the layer stack whose weights or gradients are in host memory (`memory.offload_state`), while a program is traced.
-
-A gradient is in the memory of what is differentiated. So where weights and gradients are in different memories, an array that is never read
-stands for the weights in the tree of parameters, and the weights come by themselves.
-"""
+"""The layer stack while a program is traced whose weights or gradients are in host memory (`memory.offload_state`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
 
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.memory.layer_stream import empty_on_host, scan_layers
-from maxlm.memory.pieces import fold
-from maxlm.memory.spaces import is_on_host
+from maxlm.memory.layer_stream import scan_layers
 from maxlm.models.linear import layers_scanned
-from maxlm.models.parameters import Parameters, declarations
+from maxlm.models.parameters import declarations
 from maxlm.models.stack import LayerGroup, group_of
 from maxlm.parallel import partition_spec
-from maxlm.training.state_paths import Leaves, Name, flat_params, nested
+from maxlm.training.state_paths import Leaves, Name
 
 STACK = "layers"  # entry of the parameters that is scanned
 
 
-class HostedLayers:
-    """The matrices `weights` of one update, and their gradients once those are there. See `current`."""
-
-    def __init__(self, config: Config, weights: Leaves) -> None:
-        settings = config.memory.offload_state
-        assert settings is not None, "program.py chooses"
-        self._config, self._names = config, list(weights)
-        self.gradients: Leaves = {}
-        self._apart = {name: weight for name, weight in weights.items() if is_on_host(weight) != (settings.gradients == "host")}
-        self._differentiated = weights | {name: _unread(weight) for name, weight in self._apart.items()}
-
-    def joined(self, params: Parameters) -> Parameters:
-        """All parameters, from those that are not of the stack's matrices."""
-        return nested(flat_params(params) | self._differentiated)
-
-    def taken(self, grads: Parameters) -> Parameters:
-        """The inverse of `joined` for gradients; those of the stack's matrices are kept in `gradients`."""
-        flat = flat_params(grads)
-        self.gradients = {name: flat.pop(name) for name in self._names}
-        return nested(flat)
-
-    def sum_of_squares(self) -> Float[Array, ""]:
-        """Sum of squares of all `gradients`, in float32, layer by layer."""
-
-        def add(total: jax.Array, row: jax.Array, _: Any) -> jax.Array:
-            return total + jnp.sum(jnp.square(row.astype(jnp.float32)))
-
-        return sum((fold(add, jnp.float32(0), array, array.shape[0]) for array in self.gradients.values()), jnp.float32(0))
-
-    @contextmanager
-    def current(self) -> Iterator["HostedLayers"]:
-        """Trace the model with these layers."""
-        token = _CURRENT.set(self)
-        try:
-            with streamed_layers(self._config, self._apart):
-                yield self
-        finally:
-            _CURRENT.reset(token)
-
-
-_CURRENT: ContextVar[HostedLayers | None] = ContextVar("hosted layers", default=None)
-
-
-def hosted_layers() -> HostedLayers | None:
-    """Those of the update that is traced; None if there are none."""
-    return _CURRENT.get()
-
-
 @contextmanager
 def streamed_layers(config: Config, read: Leaves | None = None) -> Iterator[None]:
-    """Trace the model with a stack of which one layer at a time is on the device. `read`: matrices that stand beside the parameters."""
+    """Trace the model with one layer of its stack at a time on the device. `read`: matrices that are not in the tree of parameters."""
     leaves = _of_stack(config.model)
 
     def scan(period: Any, x_BSD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
@@ -99,8 +42,3 @@ def _of_stack(model: ModelConfig) -> list[tuple[Name, tuple[str, ...]]]:
         return group.axes[1:] + own
 
     return [(name, axes(group_of(model, name), variable.axes)) for name, variable in declarations(model) if name[0] == STACK]
-
-
-def _unread(weight: jax.Array) -> jax.Array:
-    """An array of the same shape in the other memory."""
-    return jnp.zeros(weight.shape, weight.dtype) if is_on_host(weight) else empty_on_host(weight.shape, weight.dtype)

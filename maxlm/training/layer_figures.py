@@ -1,20 +1,22 @@
 """Figures of single layers in an update: norm of the gradient, and norm of the change over that of the weights."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import ModelConfig
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.models.parameters import Parameters, abstract_parameters
 from maxlm.models.stack import within_layer
 from maxlm.objectives import Sums
 from maxlm.telemetry.layer_alarms import LayerFigures
 from maxlm.telemetry.metric import Metric
-from maxlm.training.step import GradFn
+from maxlm.training.step import TrainState
+from maxlm.training.update import Transform
 
 MOST = 1e14  # the sum of the squares of so large entries stays finite up to 3e10 of them
 GRADIENT, RATIO = "layer_gradient", "layer_ratio"
@@ -51,20 +53,29 @@ def squares(config: ModelConfig, tree: Parameters) -> Float[Array, " G"]:
     return sums_G
 
 
-def with_gradient_norms(config: ModelConfig, grad_fn: GradFn) -> GradFn:
-    """`grad_fn` whose figures hold the norms of the gradient by layer."""
-
-    def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
-        sums, grads = grad_fn(params, model_state, batch, denominator)
-        return sums._replace(added={**sums.added, GRADIENT: jnp.sqrt(squares(config, grads))}), grads
-
-    return gradients
-
-
 def ratios(config: ModelConfig, before: Parameters, after: Parameters) -> Float[Array, " G"]:
     """Norm of each layer's change over that of its weights."""
     change = jax.tree.map(jnp.subtract, after, before)
     return jnp.sqrt(squares(config, change) / jnp.maximum(squares(config, before), 1e-30))
+
+
+class LayerFiguresOfUpdates(Transform):
+    """Report both figures of every update."""
+
+    name = "layer_figures"
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model, self.metrics = model, layer_metrics(model)
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        return None if config.health is None or config.health.layers is None else cls(config.model)
+
+    def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, None]:
+        return sums._replace(added={**sums.added, GRADIENT: jnp.sqrt(squares(self._model, gradient))}), gradient, None
+
+    def figures(self, before: Parameters, after: Parameters) -> dict[str, Array]:
+        return {RATIO: ratios(self._model, before, after)}
 
 
 def figures_of(values: Mapping[str, Any], names: tuple[str, ...]) -> LayerFigures | None:

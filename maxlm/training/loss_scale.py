@@ -5,9 +5,9 @@ overflowed is skipped as any that is not finite, and the scale is halved; after 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,14 @@ from maxlm.config.schema import Config, PrecisionConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric
-from maxlm.training.step import GradFn, TrainState, Updater
+from maxlm.training.step import TrainState
+from maxlm.training.update import Transform
 
 LOSS_SCALE = Metric("loss_scale", "Loss scale", "factor of the loss that gradients are computed of", reduce="sum")
 
 
 class LossScale(NamedTuple):
-    """`TrainState.scale`: the factor of the loss, and the updates without an overflow since it changed."""
+    """State of `LossScaling`: the factor of the loss, and the updates without an overflow since it changed."""
 
     factor: Float[Array, ""]
     good: Int32[Array, ""]
@@ -40,36 +41,38 @@ def adjusted(scale: LossScale, overflowed: Bool[Array, ""], settings: LossScaleC
     return LossScale(factor, jnp.where(grows, 0, good))
 
 
-class ScaledUpdates(Updater):
-    """The update that `build` makes of a gradient, which it sees without the scale that it was computed with."""
+class LossScaling(Transform):
+    """Gradients of the scaled loss, and the scale for the next update."""
 
-    def __init__(self, config: Config, settings: LossScaleConfig, build: Callable[[GradFn], Updater], gradients: GradFn) -> None:
-        self.config, self._settings, self._build, self._gradients = config, settings, build, gradients
-        self._inner = build(gradients)
-        self.metrics = (*self._inner.metrics, LOSS_SCALE)
+    name, metrics, kept_if_refused = "loss_scale", (LOSS_SCALE,), True
+
+    def __init__(self, settings: LossScaleConfig) -> None:
+        self._settings = settings
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        return None if config.precision.scaling is None else cls(config.precision.scaling)
 
     def init(self, state: TrainState) -> TrainState:
         first = LossScale(jnp.full((), self._settings.initial, jnp.float32), jnp.zeros((), jnp.int32))
-        return replace(self._inner.init(state), scale=first)
+        return replace(state, extra={**state.extra, self.name: first})
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        whole = NamedSharding(mesh, PartitionSpec())
-        scale: Any = LossScale(whole, whole)  # type: ignore[arg-type]
-        return replace(self._inner.shardings(shardings, mesh), scale=scale)
+        whole: Any = NamedSharding(mesh, PartitionSpec())
+        return replace(shardings, extra={**shardings.extra, self.name: LossScale(whole, whole)})
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        scale: LossScale = state.scale
+    def loss_scale(self, own: LossScale) -> Array:
+        return own.factor
 
-        def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
-            # The loss is a sum over the denominator: this multiplies it. Both are exact, by a power of two.
-            sums, grads = self._gradients(params, model_state, batch, denominator / scale.factor)
-            return sums, jax.tree.map(lambda g: g.astype(jnp.float32) / scale.factor, grads)
+    def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, LossScale]:
+        """Divide the gradient by the scale. It is a power of two: this and the multiplication of the loss are exact."""
+        own: LossScale = state.extra[self.name]
+        sums = sums._replace(added={**sums.added, LOSS_SCALE.name: own.factor})
+        return sums, jax.tree.map(lambda g: g.astype(jnp.float32) / own.factor, gradient), own
 
-        proposed, sums, grad_norm = self._build(gradients)(replace(state, scale=None), batch)
-        loss = sums.values(self._inner.metrics)["loss"]  # not scaled: no scale mends one that is not finite
-        after = adjusted(scale, jnp.isfinite(loss) & ~jnp.isfinite(grad_norm), self._settings)
-        sums = sums._replace(added={**sums.added, LOSS_SCALE.name: scale.factor})
-        return replace(proposed, scale=after), sums, grad_norm
+    def judge(self, own: LossScale, state: TrainState, loss: Array, norm: Array) -> tuple[None, LossScale]:
+        """Adjust the scale. The loss is not scaled: no scale mends one that is not finite."""
+        return None, adjusted(own, jnp.isfinite(loss) & ~jnp.isfinite(norm), self._settings)
 
 
 def overflow(precision: PrecisionConfig, values: Mapping[str, Any]) -> str:

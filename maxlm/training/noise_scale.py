@@ -7,17 +7,20 @@ microbatches of each device: their gradients are there anyway, and only their no
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from maxlm.config.schedules import NoiseScaleConfig
+from maxlm.config.schema import Config
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric
 from maxlm.training.step import GradFn
+from maxlm.training.update import Transform
 
 NOISE_SCALE = Metric("noise_scale", "Gradient noise scale", "tokens")
 # Of the parts of a batch: how many have tokens, and the sum of their squared norms, each times its share of the tokens.
@@ -38,6 +41,16 @@ def with_part_norms(grad_fn: GradFn) -> GradFn:
         return sums._replace(added={**sums.added, **found}), grads
 
     return gradients
+
+
+class PartNorms(Transform):
+    """Declare the figures of `with_part_norms`."""
+
+    name, metrics = "noise_scale", PART_METRICS
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        return None if config.train.noise_scale is None else cls()
 
 
 class NoiseScale:

@@ -7,7 +7,7 @@ continues from its checkpoint.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +20,17 @@ from maxlm.memory.disk import DiskArray, DiskState
 from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host, on_device, to_device, to_host
 from maxlm.models.parameters import Parameters
-from maxlm.training.group_update import Group, GroupUpdate, Scalars
-from maxlm.training.offloaded import StreamedStep
+from maxlm.objectives import Sums
+from maxlm.training.offloaded import Group, GroupUpdate, StreamedUpdate
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested
-from maxlm.training.step import Metrics, TrainState, clip_scale
+from maxlm.training.step import Metrics, TrainState
+from maxlm.training.update import Part, Pending, Scalars, Update, with_part
 
 
 class NvmeStep:
     """(state, batch) -> (state, Metrics), as the compiled step of other states; its state is donated."""
 
-    def __init__(self, streamed: StreamedStep, abstract: TrainState, mesh: Mesh, options: dict[str, Any]) -> None:
+    def __init__(self, streamed: StreamedUpdate, abstract: TrainState, mesh: Mesh, options: dict[str, Any]) -> None:
         self._streamed, self._abstract, self._mesh, self._options = streamed, abstract, mesh, options
         self._config, self._groups = streamed.config, streamed.groups
         self._filed = [{path for path in group.leaves if streamed.offloading.tier(path) == "nvme"} for group in self._groups]
@@ -65,12 +66,18 @@ class NvmeStep:
             self.disk.start_read(number)
         resident = {path: leaf for path, leaf in flat_state(state).items() if not isinstance(leaf, DiskArray)}
         params = nested({name: self._copies.get(name, resident.get(("params", *name))) for name in self._names})
-        small = TrainState(state.step, state.skipped, params, (), state.model_state, guard=state.guard)
         assert self._gradients is not None, "`Program.step` compiles them"
-        after, grads, scalars, metrics = self._gradients(small, batch)
-        leaves = self._update(resident, flat_params(grads), scalars)
+        pending, metrics = self._gradients(self._small(state, params), batch)
+        leaves = self._update(resident, flat_params(pending.gradient), pending.scalars)
         new = self._with(leaves | {path: self.disk.array(path) for path in self._filed_paths}, state)
-        return replace(new, step=after.step, skipped=after.skipped, model_state=after.model_state, guard=after.guard), metrics
+        extra = self._streamed.plain.by_parameter(new.extra)
+        return with_part(pending.after, Part(new.params, new.opt_state, extra)), metrics
+
+    def _small(self, state: TrainState, params: Parameters) -> TrainState:
+        """The state that gradients are computed from."""
+        large = self._streamed.plain.by_parameter(state.extra)
+        extra = {name: own for name, own in state.extra.items() if name not in large}
+        return replace(state, params=params, opt_state=(), extra=extra)
 
     def memory_analysis(self) -> Any:
         """XLA's figures of the gradients' program, the largest, whose arguments here are all that is on a device meanwhile."""
@@ -84,9 +91,9 @@ class NvmeStep:
     @cached_property
     def resident_bytes(self) -> int:
         """Bytes of the state on a device that the gradients' program does not read, such as moments where masters alone are in the file."""
-        read = ("step", "skipped", "params", "model_state", "guard")
-        flat = {path: leaf for path, leaf in flat_state(self._abstract).items() if path[0] not in read and not is_on_host(leaf)}
-        return sum(bytes_on_device(leaf) for path, leaf in flat.items() if path not in self._filed_paths)
+        read = flat_state(self._small(self._abstract, {}))
+        flat = {path: leaf for path, leaf in flat_state(self._abstract).items() if path[0] != "params" and path not in read}
+        return sum(bytes_on_device(leaf) for path, leaf in flat.items() if path not in self._filed_paths and not is_on_host(leaf))
 
     @property
     def _names(self) -> list[Name]:
@@ -98,26 +105,18 @@ class NvmeStep:
 
     # The gradients.
 
-    def lower(self, train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]], abstract_batch: Any) -> jax.stages.Lowered:
-        """The gradients' program, from the plain step built with `GradientUpdates`."""
-        limit = self._config.optimizer.clip_norm
+    def gradient(self, small: TrainState, batch: Any) -> tuple[Pending, Sums, jax.Array]:
+        """The update that the gradients' program computes, for `build_train_step`."""
+        return self._streamed.gradient(small, self._streamed.compute_copy(small.params), batch)
 
-        @wraps(train_step)  # the name of the program
-        def gradients(small: TrainState, batch: Any) -> tuple[TrainState, Parameters, Scalars, Metrics]:
-            params = self._streamed.compute_copy(small.params)
-            zeros = jax.tree.map(lambda p: jnp.zeros((), p.dtype), params)
-            after, metrics = train_step(replace(small, params=params, opt_state=zeros), batch)
-            clip = None if limit is None else clip_scale(metrics.grad_norm, limit)
-            scalars = Scalars(after.skipped == small.skipped, clip, small.step, small.skipped)
-            return replace(after, params={}, opt_state=()), after.opt_state, scalars, metrics
-
-        abstract, flat = self._abstract, flat_params(self._abstract.params)
-        params = nested({name: self._read_as(name, leaf) for name, leaf in flat.items()})
-        small = TrainState(abstract.step, abstract.skipped, params, (), abstract.model_state, guard=abstract.guard)
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        split = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params={}))
+    def lower(self, train_step: Callable[[TrainState, Any], tuple[Pending, Metrics]], abstract_batch: Any) -> jax.stages.Lowered:
+        """The gradients' program, from the step of `gradient`."""
+        params = nested({name: self._read_as(name, leaf) for name, leaf in flat_params(self._abstract.params).items()})
+        small, whole = self._small(self._abstract, params), NamedSharding(self._mesh, PartitionSpec())
+        after = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params={}))
         grads = jax.tree.map(lambda leaf: on_device(leaf.sharding), params)
-        return jax.jit(gradients, out_shardings=(split, grads, whole, whole)).lower(small, abstract_batch)
+        scalars: Any = whole
+        return jax.jit(train_step, out_shardings=(Pending(grads, scalars, after), whole)).lower(small, abstract_batch)
 
     def _read_as(self, name: Name, leaf: Any) -> jax.ShapeDtypeStruct:
         """A parameter as the gradients' program takes it: the copy, where the master is in the file."""
@@ -172,12 +171,12 @@ class NvmeStep:
         copies = [on_device(flat["params", *name].sharding) for name in group.names if ("params", *name) in filed]
         whole = NamedSharding(self._mesh, PartitionSpec())
         out = shardings, [flat[path].sharding for path in here], copies, whole
-        run = partial(update_piece, self._config, group, filed)
+        run = partial(update_piece, self._streamed.plain, group, filed)
         return jax.jit(run, out_shardings=out, donate_argnums=(1, 2, 3), compiler_options=self._options)
 
 
 def update_piece(
-    config: Any,
+    plain: Update,
     group: Group,
     filed: set[Name],
     piece: jax.Array,
@@ -192,7 +191,7 @@ def update_piece(
     places = [is_on_host(array) for array in arrays]
     arrived, resident = iter(pieces), iter([_cut(array, group, piece) for array in arrays])
     current = [next(arrived) if path in filed else next(resident) for path in group.leaves]
-    update = GroupUpdate(config, group, counters, scalars)
+    update = GroupUpdate(plain, group, counters, scalars)
     first_row = piece * (grads[0].shape[0] // group.pieces)
     new = dict(zip(group.leaves, update(current, [_cut(gradient, group, piece) for gradient in grads], first_row), strict=True))
     here = [new[path] for path in group.leaves if path not in filed]

@@ -1,59 +1,71 @@
 """Updates of a state that does not live on the device (`memory.offload_state`): gradients first, then one parameter after another.
 
-The gradient of a batch is computed by the plain training step, from a copy of the parameters in the dtype of the matmuls, and handed on in
-place of the optimizer's state. Then the optimizer runs for a few parameters at a time (group_update.py): what belongs to them is fetched,
-updated and written back.
+The gradient of a batch is computed from a copy of the parameters in the dtype of the matmuls. Then the same code as that of the plain step
+(`Update.apply`) runs for a group of parameters at a time: the state of the group is fetched, updated and written back.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property, partial, wraps
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
 
 from maxlm.config.schema import Config
 from maxlm.memory.disk import load_all
-from maxlm.memory.pieces import copy_on_host, copy_to_device, pieces_of, stream
+from maxlm.memory.layer_stream import empty_on_host
+from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
-from maxlm.models import balance_experts, parameter_axes
+from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import group_of, split_layers
 from maxlm.objectives import Sums
-from maxlm.training.ema import EmaUpdates
-from maxlm.training.group_update import Group, GroupUpdate, Scalars
-from maxlm.training.hosted_layers import STACK, HostedLayers, hosted_layers
+from maxlm.training.hosted_layers import STACK, streamed_layers
+from maxlm.training.optimizer import build_optimizer
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, keys_of, nested, owner_of
-from maxlm.training.step import Metrics, TrainState, clip_by_global_norm, clip_scale
+from maxlm.training.step import TrainState
+from maxlm.training.update import Part, Pending, Scalars, Update, gradient_norm, with_part
 
 
-class GradientUpdates(EmaUpdates):
-    """All of an update but the parameters': the state it proposes holds their gradient, before clipping, as optimizer state."""
+class Group(NamedTuple):
+    """Parameters that are updated together: equal layers, or all that are in none. `leaves`: paths of all that belongs to them in a state.
 
-    def init(self, state: TrainState) -> TrainState:
-        return super().init(state) if self.config.ema is not None else state
+    One call of the optimizer sees several matrices, as in the plain step: XLA divides by a number that one array uses in another way.
+    """
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        return super().shardings(shardings, mesh) if self.config.ema is not None else shardings
+    names: tuple[Name, ...]
+    leaves: tuple[Name, ...]
+    pieces: int
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        denominator = jnp.maximum(self._objective.denominator(batch), 1)
-        hosted = hosted_layers()
-        sums, grads = self._gradients(
-            state.params if hosted is None else hosted.joined(state.params), state.model_state, batch, denominator
-        )
-        grads = grads if hosted is None else hosted.taken(grads)
-        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        norm = clip_by_global_norm(wide, None)[1]
-        norm = norm if hosted is None else jnp.sqrt(jnp.square(norm) + hosted.sum_of_squares())
-        grads = split_layers(grads)[0] | split_layers(wide)[1]  # layers are widened piece by piece
-        model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
-        return replace(state, step=state.step + 1, opt_state=grads, model_state=model_state), sums, norm
+
+class GroupUpdate:
+    """`Update.apply` for a group: (its leaves, the gradients of its parameters, first row of the piece) -> its leaves updated."""
+
+    def __init__(self, update: Update, group: Group, leaves: Leaves, scalars: Scalars) -> None:
+        """`leaves`: of the state, the counters of the optimizer among them."""
+        self._update, self._group, self._leaves, self._scalars = update, group, leaves, scalars
+        axes = flat_params(parameter_axes(update.config.model))
+        self._axes = nested({name: axes[name] for name in group.names})
+        self.shared: Leaves = {}  # new counters, equal for all groups
+
+    def __call__(self, changed: Sequence[jax.Array], read: Sequence[jax.Array], first_row: Array | int) -> list[jax.Array]:
+        old, names = self._leaves | dict(zip(self._group.leaves, changed, strict=True)), self._group.names
+        optimizer = build_optimizer(self._update.config, self._axes, first_row)
+        params = nested({name: old["params", *name] for name in names})
+        shape = jax.eval_shape(optimizer.init, params)
+        opt_state = jax.tree_util.tree_map_with_path(lambda path, _: old["opt_state", *keys_of(path)], shape)
+        kept = [one.name for one in self._update.transforms if one.by_parameter]
+        extra = {kind: nested({name: old.get(("extra", kind, *name)) for name in names}) for kind in kept}
+        grads = nested(dict(zip(names, read, strict=True)))
+        part, _ = self._update.apply(Part(params, opt_state, extra), grads, self._scalars, optimizer, first_row)
+        new = flat_state(part)
+        self.shared = {path: leaf for path, leaf in new.items() if path not in self._group.leaves}
+        return [new[path] for path in self._group.leaves]
 
 
 class Offloading:
@@ -74,7 +86,7 @@ class Offloading:
 
     def tier(self, path: Name) -> str | None:
         """Tier of the leaf at this path of the state: host, nvme or None for the device."""
-        masters = ("updater",) if difference_dtype(self.config) is not None else ("updater", "params")  # matmuls read the halves of masters
+        masters = ("extra",) if difference_dtype(self.config) is not None else ("extra", "params")  # matmuls read the halves of masters
         kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
         owner = owner_of(path, self._axes)
         if path[0] == "params" and owner is not None and self.is_hosted(owner) and not self.is_copied(owner):
@@ -105,11 +117,11 @@ class Offloading:
         return found
 
 
-class StreamedStep:
-    """The update of a state of which parts are in host memory, as one program."""
+class StreamedUpdate:
+    """`update` of a state of which parts are in host memory, as one program."""
 
-    def __init__(self, config: Config, abstract: TrainState) -> None:
-        self.config, self.offloading = config, Offloading(config)
+    def __init__(self, update: Update, abstract: TrainState) -> None:
+        self.plain, self.config, self.offloading = update, update.config, Offloading(update.config)
         self._abstract = abstract
 
     @cached_property
@@ -153,44 +165,55 @@ class StreamedStep:
     def _readable(self) -> Any:
         return jax.jit(self.compute_copy, out_shardings=self.computed_shardings)
 
-    def wrap(self, train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]) -> Callable[[TrainState, Any], Any]:
-        """The whole update, from `train_step`, built with `GradientUpdates`."""
-
-        @wraps(train_step)  # the name of the program
-        def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            params = flat_params(self.compute_copy(state.params))
-            hosted = HostedLayers(self.config, {name: params.pop(name) for name in list(params) if self.offloading.is_hosted(name)})
-            zeros = nested({name: jnp.zeros((), leaf.dtype) for name, leaf in params.items()})
-            on_device = replace(state, params=nested(params), opt_state=zeros, updater=None)
-            with hosted.current() if self.config.memory.layers_on_host else nullcontext():
-                after, metrics = train_step(on_device, batch)
-            good, grads = after.skipped == on_device.skipped, flat_params(after.opt_state) | hosted.gradients
-            updated = self.update(state, grads, good, metrics.grad_norm)
-            return replace(updated, step=after.step, skipped=after.skipped, model_state=after.model_state, guard=after.guard), metrics
-
-        return step
-
-    def update(self, state: TrainState, grads: Leaves, good: Bool[Array, ""], norm: Float[Array, ""]) -> TrainState:
-        """The state with every parameter updated where `good`, one after another."""
-        leaves = flat_state(state)
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        """As `Update`: every group of parameters is updated after the one before it."""
+        pending, sums, norm = self.gradient(state, self.compute_copy(state.params), batch)
+        leaves, grads = flat_state(state), flat_params(pending.gradient)
         new = dict(leaves)
-        limit = self.config.optimizer.clip_norm
-        scalars = Scalars(good, None if limit is None else clip_scale(norm, limit), state.step, state.skipped)
         for group in self.groups:
-            update = GroupUpdate(self.config, group, leaves, scalars)
+            update = GroupUpdate(self.plain, group, leaves, pending.scalars)
             changed = stream(update, [leaves[path] for path in group.leaves], [grads[name] for name in group.names], group.pieces)
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
         if all(group.pieces > 1 for group in self.groups):  # of adapters: no parameter is outside the layers
-            new |= self._counted(leaves, scalars)
-        return jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves])
+            new |= self._counted(leaves, pending.scalars)
+        after = jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves])
+        return with_part(pending.after, Part(after.params, after.opt_state, self.plain.by_parameter(after.extra))), sums, norm
+
+    def gradient(self, state: TrainState, params: Parameters, batch: Any) -> tuple[Pending, Sums, Float[Array, ""]]:
+        """`Update.gradient` at `params`, a `compute_copy`. Gradients of layers stay in the dtype of the matmuls until they are applied.
+
+        A gradient is in the memory of what is differentiated. So where weights and gradients of the layers are in different memories,
+        arrays that are never read stand for the weights in the tree of parameters, and the weights are passed apart.
+        """
+        flat, settings = flat_params(params), self.config.memory.offload_state
+        gradients_on_host = settings is not None and settings.gradients == "host"
+        apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
+        flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
+        with streamed_layers(self.config, apart) if self.config.memory.layers_on_host else nullcontext():
+            pending, sums, norm = self.plain.gradient(replace(state, params=nested(flat), opt_state=()), batch, norm_of=_norm)
+        layers, others = split_layers(pending.gradient)
+        return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
 
     def _counted(self, leaves: Leaves, scalars: Scalars) -> Leaves:
         """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
         group = self.groups[0]
-        update = GroupUpdate(self.config, group, leaves, scalars)
+        update = GroupUpdate(self.plain, group, leaves, scalars)
         rows = [leaves[path].shape[0] // group.pieces for path in group.leaves]
         zeros = [jnp.zeros((row, *leaves[path].shape[1:]), leaves[path].dtype) for path, row in zip(group.leaves, rows, strict=True)]
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}
         update(zeros, [of_params[name] for name in group.names], 0)
         return update.shared
+
+
+def _norm(gradient: Parameters) -> Float[Array, ""]:
+    """`gradient_norm`, where stacks of layers may be in host memory: they are read layer by layer."""
+    leaves = jax.tree.leaves(gradient)
+    near: Any = [leaf for leaf in leaves if not is_on_host(leaf)]
+    norm = gradient_norm(near)
+
+    def add(total: jax.Array, row: jax.Array, _: Any) -> jax.Array:
+        return total + jnp.sum(jnp.square(row.astype(jnp.float32)))
+
+    far = [fold(add, jnp.float32(0), leaf, leaf.shape[0]) for leaf in leaves if is_on_host(leaf)]
+    return jnp.sqrt(jnp.square(norm) + sum(far)) if far else norm

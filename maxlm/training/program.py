@@ -27,23 +27,35 @@ from maxlm.telemetry.metric import Metric
 from maxlm.training import pipelined
 from maxlm.training.compression import AXIS, CompressedSums
 from maxlm.training.diloco import LocalUpdates
-from maxlm.training.ema import EmaUpdates
+from maxlm.training.ema import MovingAverage
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
 from maxlm.training.hosted_layers import streamed_layers
-from maxlm.training.layer_figures import with_gradient_norms
+from maxlm.training.layer_figures import LayerFiguresOfUpdates
 from maxlm.training.layer_probe import LayerProbe, probe_metrics
-from maxlm.training.loss_scale import ScaledUpdates
-from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, with_part_norms
+from maxlm.training.loss_scale import LossScaling
+from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, PartNorms, with_part_norms
 from maxlm.training.nvme_step import NvmeStep
-from maxlm.training.offloaded import GradientUpdates, Offloading, StreamedStep
+from maxlm.training.offloaded import Offloading, StreamedUpdate
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.ramped_step import RampedStep
 from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
 from maxlm.training.small_states import path_of
-from maxlm.training.spike_guard import WatchedUpdates
-from maxlm.training.split_masters import HalvesOnly, SplitMasters, difference_dtype
+from maxlm.training.spike_guard import SpikeGuard
+from maxlm.training.split_masters import SplitMasters
 from maxlm.training.state_paths import keys_of
-from maxlm.training.step import GradFn, TrainState, Updater, build_train_step, in_one_pass
+from maxlm.training.step import GradFn, TrainState, build_train_step, in_one_pass
+from maxlm.training.update import Transform, Update
+
+# In the order in which they see the gradient; parameters are written in the reverse order.
+TRANSFORMS: tuple[type[Transform], ...] = (
+    LossScaling,
+    PartNorms,
+    SplitMasters,
+    LayerFiguresOfUpdates,
+    SpikeGuard,
+    CompressedSums,
+    MovingAverage,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ class Program:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Declarations of all that an update reports beside what every record holds."""
-        declared = tuple(metric for metric in self.updater.metrics if metric not in PART_METRICS)
+        declared = tuple(metric for metric in self.update.metrics if metric not in PART_METRICS)
         declared += () if self.config.train.noise_scale is None else (NOISE_SCALE,)
         declared += probe_metrics(self.config.model) if self.layer_probe is not None else ()
         return declared + (ROUTING_METRICS if self.config.model.moe is not None else ())
@@ -68,7 +80,7 @@ class Program:
         """The gradients of a batch: how they are computed and reduced is chosen here, once.
 
         computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
-        reduced    once an update (`reduction_axes`), over `data` by the updater where it is compressed; as layers are done, with whole
+        reduced    once an update (`reduction_axes`), over `data` by a transform where it is compressed; as layers are done, with whole
                    weights (ZeRO stage 2); by the partitioner
         """
         config, objective, sizes = self.objective.config, self.objective, self.mesh.shape
@@ -86,41 +98,22 @@ class Program:
         return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
 
     @cached_property
-    def updater(self) -> Updater:
-        """The update: from one gradient of the whole batch, with a moving average (`ema`), or by workers with local updates (`diloco`);
-        watched, if `health` asks for it; of a scaled loss in float16; and with master weights in two parts, if `optimizer.state` asks.
-        """
-        config, health, gradients = self.config, self.config.health, self.gradients
-        kind = LocalUpdates if config.diloco is not None else EmaUpdates if config.ema is not None else Updater
-        kind = GradientUpdates if config.memory.offload_state is not None else kind
-        compressed = None if config.compression is None else CompressedSums(config, self.mesh)
-        watches = health is not None and (health.layers is not None or health.spike == "skip")
-
-        def build(gradients: GradFn) -> Updater:
-            update = kind(config, self.objective, self.optimizer, gradients, compressed)
-            update.metrics += () if config.train.noise_scale is None else PART_METRICS
-            return WatchedUpdates(update, health) if health is not None and watches else update
-
-        def watched(gradients: GradFn) -> GradFn:
-            layers = health is not None and health.layers is not None
-            return with_gradient_norms(config.model, gradients) if layers else gradients
-
-        if config.precision.scaling is not None:
-            return ScaledUpdates(config, config.precision.scaling, lambda unscaled: build(watched(unscaled)), gradients)
-        gradients = watched(gradients)
-        in_two = SplitMasters if config.memory.offload_state is None else HalvesOnly
-        return build(gradients) if difference_dtype(config) is None else in_two(config, build, gradients)
+    def update(self) -> Update:
+        """The update: from one gradient of the whole batch, or by workers with local updates (`diloco`), and its transforms."""
+        chosen = [one for kind in TRANSFORMS if (one := kind.from_config(self.config, self.mesh)) is not None]
+        kind = Update if self.config.diloco is None else LocalUpdates
+        return kind(self.config, self.objective, self.optimizer, self.gradients, chosen)
 
     @cached_property
     def state_shardings(self) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        shardings = self.updater.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
+        shardings = self.update.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
         return shardings if self.config.memory.offload_state is None else Offloading(self.config).shardings(shardings)
 
     @cached_property
-    def streamed(self) -> StreamedStep | None:
-        """The step around the plain one, for a state in several tiers of memory (`memory.offload_state`)."""
-        return None if self.config.memory.offload_state is None else StreamedStep(self.config, self.abstract_state)
+    def streamed(self) -> StreamedUpdate | None:
+        """The update of a state in several tiers of memory (`memory.offload_state`)."""
+        return None if self.config.memory.offload_state is None else StreamedUpdate(self.update, self.abstract_state)
 
     @cached_property
     def nvme(self) -> NvmeStep | None:
@@ -158,7 +151,7 @@ class Program:
         return jax.tree.map(function, self.objective.batch_spec(), is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
 
     def _first_state(self) -> TrainState:
-        return self.updater.init(init_state(self.config.model, self.optimizer, self.config.train.seed))
+        return self.update.init(init_state(self.config.model, self.optimizer, self.config.train.seed))
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
@@ -175,7 +168,7 @@ class Program:
 
         def make(params: Parameters, model_state: Parameters) -> TrainState:
             zero = jnp.zeros((), jnp.int32)
-            return self.updater.init(TrainState(zero, zero, params, self.optimizer.init(params), model_state))
+            return self.update.init(TrainState(zero, zero, params, self.optimizer.init(params), model_state))
 
         with jax.set_mesh(self.mesh):
             if self.streamed is not None:
@@ -221,15 +214,14 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        train_step = build_train_step(self.config, self.objective, self.updater)
+        built = partial(build_train_step, self.config, self.objective, metrics=self.update.metrics)
         if self.nvme is not None:
             with jax.set_mesh(self.mesh):
-                return self.nvme.lower(train_step, self.abstract_batch)
+                return self.nvme.lower(built(self.nvme.gradient), self.abstract_batch)
         update = jax.jit(
-            train_step if self.streamed is None else self.streamed.wrap(train_step),
+            built(self.streamed or self.update),
             in_shardings=(self.state_shardings, self.batch_sharding),
-            out_shardings=(self.state_shardings, whole),
+            out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
             donate_argnums=0,
         )
         with jax.set_mesh(self.mesh):

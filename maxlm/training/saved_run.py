@@ -33,7 +33,7 @@ from maxlm.training.split_masters import difference_dtype, in_parts, whole
 CONFIG, CHECKPOINTS, TOKENIZER = RUN_CONFIG, "checkpoints", "tokenizer"
 PUBLISHED = "published"  # files of the published model that a run goes back to, as they were imported
 _log = logging.getLogger(__name__)
-AVERAGE = ("updater", EMA)  # path of the moving average in a state
+AVERAGE = ("extra", EMA)  # path of the moving average in a state
 
 
 class Weights(NamedTuple):

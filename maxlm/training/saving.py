@@ -31,7 +31,7 @@ from maxlm.training.step import TrainState
 _log = logging.getLogger(__name__)
 AFTER_ERROR_SECONDS = 120.0  # that a save may take to end once training has crashed
 FAILED_SAVES, FAILING_SECONDS = 10, 900.0  # saves in a row, and time, after which training ends: perhaps another start can save
-JUDGED = ("params.", "opt_state.", "updater.")  # beginnings of the names of leaves in which a value may be absurd
+JUDGED = ("params.", "opt_state.", "extra.")  # beginnings of the names of leaves in which a value may be absurd
 NAMED = 3  # leaves named in a message; the others are counted
 MOST_VALUE = 1e6  # absolute value of a parameter, which an update moves by about the learning rate
 MOST_MOMENT = MOST_VALUE**2  # of what the optimizer and averages of weights hold: squares of gradients among them

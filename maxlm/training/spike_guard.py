@@ -1,11 +1,11 @@
 """An update that refuses spikes: where its loss or gradient norm is far above the recent ones, the state stays as it is.
 
-Decided on the devices, from the window of recent values in `TrainState.guard`: so without waiting for the host, alike on every device, and
+Decided on the devices, from the window of recent values in the state: so without waiting for the host, alike on every device, and
 the same after a restart. The rule is that of `telemetry.alarms.JumpAlarm`, for a single update and so with a wider limit.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.config.reliability import HealthConfig
-from maxlm.objectives import Sums
+from maxlm.config.schema import Config
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
-from maxlm.training.layer_figures import RATIO, layer_metrics, ratios
-from maxlm.training.step import TrainState, Updater
+from maxlm.training.step import TrainState
+from maxlm.training.update import Transform
 
 ALONE = 2  # times `spreads`: of a single update, which has no other to confirm it. Measured on batches of 32 tokens: up to 13.5 deviations
 
@@ -71,35 +71,28 @@ def judge(
     return high & (step - window.last < settings.spike_steps), after
 
 
-class WatchedUpdates(Updater):
-    """The update of `inner` as `settings` watch it: spikes are refused, and figures of layers reported."""
+class SpikeGuard(Transform):
+    """Refuse updates that `settings` call spikes; not the last one with local updates, after which workers meet for the last time."""
 
-    def __init__(self, inner: Updater, settings: HealthConfig) -> None:
-        self.config, self._inner, self._settings = inner.config, inner, settings
-        self.metrics = inner.metrics + (layer_metrics(inner.config.model) if settings.layers is not None else ())
+    name = "guard"
 
-    @property
-    def _refuses(self) -> bool:
-        return self._settings.spike == "skip"
+    def __init__(self, settings: HealthConfig, last: int | None) -> None:
+        """`last`: number of updates of a run whose last one is never refused."""
+        self._settings, self._last = settings, last
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        if config.health is None or config.health.spike != "skip":
+            return None
+        return cls(config.health, None if config.diloco is None else config.total_steps)
 
     def init(self, state: TrainState) -> TrainState:
-        state = self._inner.init(state)
-        return replace(state, guard=empty_window()) if self._refuses else state
+        return replace(state, extra={**state.extra, self.name: empty_window()})
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
         whole = NamedSharding(mesh, PartitionSpec())
-        shardings = self._inner.shardings(shardings, mesh)
-        return replace(shardings, guard=jax.tree.map(lambda _: whole, empty_window())) if self._refuses else shardings
+        return replace(shardings, extra={**shardings.extra, self.name: jax.tree.map(lambda _: whole, empty_window())})
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        proposed, sums, grad_norm = self._inner(state, batch)
-        if self._settings.layers is not None:
-            sums = sums._replace(added={**sums.added, RATIO: ratios(self.config.model, state.params, proposed.params)})
-        if self._refuses:
-            refused, window = judge(state.guard, state.step, sums.values(self.metrics)["loss"], grad_norm, self._settings)
-            if self.config.diloco is not None:
-                refused &= (
-                    state.step + 1 < self.config.total_steps
-                )  # the last update is where workers meet, and no later one makes up for it
-            proposed = replace(proposed, guard=window, skipped=state.skipped + refused)
-        return proposed, sums, grad_norm
+    def judge(self, own: Window, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], Window]:
+        refused, window = judge(own, state.step, loss, norm, self._settings)
+        return refused if self._last is None else refused & (state.step + 1 < self._last), window

@@ -5,9 +5,8 @@ with 8 the master has 24 bits, to which it is rounded after each update. The hal
 make it, but for ties: the even neighbour would leave 2^16 + 1 masters to one half, so they go away from zero.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ from maxlm.models import parameter_axes
 from maxlm.models.adapters import leaf, put
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import Names
-from maxlm.objectives import Sums
 from maxlm.training.rounding import random_bits
 from maxlm.training.small_states import path_of
-from maxlm.training.step import GradFn, TrainState, Updater
+from maxlm.training.step import TrainState
+from maxlm.training.update import Scalars, Transform
 
-RESIDUAL = "residual"  # entry of `TrainState.updater`: the differences; None for what is no matrix, which stays float32
+RESIDUAL = "residual"  # entry of `TrainState.extra`: the differences; None for parameters that are no matrices, which stay float32
 DIFFERENCES = {"split": jnp.dtype("int16"), "split24": jnp.dtype("int8")}
 
 
@@ -66,49 +65,45 @@ def stored(
     return split(master, bits, random)
 
 
-class SplitMasters(Updater):
-    """The update that `build` makes of a gradient, which sees float32 parameters. The gradient itself is computed with their halves."""
+class SplitMasters(Transform):
+    """Masters in two parts between updates: gradients are computed with the halves, and the optimizer updates float32."""
 
-    def __init__(self, config: Config, build: Callable[[GradFn], Updater], gradients: GradFn) -> None:
-        self.config, self._build, self._of_halves, self._inner = config, build, gradients, build(gradients)
-        self.metrics = self._inner.metrics
+    name, by_parameter = RESIDUAL, True
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        return None if difference_dtype(config) is None else cls(config)
 
     def init(self, state: TrainState) -> TrainState:
-        return self._stored(self._inner.init(state), None)
+        in_two = jax.tree.map(lambda matrix: matrix or None, matrices(self._config.model))
+        params, residual = self._split(state.params, in_two, None, 0)
+        return replace(state, params=params, extra={**state.extra, RESIDUAL: residual})
 
     def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        shardings = self._inner.shardings(shardings, mesh)
-        residual = jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self.config.model), shardings.params)
-        return replace(shardings, updater={**(shardings.updater or {}), RESIDUAL: residual})
+        residual = jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self._config.model), shardings.params)
+        return replace(shardings, extra={**shardings.extra, RESIDUAL: residual})
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        def gradients(masters: Parameters, model_state: Parameters, batch: Any, denominator: Array) -> tuple[Sums, Parameters]:
-            sums, grads = self._of_halves(state.params, model_state, batch, denominator)
-            return sums, jax.tree.map(lambda grad, master: grad.astype(master.dtype), grads, masters)
+    def read(self, params: Parameters, own: Any) -> Parameters:
+        return join_all(params, own)
 
-        rest = {name: entry for name, entry in state.updater.items() if name != RESIDUAL}
-        masters = join_all(self.config.model, state.params, state.updater[RESIDUAL])
-        proposed, sums, grad_norm = self._build(gradients)(replace(state, params=masters, updater=rest or None), batch)
-        return self._stored(proposed, state.step), sums, grad_norm
+    def write(self, params: Parameters, own: Any, scalars: Scalars, first_row: Array | int) -> tuple[Parameters, Any]:
+        return self._split(params, own, scalars.step, first_row)
 
-    def _stored(self, state: TrainState, step: Int32[Array, ""] | None) -> TrainState:
-        """The state with its float32 parameters in two parts, by chance from the first update on."""
-        paths: Any = jax.tree_util.tree_flatten_with_path(state.params)[0]
-        tree: Any = jax.tree.structure(state.params)
-        halves, differences = [], []
-        for (path, master), matrix in zip(paths, jax.tree.leaves(matrices(self.config.model)), strict=True):
-            half, difference = stored(self.config, path_of(path), master, step) if matrix else (master, None)
-            halves.append(half)
-            differences.append(difference)
-        updater = {**(state.updater or {}), RESIDUAL: jax.tree.unflatten(tree, differences)}
-        return replace(state, params=jax.tree.unflatten(tree, halves), updater=updater)
-
-
-class HalvesOnly(SplitMasters):
-    """`SplitMasters` of a state that is updated elsewhere (offloaded.py): its gradients need the halves alone."""
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        return self._inner(state, batch)
+    def _split(
+        self, masters: Parameters, in_two: Any, step: Int32[Array, ""] | None, first_row: Array | int
+    ) -> tuple[Parameters, Parameters]:
+        """(halves, differences) after update `step`; masters for which the tree `in_two` holds None stay as they are."""
+        paths: Any = jax.tree_util.tree_flatten_with_path(masters)[0]
+        tree: Any = jax.tree.structure(masters)
+        parts = [
+            (master, None) if keep is None else stored(self._config, path_of(path), master, step, first_row)
+            for (path, master), keep in zip(paths, tree.flatten_up_to(in_two), strict=True)
+        ]
+        halves, differences = zip(*parts, strict=True)
+        return tree.unflatten(halves), tree.unflatten(differences)
 
 
 def matrices(model: ModelConfig) -> Parameters:
@@ -116,9 +111,9 @@ def matrices(model: ModelConfig) -> Parameters:
     return jax.tree.map(is_matrix, parameter_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
-def join_all(model: ModelConfig, halves: Parameters, residual: Parameters) -> Parameters:
+def join_all(halves: Parameters, residual: Parameters) -> Parameters:
     """The float32 parameters."""
-    return jax.tree.map(lambda _, half, difference: join(half, difference), matrices(model), halves, residual)
+    return jax.tree.map(join, halves, residual)
 
 
 # Masters in a checkpoint.
@@ -136,15 +131,15 @@ def in_parts(config: Config, asked: Parameters) -> Parameters:
         put(halves, name, jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16 if in_two else wanted.dtype, sharding=wanted.sharding))
         if in_two:
             put(differences, name, jax.ShapeDtypeStruct(wanted.shape, dtype, sharding=wanted.sharding))
-    return {**asked, "params": halves, **({"updater": {RESIDUAL: differences}} if differences else {})}
+    return {**asked, "params": halves, **({"extra": {RESIDUAL: differences}} if differences else {})}
 
 
 def whole(config: Config, restored: Parameters) -> Parameters:
     """State that was restored as `in_parts` says, with float32 parameters."""
-    if difference_dtype(config) is None or "updater" not in restored:
+    if difference_dtype(config) is None or "extra" not in restored:
         return restored
     params: Parameters = {}
     for path, half in jax.tree_util.tree_flatten_with_path(restored["params"])[0]:
         in_two = leaf(matrices(config.model), path_of(path))
-        put(params, path_of(path), jax.jit(join)(half, leaf(restored["updater"][RESIDUAL], path_of(path))) if in_two else half)
+        put(params, path_of(path), jax.jit(join)(half, leaf(restored["extra"][RESIDUAL], path_of(path))) if in_two else half)
     return {**restored, "params": params}

@@ -8,6 +8,7 @@ import jax
 
 from maxlm.models.parameters import Parameters
 from maxlm.training.step import TrainState
+from maxlm.training.update import Part
 
 Name = tuple[str, ...]  # of a parameter, as in the tree
 Leaves = dict[Name, Any]  # by path in the state
@@ -19,8 +20,8 @@ def flat_params(tree: Parameters) -> Leaves:
     return {keys_of(path): leaf for path, leaf in found}
 
 
-def flat_state(state: TrainState) -> Leaves:
-    """Path -> leaf."""
+def flat_state(state: TrainState | Part) -> Leaves:
+    """Path -> leaf of a state, or of a part of it."""
     return {keys_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 

@@ -1,19 +1,17 @@
-"""The training step: gradient, clipping, optimizer, new state."""
+"""The training step: one update of the state, and its metrics."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt32
 
 from maxlm.config.schema import Config
-from maxlm.models import Parameters, Routing, balance_experts
+from maxlm.models import Parameters, Routing
 from maxlm.objectives import Objective, Sums
-from maxlm.training.compression import CompressedSums
+from maxlm.telemetry.metric import Metric
 from maxlm.training.optimizer import learning_rate
 
 # (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
@@ -32,10 +30,7 @@ class TrainState:
     params: Parameters
     opt_state: Any
     model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
-    updater: Any = None  # state of the update itself: `diloco.WorkerState` with local updates, the average of `ema.EmaUpdates`
-    guard: Any = None  # `spike_guard.Window`, where spikes are refused
-    feedback: Any = None  # of `compression.CompressedSums`
-    scale: Any = None  # `loss_scale.LossScale`, with matmuls in float16
+    extra: dict[str, Any] = field(default_factory=dict)  # states of transforms (`update.Transform`), by their names
 
 
 class Metrics(NamedTuple):
@@ -54,55 +49,20 @@ class Metrics(NamedTuple):
         raise AttributeError(f"no metric {name!r}: there are {', '.join(self.values)}")
 
 
-class Updater:
-    """An update from one gradient of the whole batch, the plain case. Others: `diloco.LocalUpdates`, `EmaUpdates`, `WatchedUpdates`."""
-
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        optimizer: optax.GradientTransformation,
-        gradients: GradFn,
-        compressed: CompressedSums | None = None,
-    ) -> None:
-        """`compressed`: sums `gradients`, which are stacked by the devices along `data` then."""
-        self.config, self._objective, self._optimizer, self._gradients = config, objective, optimizer, gradients
-        self._compressed = compressed
-        self.metrics = tuple(objective.metrics)
-
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
-        """(updated state, figures of the batch, norm of its gradient before clipping)."""
-        denominator = jnp.maximum(self._objective.denominator(batch), 1)  # of the global batch
-        sums, grads = self._gradients(state.params, state.model_state, batch, denominator)
-        state, grads = (state, grads) if self._compressed is None else self._compressed.of_gradients(state, grads)
-        grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_norm)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
-        params = optax.apply_updates(state.params, updates)
-        return replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state), sums, grad_norm
-
-    def init(self, state: TrainState) -> TrainState:
-        """The first state, from that of one worker."""
-        return state if self._compressed is None else replace(state, feedback=self._compressed.init(state.params))
-
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        """A NamedSharding for every leaf of the state, from those of one worker's."""
-        return shardings if self._compressed is None else replace(shardings, feedback=self._compressed.shardings())
-
-
-def build_train_step(config: Config, objective: Objective, update: Updater) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """The training step that `config` describes, ready to be jitted."""
+def build_train_step(
+    config: Config, objective: Objective, update: Callable[[TrainState, Any], tuple[Any, Sums, Array]], metrics: Sequence[Metric]
+) -> Callable[[TrainState, Any], tuple[Any, Metrics]]:
+    """The training step that `config` describes, ready to be jitted. `metrics`: figures that `update`, an `Update`, reports."""
     rate = learning_rate(config)
 
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Any) -> tuple[Any, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
         lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
         batch = objective.with_randomness(batch, state.step)
-        proposed, sums, grad_norm = update(state, batch)
-        values = sums.values(update.metrics)
-        state = keep_if_finite(state, proposed, values["loss"], grad_norm)
-        values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": state.skipped, "batch_digest": digest(batch)}
-        return state, Metrics(values, sums.routing)
+        after, sums, grad_norm = update(state, batch)
+        values = sums.values(metrics)
+        values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": after.skipped, "batch_digest": digest(batch)}
+        return after, Metrics(values, sums.routing)
 
     return train_step
 
@@ -118,29 +78,6 @@ def in_one_pass(
 
     grads, sums = jax.grad(mean_loss, has_aux=True)(params)
     return sums, grads
-
-
-def clip_by_global_norm(grads: Parameters, max_norm: float | None) -> tuple[Parameters, Float[Array, ""]]:
-    """(gradients scaled down to `max_norm` if they exceed it, their norm before that)."""
-    norm = optax.tree.norm(grads)
-    if max_norm is None:
-        return grads, norm
-    scale = clip_scale(norm, max_norm)
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), norm
-
-
-def clip_scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
-    """Factor of gradients of that norm."""
-    return jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
-
-
-def keep_if_finite(state: TrainState, proposed: TrainState, loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> TrainState:
-    """`proposed` if loss and gradient norm, which are the same on all devices, are finite, and it does not count itself as skipped; else
-    `state` with the batch counted as consumed and skipped, and the scale of its loss adjusted.
-    """
-    good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (proposed.skipped == state.skipped)
-    chosen = jax.tree.map(lambda new, old: jnp.where(good, new, old), proposed, state)
-    return replace(chosen, step=state.step + 1, skipped=state.skipped + jnp.where(good, 0, 1), scale=proposed.scale)
 
 
 def digest(batch: Any) -> UInt32[Array, ""]:

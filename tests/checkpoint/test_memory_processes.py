@@ -30,7 +30,7 @@ def numbers(step, fsdp=8, guarded=False):
     spread, whole = (NamedSharding(meshes[fsdp], PartitionSpec(*spec)) for spec in (("fsdp", "tensor"), ()))
     matrix = jax.device_put((jnp.arange(64 * 32, dtype=jnp.float32).reshape(64, 32) * step).astype(jnp.bfloat16), spread)
     halves = jax.device_put(jnp.arange(64.0) + step, NamedSharding(meshes[fsdp], PartitionSpec("fsdp")))
-    guard = {"guard": {"last": halves + 1}} if guarded else {}
+    guard = {"extra": {"guard": {"last": halves + 1}}} if guarded else {}
     return {"params": {"w": matrix, "v": halves}, "step": jax.device_put(jnp.int32(step), whole)} | guard
 
 

@@ -41,7 +41,7 @@ def stops() -> Stops:
 def traced() -> dict[str, set[int]]:
     """First lines of the functions that run while the plain step is traced, by file."""
     program = tiny_program(2, mesh={"fsdp": 2})
-    step = build_train_step(program.config, program.objective, program.updater)
+    step = build_train_step(program.config, program.objective, program.update, program.update.metrics)
     inputs = program.abstract_state, program.abstract_batch
     abstract_decoder.cache_clear()
     layer_groups.cache_clear()

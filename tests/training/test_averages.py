@@ -91,7 +91,7 @@ def run(tmp_path_factory):
     (folder / "config.yml").write_text(dump(program.config))
     checkpoints, states = Checkpoints(folder / "checkpoints", program.config.checkpoint, {}), {}
     abstract, drawn = program.abstract_state, np.random.default_rng(0)
-    kept = {"params": abstract.params, "model_state": abstract.model_state, "updater": abstract.updater}
+    kept = {"params": abstract.params, "model_state": abstract.model_state, "extra": abstract.extra}
     for step in range(1, STEPS + 1):
         states[step] = jax.tree.map(lambda leaf: drawn.normal(0, 1, leaf.shape).astype(np.float32), kept)
         checkpoints.save(step, jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), states[step], kept), {})
@@ -115,7 +115,7 @@ def test_the_mean_of_checkpoints_is_a_model_like_any(run, tmp_path, last, steps,
     def mean(tree_of):
         return jax.tree.map(lambda *leaves: np.mean(leaves, axis=0, dtype=np.float64), *(tree_of(states[step]) for step in chosen))
 
-    params = mean(lambda state: state["updater"]["ema"] if kind == "ema" else state["params"])
+    params = mean(lambda state: state["extra"]["ema"] if kind == "ema" else state["params"])
     for mine, wanted in ((found.params, params), (found.model_state, mean(lambda state: state["model_state"]))):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), jax.device_get(mine), wanted)
     assert jax.tree.leaves(found.model_state)

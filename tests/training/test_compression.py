@@ -56,9 +56,9 @@ class Rounds:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes)
         adam = optax.ScaleByAdamState(jnp.int32(0), zeros, zeros)
         whole, stacked = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        self.state = jax.device_put(TrainState(jnp.int32(0), jnp.int32(0), {}, (adam,), feedback=self._sums.init(zeros)), whole)
+        self.state = jax.device_put(self._sums.init(TrainState(jnp.int32(0), jnp.int32(0), zeros, (adam,))), whole)
         self._stacked, self._mesh = stacked, mesh
-        self._run = jax.jit(self._sums.of_gradients, out_shardings=whole)
+        self._run = jax.jit(lambda state, gradients: self._sums.reduce(state, None, gradients)[1:], out_shardings=whole)
         self._rng = np.random.default_rng(0)
 
     def next(self):
@@ -66,10 +66,11 @@ class Rounds:
         drawn = jax.tree.map(lambda leaf: self._rng.normal(0.3, 1, (SLICES, *leaf.shape)).astype(leaf.dtype), self._shapes)
         before = self.state
         with jax.set_mesh(self._mesh):
-            state, given = self._run(before, jax.device_put(drawn, self._stacked))
+            given, feedback = self._run(before, jax.device_put(drawn, self._stacked))
         adam = before.opt_state[0]._replace(mu=given)  # as the frozen Adam keeps it
-        self.state = jax.device_put(replace(state, step=state.step + 1, opt_state=(adam,)), NamedSharding(self._mesh, P()))
-        return before, leaves(drawn), leaves(given), jax.device_get(state)
+        after = replace(before, step=before.step + 1, opt_state=(adam,), extra={"feedback": feedback})
+        self.state = jax.device_put(after, NamedSharding(self._mesh, P()))
+        return before, leaves(drawn), leaves(given), jax.device_get(after)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +78,7 @@ def test_what_is_given_and_what_is_owed_add_up_to_the_gradients(kind):
     rounds = Rounds(kind)
     for step in range(WARMUP + 2):
         before, gradients, given, after = rounds.next()
-        error, owed = (jax.device_get(state.feedback["error"]) for state in (before, after))
+        error, owed = (jax.device_get(state.extra["feedback"]["error"]) for state in (before, after))
         assert NORM not in error and MATRIX in error, "norms are summed as they are"
         compressed = kind == "int8" or step >= WARMUP
         momentum = 0 if kind == "int8" or not compressed else BETA1
@@ -91,7 +92,7 @@ def test_what_is_given_and_what_is_owed_add_up_to_the_gradients(kind):
             np.testing.assert_allclose(given[MATRIX] + owed[MATRIX].sum(0), wanted[MATRIX] + error[MATRIX].sum(0), atol=1e-4)
             assert owed[MATRIX].any()
         else:
-            velocity, moving = (jax.device_get(state.feedback["velocity"][MATRIX]) for state in (before, after))
+            velocity, moving = (jax.device_get(state.extra["feedback"]["velocity"][MATRIX]) for state in (before, after))
             own = BETA1 * (shared[MATRIX] / SLICES if step == WARMUP else velocity) + (1 - BETA1) * gradients[MATRIX]
             np.testing.assert_allclose(given[MATRIX] + owed[MATRIX].sum(0), (own + error[MATRIX]).sum(0), atol=1e-4)
             sent = np.abs(own + error[MATRIX] - owed[MATRIX]) > 1e-6
@@ -151,13 +152,13 @@ def test_a_run_resumes_with_its_feedback_to_the_bit(run, tmp_path):
     checkpoints.save(STEPS - 1, before, {})
     checkpoints.close()
     start = restore_or_init(program, Checkpoints(tmp_path, program.config.checkpoint, {}))
-    assert any(leaf.any() for leaf in leaves(start.state.feedback).values())
+    assert any(leaf.any() for leaf in leaves(start.state.extra["feedback"]).values())
     with jax.set_mesh(program.mesh):
         state, _ = program.step(start.state, jax.device_put(tiny_batch(STEPS - 1), program.batch_sharding))
     assert same(state, after)
     other = tiny_program(8, mesh={**MESH, "fsdp": 1, "tensor": 4}, compression=KINDS["sign"])
     moved = Checkpoints(tmp_path, program.config.checkpoint, {}).restore(other.abstract_state).state
-    assert same(moved, before) and moved.feedback["error"][MATRIX].sharding.spec == P("data", "tensor")
+    assert same(moved, before) and moved.extra["feedback"]["error"][MATRIX].sharding.spec == P("data", "tensor")
 
 
 def test_a_refused_update_changes_no_feedback(run):
@@ -193,7 +194,7 @@ def test_few_bytes_leave_a_slice(run):
     )
     plain, signs = sorted((crossing(module.executed(callee)) for callee in switch.calls), reverse=True)
     beside = crossing(module.executed()) - crossing(module.executed(module.called(switch)[0]))
-    matrices = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.feedback)) / SLICES
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state.extra["feedback"])) / SLICES
     assert plain == 4 * matrices / MESH["fsdp"]
     assert plain / signs > 2 * 15
     assert (plain + beside) / (signs + beside) > 2 * 8
@@ -219,10 +220,10 @@ def test_workers_meet_with_compressed_changes():
     sections = {"mesh": {"data": 2, "fsdp": 1}, "diloco": {"workers": 4, "every": 2}}
     plain, _ = run_steps(tiny_program(2, **sections), 2)
     state, _ = run_steps(tiny_program(2, **sections, compression=KINDS["int8"]), 2)
-    wanted, given = leaves(plain.updater.momentum), leaves(state.updater.momentum)
-    owed = {name: error.sum(0) for name, error in leaves(state.feedback["error"]).items()}
+    wanted, given = leaves(plain.extra["workers"].momentum), leaves(state.extra["workers"].momentum)
+    owed = {name: error.sum(0) for name, error in leaves(state.extra["feedback"]["error"]).items()}
     for name, change in wanted.items():
         np.testing.assert_allclose(given[name] + owed.get(name, 0), change, atol=1e-6 + 1e-5 * np.abs(change).max(), err_msg=name)
         assert name not in owed or not np.array_equal(given[name], change)
-    own = leaves(state.updater.states.params)
+    own = leaves(state.extra["workers"].states.params)
     assert all(np.array_equal(worker, mine) for name, mine in leaves(state.params).items() for worker in own[name])

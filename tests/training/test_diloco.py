@@ -62,7 +62,7 @@ def test_weights_are_shared_only_when_workers_meet():
     first = leaves(program.init().params)
     state, _ = run_steps(program, 4)
     assert all(np.array_equal(a, b) for a, b in zip(leaves(state.params), first, strict=True))
-    own = leaves(state.updater.states.params)
+    own = leaves(state.extra["workers"].states.params)
     assert any(not np.array_equal(each[0], each[1]) for each in own), "each has trained on rows of its own"
     state, _ = run_steps(program, 5)
     assert_shared(state)
@@ -71,7 +71,7 @@ def test_weights_are_shared_only_when_workers_meet():
 
 
 def assert_shared(state):
-    for mine, each in zip(leaves(state.params), leaves(state.updater.states.params), strict=True):
+    for mine, each in zip(leaves(state.params), leaves(state.extra["workers"].states.params), strict=True):
         assert np.array_equal(each[0], mine)
         assert np.array_equal(each[1], mine)
 
@@ -99,7 +99,7 @@ def test_losses_and_weights_are_those_of_one_device(one_device, mesh):
         assert mine.batch_digest == theirs.batch_digest
     for mine, theirs in zip(leaves(state.params), leaves(wanted_state.params), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-4)
-    for leaf in jax.tree.leaves(state.updater.states.params):
+    for leaf in jax.tree.leaves(state.extra["workers"].states.params):
         assert leaf.addressable_shards[0].data.shape[0] == WORKERS // program.mesh.shape["data"], "a device holds its own worker only"
 
 
@@ -137,4 +137,4 @@ def test_what_is_not_finite_in_one_worker_stops_the_update_of_all():
     state, metrics = run_steps(program, 1, poisoned)
     assert metrics[0].skipped == 1
     fresh = program.init()
-    assert all(np.array_equal(a, b) for a, b in zip(leaves(state.updater), leaves(fresh.updater), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(leaves(state.extra), leaves(fresh.extra), strict=True))

@@ -83,7 +83,7 @@ def test_a_saved_run_opens_as_the_merged_model(adapted, kind):
     program, _, state, saved = adapted
     plain = plain_program()
     weights = saved.weights(plain.mesh, kind=kind)
-    params = state.params if kind == "raw" else state.updater["ema"]
+    params = state.params if kind == "raw" else state.extra["ema"]
     assert saved.config.model == plain.config.model
     assert jax.tree.map(jnp.shape, weights.params) == jax.tree.map(jnp.shape, abstract_parameters(plain.config.model))
     assert loss_of(plain, weights.params, weights.model_state) == pytest.approx(loss_of(program, params, state.model_state), rel=1e-5)
@@ -97,7 +97,7 @@ def test_a_run_starts_from_one_with_adapters(adapted):
     """A plain run goes on from the merged weights, and so does one with adapters of its own."""
     program, _, state, saved = adapted
     wanted = loss_of(program, state.params, state.model_state)
-    averaged = loss_of(program, state.updater["ema"], state.model_state)
+    averaged = loss_of(program, state.extra["ema"], state.model_state)
     for model, kind, loss in (({}, "raw", wanted), ({"lora": {"rank": 2}}, "raw", wanted), ({}, "ema", averaged)):
         following = tiny_program(1, model=model) if model else plain_program()
         begun = begin_from(following, StartFromConfig(path=str(saved.directory), weights=kind), None)

@@ -9,7 +9,6 @@ import pytest
 from tiny import run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.runtime.open_run import identity
 from maxlm.training.health import SKIPS_IN_A_ROW, Health
@@ -88,7 +87,7 @@ def test_an_overflow_in_one_microbatch_skips_one_update_and_halves_the_scale(run
     assert math.isfinite(seen[ODD].loss) and not math.isfinite(seen[ODD].grad_norm)
     before, after = states[ODD], states[ODD + 1]
     assert same((before.params, before.opt_state), (after.params, after.opt_state)) and not same(before.params, states[ODD - 1].params)
-    assert (int(after.step), float(after.scale.factor), int(after.scale.good)) == (ODD + 1, 2**15, 0)
+    assert (int(after.step), float(after.extra["loss_scale"].factor), int(after.extra["loss_scale"].good)) == (ODD + 1, 2**15, 0)
     assert LOSS_SCALE in program.metrics
     assert "65,536, which is halved" in overflow(program.config.precision, seen[ODD].values)
     assert [overflow(program.config.precision, seen[n].values) for n in (0, 1, 3)] == ["", "", ""]
@@ -101,14 +100,14 @@ def test_layouts_agree(layout, exact):
     state, seen = run_steps(tiny_program(devices, precision=HALF, **sections), STEPS, batches)
     assert factors(seen) == FACTORS and [int(m.skipped) for m in seen] == SKIPPED
     np.testing.assert_allclose([float(m.loss) for m in seen], exact, rtol=1e-3)
-    assert (float(state.scale.factor), int(state.scale.good)) == (2**15, 1)
+    assert (float(state.extra["loss_scale"].factor), int(state.extra["loss_scale"].good)) == (2**15, 1)
 
 
 def test_a_run_resumes_to_the_bit_and_on_another_mesh_with_its_scale(run, saved):
     program, states, seen = run
     checkpoints = Checkpoints(saved, program.config.checkpoint, identity(program.config, ""))
     start = restore_or_init(program, checkpoints)
-    assert (float(start.state.scale.factor), int(start.state.scale.good)) == (2**16, 0)
+    assert (float(start.state.extra["loss_scale"].factor), int(start.state.extra["loss_scale"].good)) == (2**16, 0)
     state, again = start.state, []
     with jax.set_mesh(program.mesh):
         for n in range(ODD, STEPS):
@@ -118,9 +117,9 @@ def test_a_run_resumes_to_the_bit_and_on_another_mesh_with_its_scale(run, saved)
     devices, sections = LAYOUTS["fsdp"]
     other = tiny_program(devices, precision=HALF, **sections)
     moved = checkpoints.restore(other.abstract_state).state
-    assert same(moved, states[ODD]) and moved.scale.factor.sharding.is_fully_replicated
+    assert same(moved, states[ODD]) and moved.extra["loss_scale"].factor.sharding.is_fully_replicated
     plain = tiny_program(1)
-    assert "scale" not in {name.split(".")[0] for name in named_leaves(plain.abstract_state)}
+    assert "loss_scale" not in plain.abstract_state.extra
     with pytest.raises(Exception, match=r"precision\.compute is float16 there"):
         Checkpoints(saved, program.config.checkpoint, identity(plain.config, "")).restore(plain.abstract_state)
 

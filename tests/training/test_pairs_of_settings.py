@@ -76,7 +76,7 @@ def refused(names, traced=True):
     """
     try:
         program = program_of(names)
-        assert program.updater
+        assert program.update
         assert not traced or jax.tree.leaves(program.abstract_state)
     except ConfigError as error:
         line = str(error)

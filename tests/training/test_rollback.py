@@ -24,7 +24,8 @@ from maxlm.training.health import Health
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
 from maxlm.training.session import BRANCH, RollBack, Session, Start
-from maxlm.training.step import Metrics, TrainState, keep_if_finite
+from maxlm.training.step import Metrics, TrainState
+from maxlm.training.update import keep_if
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
 WHOLE = NamedSharding(MESH, PartitionSpec())
@@ -74,7 +75,8 @@ class Script:
         bad = state.params["bad"] | int(n in self.poison)
         loss = jnp.where(bad, self.loss, 3.0 + 0.01 * (n * 7919 % 13)).astype(jnp.float32)
         params = {"w": state.params["w"] * jnp.uint32(31) + jnp.uint32(n), "bad": bad}
-        state = jax.device_put(keep_if_finite(state, replace(state, params=params), loss, jnp.float32(1.0)), WHOLE)
+        good, kept = jnp.isfinite(loss), keep_if(jnp.isfinite(loss), replace(state, params=params), state)
+        state = jax.device_put(replace(kept, step=state.step + 1, skipped=state.skipped + ~good), WHOLE)
         values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": loss, "tokens": loss, "skipped": state.skipped}
         return state, Metrics(values)
 

@@ -36,7 +36,8 @@ from maxlm.training.evaluate import evaluate
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.saving import not_finite, prepare_saves
 from maxlm.training.session import Outcome, Session
-from maxlm.training.step import Metrics, TrainState, keep_if_finite
+from maxlm.training.step import Metrics, TrainState
+from maxlm.training.update import keep_if
 
 EVERY, KEEP, TOTAL = 5, 2, 60
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
@@ -81,8 +82,9 @@ class Script:
         loss = self._loss(n)
         # An infinity in the parameters makes every later loss NaN.
         loss = jnp.float32(loss) + 0 * jnp.sum(state.params["w"])
-        proposed = replace(state, step=state.step + 1, params={"w": jnp.full(4, jnp.float32(self._parameter(n)))})
-        state = jax.device_put(keep_if_finite(state, proposed, loss, jnp.float32(1.0)), self._sharding)
+        good, proposed = jnp.isfinite(loss), replace(state, params={"w": jnp.full(4, jnp.float32(self._parameter(n)))})
+        state = replace(keep_if(good, proposed, state), step=state.step + 1, skipped=state.skipped + ~good)
+        state = jax.device_put(state, self._sharding)
         zero = jnp.float32(0)
         values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": zero, "tokens": zero, "skipped": state.skipped}
         return state, Metrics(values)
@@ -157,15 +159,15 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
         assert "the state holds values that no training gives, in params.w (1e+30)" in outcome.message
 
 
-@pytest.mark.parametrize("place", ["opt_state", "updater"])
+@pytest.mark.parametrize("place", ["opt_state", "extra"])
 def test_an_absurd_moment_or_average_is_not_saved(tmp_path, place):
     class Flipped(Script):
         def init(self):
-            return replace(super().init(), updater={"w": jax.device_put(jnp.zeros(4), self._sharding)})
+            return replace(super().init(), extra={"w": jax.device_put(jnp.zeros(4), self._sharding)})
 
         def step(self, state, n):
             state, metrics = super().step(state, n)
-            name = {"opt_state": "mu", "updater": "w"}[place]
+            name = {"opt_state": "mu", "extra": "w"}[place]
             return replace(state, **{place: {name: jax.device_put(jnp.full(4, 1e30 if n >= 12 else 1e11), self._sharding)}}), metrics
 
     outcome, _ = run(tmp_path, Flipped(total=20))

@@ -26,7 +26,8 @@ from maxlm.training.factored import adafactor, factored_adam, matrix_dims
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.saved_run import open_run
 from maxlm.training.split_masters import SplitMasters, join_all, stored
-from maxlm.training.step import TrainState, Updater, build_train_step
+from maxlm.training.step import TrainState, build_train_step
+from maxlm.training.update import Update
 
 INT8, BF16 = {"moments": "int8"}, {"moments": "bfloat16"}
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}}
@@ -220,8 +221,8 @@ def test_masters_in_two_halves_are_the_float32_masters():
         asked.append({name: leaf.dtype.name for name, leaf in named_leaves(params).items()})
         return Sums.empty(Sums(jnp.float32(0), {}, {})), given["grads"]
 
-    build = partial(Updater, program.config, program.objective, optimizer)
-    of_halves, of_masters = SplitMasters(program.config, build, gradients), build(gradients)
+    build = partial(Update, program.config, program.objective, optimizer, gradients)
+    of_halves, of_masters = build([SplitMasters(program.config)]), build()
 
     @jax.jit
     def both(plain, halves, grads):
@@ -232,7 +233,7 @@ def test_masters_in_two_halves_are_the_float32_masters():
     halves = of_halves.init(plain)
     for _ in range(2):
         plain, halves = both(plain, halves, jax.tree.map(jnp.square, masters))
-    joined = join_all(program.config.model, halves.params, halves.updater["residual"])
+    joined = join_all(halves.params, halves.extra["residual"])
     jax.tree.map(np.testing.assert_array_equal, joined, plain.params)
     assert halves.params["embedding_VD"].dtype == jnp.bfloat16 and not np.array_equal(joined["embedding_VD"], masters["embedding_VD"])
     assert (asked[0]["embedding_VD"], asked[1]["embedding_VD"], asked[1]["final_norm.scale_D"]) == ("float32", "bfloat16", "float32")
@@ -267,10 +268,10 @@ def test_resume_is_bitwise_and_on_another_mesh_the_state_is_the_same(small, save
 
 
 def test_a_saved_run_opens_with_float32_weights(small, saved):
-    program, state, _ = small
+    _, state, _ = small
     one = tiny_program(1)
-    masters = join_all(program.config.model, state.params, state.updater["residual"])
-    for kind, wanted in (("raw", masters), ("ema", state.updater["ema"])):
+    masters = join_all(state.params, state.extra["residual"])
+    for kind, wanted in (("raw", masters), ("ema", state.extra["ema"])):
         found = open_run(saved).weights(one.mesh, kind=kind).params
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(wanted))
     assert jax.tree.leaves(masters)[0].dtype == jnp.float32
@@ -285,10 +286,10 @@ def test_the_state_is_counted(small):
     def held(*trees):
         return sum(shard.data.nbytes for leaf in jax.tree.leaves(trees) for shard in leaf.addressable_shards if shard.device == device)
 
-    residual = state.updater["residual"]
+    residual = state.extra["residual"]
     assert parameters.bytes == held(state.params, residual) and parameters.name == "parameters (bfloat16 and 8 bits)"
-    assert optimizer.bytes == held(state.opt_state, state.updater["ema"]) and optimizer.name == "optimizer (adamw int8)"
-    assert parameters.bytes + optimizer.bytes < held(state.updater["ema"]) * (1 + 0.75 + 2 * 0.3)
+    assert optimizer.bytes == held(state.opt_state, state.extra["ema"]) and optimizer.name == "optimizer (adamw int8)"
+    assert parameters.bytes + optimizer.bytes < held(state.extra["ema"]) * (1 + 0.75 + 2 * 0.3)
     sizes = dict(program.mesh.shape)
     planned = sum(leaf.held_bytes(program.config, (None,), leaf.on_device(sizes)) for leaf in parameter_leaves(program.config))
     assert abs(planned - parameters.bytes - optimizer.bytes) < 0.02 * planned
@@ -313,7 +314,9 @@ def test_other_updates_take_it(sections):
     program = tiny_program(2, **{**sections, "mesh": {"fsdp": 1, **sections["mesh"]}})
     with jax.set_mesh(program.mesh):
         after, _ = jax.eval_shape(
-            build_train_step(program.config, program.objective, program.updater), program.abstract_state, program.abstract_batch
+            build_train_step(program.config, program.objective, program.update, program.update.metrics),
+            program.abstract_state,
+            program.abstract_batch,
         )
     before = named_leaves(program.abstract_state)
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in named_leaves(after).items()} == {

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from maxlm.config.reliability import HealthConfig
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import DEAD_STEPS, LayerAlarms, LayerFigures
 from maxlm.training.layer_figures import GRADIENT, RATIO, layer_names
-from maxlm.training.spike_guard import WatchedUpdates, Window, empty_window, judge, limit
+from maxlm.training.spike_guard import SpikeGuard, Window, empty_window, judge, limit
 from maxlm.training.step import TrainState
 
 SKIP = HealthConfig(spike="skip", spike_steps=4)
@@ -67,19 +66,12 @@ def test_a_lasting_change_is_let_through(judged):
 @pytest.mark.parametrize(("sections", "refused"), [({}, [1, 1]), ({"diloco": {"workers": 2, "every": 10}}, [1, 0])], ids=["plain", "local"])
 def test_the_update_after_which_workers_meet_for_the_last_time_is_let_through(sections, refused):
     """Without it their updates since the last meeting would be lost; no later one makes up for it."""
-    sums = SimpleNamespace(values=lambda metrics: {"loss": jnp.float32(99.0)})
-
-    class Inner:
-        config, metrics = tiny_config(mesh={"data": 2}, train={"steps": 100}, **sections), ()
-
-        def __call__(self, state, batch):
-            return state, sums, jnp.float32(1.0)
-
-    watched, found = WatchedUpdates(Inner(), HealthConfig(spike="skip")), []
+    config = tiny_config(mesh={"data": 2}, train={"steps": 100}, health={"spike": "skip"}, **sections)
+    guard, found = SpikeGuard.from_config(config, None), []
     for step in (50, 99):
         window = Window(jnp.full(JUMP_WINDOW, 2.0), jnp.zeros(JUMP_WINDOW), jnp.int32(JUMP_WINDOW), jnp.int32(step))
-        state = TrainState(jnp.int32(step), jnp.int32(0), {}, (), {}, guard=window)
-        found.append(int(watched(state, None)[0].skipped))
+        state = TrainState(jnp.int32(step), jnp.int32(0), {}, ())
+        found.append(int(guard.judge(window, state, jnp.float32(99.0), jnp.float32(1.0))[0]))
     assert found == refused
 
 
@@ -110,10 +102,10 @@ def test_a_refused_update_changes_nothing_but_the_counters(trained):
     assert float(seen[22].loss) > float(seen[21].loss) + 0.4
     before, after = kept[22], kept[23]
     assert (int(after.step), int(after.skipped)) == (23, 1)
-    for name in ("params", "opt_state", "guard"):
+    for name in ("params", "opt_state", "extra"):
         jax.tree.map(np.testing.assert_array_equal, getattr(before, name), getattr(after, name))
     assert float(seen[23].lr) == float(seen[22].lr), "the schedule waits"
-    assert int(state.guard.applied) == 23
+    assert int(state.extra["guard"].applied) == 23
 
 
 def test_figures_of_layers(trained, program):

@@ -10,7 +10,8 @@ from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.program import Program
-from maxlm.training.step import clip_by_global_norm, digest
+from maxlm.training.step import digest
+from maxlm.training.update import clip_factor, gradient_norm
 
 
 def leaves(tree):
@@ -82,13 +83,10 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(mesh):
 
 
 def test_clipping_bounds_the_norm_and_leaves_small_gradients():
-    grads = {"a": jnp.full((3,), 2.0), "b": jnp.full((4,), 1.0)}
-    clipped, norm = clip_by_global_norm(grads, 1.0)
-    assert float(norm) == pytest.approx(4.0)
-    assert float(optax.tree.norm(clipped)) == pytest.approx(1.0, rel=1e-6)
-    same, _ = clip_by_global_norm(grads, 5.0)
-    np.testing.assert_array_equal(same["a"], grads["a"])
-    assert clip_by_global_norm(grads, None)[0] is grads
+    norm = jax.jit(gradient_norm)({"a": jnp.full((3,), 2.0), "b": jnp.full((4,), 1.0, jnp.bfloat16)})
+    assert float(norm) == 4.0 and norm.dtype == jnp.float32
+    assert [float(clip_factor(norm, limit)) for limit in (1.0, 4.0, 5.0)] == [0.25, 1.0, 1.0]
+    assert clip_factor(norm, None) is None
 
 
 def test_weight_decay_reaches_matrices_only():
