@@ -119,9 +119,10 @@ def trainer(model: Model, steps: int, init_std: float) -> Callable[[float, int],
     from maxlm.config import rules
     from maxlm.config.schema import Config
     from maxlm.data.batch import Batch
+    from maxlm.models import init_parameters
     from maxlm.parallel import build_mesh
     from maxlm.runtime.jax_setup import select_platform
-    from maxlm.training.program import build_program, init_state
+    from maxlm.training.program import build_program
 
     select_platform()
 
@@ -152,7 +153,7 @@ def trainer(model: Model, steps: int, init_std: float) -> Callable[[float, int],
         params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
         return params, state, sums.added["loss"] / sums.denominator
 
-    init = jax.jit(lambda seed: init_state(config.model, program.optimizer, seed))
+    init = jax.jit(lambda seed: program.update.init(init_parameters(config.model, seed), {}))
 
     def run(rate: float, seed: int) -> float:
         first = init(seed)

@@ -23,10 +23,10 @@ from maxlm.checkpoint.digest import leaf_sums
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.objectives import build_objective
 from maxlm.parallel import mesh_axes
-from maxlm.training.gradients import cast_frozen, split
+from maxlm.training.gradients import cast_frozen
 from maxlm.training.program import Program
 from maxlm.training.replicas import Verdict
-from maxlm.training.step import GradFn, TrainState, in_one_pass
+from maxlm.training.step import GradFn, TrainState, in_one_pass, split
 
 CELL_AXES = ("data", "stage", "fsdp")  # along them weights can be whole
 ROTATIONS = (0, 1)  # cells by which the rows move; without an error two are enough

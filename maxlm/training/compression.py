@@ -14,9 +14,8 @@ tenth of its gradient (1 - beta1), and the loss of a small model was worse by 2.
 The feedback is float32 and part of the state: of every device along `data` its error, and for top_k its velocity.
 """
 
-from dataclasses import replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -69,15 +68,14 @@ class CompressedSums(Transform):
         """Devices along `data`."""
         return int(self._mesh.shape[AXIS])
 
-    def init(self, state: TrainState) -> TrainState:
+    def first(self, params: Parameters) -> tuple[Parameters, Feedback]:
         """The feedback before the first sum: no error is owed."""
-        leaves = named_leaves(state.params)
-        zeros = {kind: {n: jnp.zeros((self.shares, *leaves[n].shape), jnp.float32) for n in self._matrices} for kind in self._kept}
-        return replace(state, extra={**state.extra, self.name: zeros})
+        leaves = named_leaves(params)
+        zeros = {n: jnp.zeros((self.shares, *leaves[n].shape), jnp.float32) for n in self._matrices}
+        return params, dict.fromkeys(self._kept, zeros)
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        feedback = {kind: {name: NamedSharding(mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
-        return replace(shardings, extra={**shardings.extra, self.name: feedback})
+    def shardings(self, params: Parameters, mesh: Mesh) -> Any:
+        return {kind: {name: NamedSharding(mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Feedback]:
         """Sum the gradients; after the warm-up of sign and top_k the result is momentum."""

@@ -55,14 +55,16 @@ class LocalUpdates(Update):
         assert self.config.diloco is not None, "program.py chooses"
         return self.config.diloco
 
-    def init(self, state: TrainState) -> TrainState:
-        workers = WorkerState(_stack(state, self._settings.workers), jax.tree.map(jnp.zeros_like, state.params))
-        return super().init(replace(state, opt_state=(), extra={WORKERS: workers}))
+    def init(self, params: Parameters, model_state: Parameters) -> TrainState:
+        one = self._of_worker.init(params, model_state)
+        workers = WorkerState(_stack(one, self._settings.workers), jax.tree.map(jnp.zeros_like, params))
+        first = super().init(params, model_state)
+        return replace(first, opt_state=(), extra={**first.extra, WORKERS: workers})
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        axes = mesh_axes("worker", mesh) or None
-        states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), shardings)
-        return super().shardings(replace(shardings, opt_state=(), extra={WORKERS: WorkerState(states, shardings.params)}), mesh)
+    def shardings(self, mesh: Mesh) -> TrainState:
+        axes, whole = mesh_axes("worker", mesh) or None, super().shardings(mesh)
+        states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), self._of_worker.shardings(mesh))
+        return replace(whole, opt_state=(), extra={**whole.extra, WORKERS: WorkerState(states, whole.params)})
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         states, sums, grad_norm = self._update_workers(state.extra[WORKERS].states, batch)

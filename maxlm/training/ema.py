@@ -1,6 +1,5 @@
 """Exponential moving average of the parameters (Polyak and Juditsky 1992; with a ramp as in TensorFlow's ExponentialMovingAverage)."""
 
-from dataclasses import replace
 from typing import Any, Self
 
 import jax
@@ -28,11 +27,11 @@ class MovingAverage(Transform):
     def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
         return None if config.ema is None else cls(config.ema)
 
-    def init(self, state: TrainState) -> TrainState:
-        return replace(state, extra={**state.extra, EMA: state.params})
+    def first(self, params: Parameters) -> tuple[Parameters, Parameters]:
+        return params, params
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        return replace(shardings, extra={**shardings.extra, EMA: shardings.params})
+    def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
+        return params
 
     def write(self, params: Parameters, own: Any, scalars: Scalars, first_row: Array | int) -> tuple[Parameters, Any]:
         kept = kept_share(self._settings, scalars.step - scalars.skipped)

@@ -24,13 +24,37 @@ from maxlm.memory.spaces import is_on_host
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import split_layers
-from maxlm.objectives import Sums
+from maxlm.objectives import Objective, Sums
 from maxlm.parallel import RULES, constrain, mesh_axes
-from maxlm.training.step import GradFn, LossFn
+from maxlm.training import pipelined
+from maxlm.training.compression import AXIS
+from maxlm.training.noise_scale import with_part_norms
+from maxlm.training.step import GradFn, LossFn, in_one_pass, split
 
 Axes = tuple[str | None, ...]
 # (gradient of one device, mesh axes) -> their sum over the axes, in the same dtype
 Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+
+
+def build_gradients(objective: Objective, sizes: Mapping[str, int]) -> GradFn:
+    """How the gradients of a batch are computed and reduced, chosen once, for a mesh of `sizes`.
+
+    computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
+    reduced    once an update (`reduction_axes`), over `data` by a transform where it is compressed; as layers are done, with whole weights
+               (ZeRO stage 2); by the partitioner
+    """
+    config, axes = objective.config, reduction_axes(objective.config, sizes)
+    loss = partial(objective.loss, summed=axes)
+    measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
+    grad_fn: GradFn = measured(partial(in_one_pass, loss))
+    if sizes.get("stage", 1) > 1:
+        grad_fn = partial(pipelined.gradients, objective, axes)
+    elif config.train.microbatches > 1:
+        grad_fn = partial(accumulated, config.train.microbatches, grad_fn)
+    elif config.mesh.zero == 2:
+        grad_fn = measured(partial(in_one_pass, with_layers_gathered(config, loss)))
+    apart = AXIS if compresses(config) else None
+    return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
 
 
 # Several microbatches.
@@ -51,13 +75,6 @@ def accumulated(
     sums, _ = jax.eval_shape(grad_fn, params, model_state, jax.tree.map(lambda a: a[0], parts), denominator)
     zero = sums.empty(), jax.tree.map(lambda a: (empty_on_host if is_on_host(a) else jnp.zeros)(a.shape, jnp.float32), params)
     return jax.lax.scan(body, zero, (parts, jnp.arange(microbatches)))[0]
-
-
-def split(batch: Any, microbatches: int) -> Any:
-    """The batch with a leading dim of microbatches. Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing
-    moves between devices.
-    """
-    return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
 
 
 # Reduction once an update.

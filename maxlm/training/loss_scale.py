@@ -6,12 +6,11 @@ overflowed is skipped as any that is not finite, and the scale is halved; after 
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.config.precision import LARGEST_SCALE, LossScaleConfig
@@ -53,13 +52,8 @@ class LossScaling(Transform):
     def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
         return None if config.precision.scaling is None else cls(config.precision.scaling)
 
-    def init(self, state: TrainState) -> TrainState:
-        first = LossScale(jnp.full((), self._settings.initial, jnp.float32), jnp.zeros((), jnp.int32))
-        return replace(state, extra={**state.extra, self.name: first})
-
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        whole: Any = NamedSharding(mesh, PartitionSpec())
-        return replace(shardings, extra={**shardings.extra, self.name: LossScale(whole, whole)})
+    def first(self, params: Parameters) -> tuple[Parameters, LossScale]:
+        return params, LossScale(jnp.full((), self._settings.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def loss_scale(self, own: LossScale) -> Array:
         return own.factor

@@ -10,20 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 
 from maxlm.config.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, SoapConfig
 from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters
-from maxlm.training.ademamix import scale_by_ademamix
 from maxlm.training.factored import adafactor, factored_adam, relative_scale
 from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.parametrized import with_factors
 from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, Z, at_rate_and_averaged
-from maxlm.training.small_states import FIRST, SECOND, SLOW, in_small_state
+from maxlm.training.small_states import FAST, FIRST, SECOND, SLOW, in_small_state
 from maxlm.training.soap import scale_by_soap
 
 
@@ -45,10 +45,9 @@ class Rule:
 
     def moment_bytes(self, state: OptimizerStateConfig | None) -> int:
         """Bytes that moments take for a number of a hidden matrix, at least: scales and what is under `more` come on top."""
-        formats: dict[str, str] = {FIRST: FLOAT32, SLOW: FLOAT32, SECOND: FLOAT32, Z: FLOAT32}
-        if state is not None:
-            formats |= {FIRST: state.moments, SLOW: state.moments, SECOND: state.second}
-        return sum(FORMAT_BYTES[formats[moment]] for moment in self.moments)
+        settings = state or OptimizerStateConfig()
+        formats: dict[str, str] = {SECOND: settings.second, Z: FLOAT32}
+        return sum(FORMAT_BYTES[formats.get(moment, settings.moments)] for moment in self.moments)
 
 
 FORMAT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "factored": 0}
@@ -145,7 +144,27 @@ def _adafactor(config: Config, axes: Parameters) -> optax.GradientTransformation
 
 
 def _ademamix(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    return scale_by_ademamix(config.optimizer, config.optimizer.ademamix or AdemamixConfig(), config.total_steps)
+    """`alpha` rises linearly, and the half-life of the slow average about linearly, over `ademamix.warmup_steps` (section 3)."""
+    settings, own = config.optimizer, config.optimizer.ademamix or AdemamixConfig()
+
+    def done(updates: Any) -> Array:
+        return jnp.minimum((updates + 1).astype(jnp.float32) / (own.warmup_steps or config.total_steps), 1.0)
+
+    return optax.contrib.scale_by_ademamix(
+        b1=settings.beta1,
+        b2=settings.beta2,
+        b3=lambda updates: slow_decay(settings.beta1, own.beta3, done(updates)),
+        alpha=lambda updates: own.alpha * done(updates),
+        eps=settings.eps,
+    )
+
+
+def slow_decay(first: float, last: float, done: Float[Array, ""]) -> Float[Array, ""]:
+    """Decay of the slow average when a share `done` of the warm-up is over (AdEMAMix, appendix A.1), from the decay of the fast one."""
+    if not 0 < first < last:
+        return jnp.float32(last)
+    start, end = jnp.log(jnp.float32(first)), jnp.log(jnp.float32(last))
+    return jnp.minimum(jnp.exp(start * end / ((1 - done) * end + done * start)), last)
 
 
 def _schedule_free(config: Config, axes: Parameters) -> optax.GradientTransformation:
@@ -160,7 +179,7 @@ RULES = {
     "soap": Rule(_soap, (FIRST, SECOND), "arXiv 2409.11321", gathers=True, more="a covariance and a basis of each side that is rotated"),
     "lion": Rule(_lion, (FIRST,), "arXiv 2302.06675"),
     "adafactor": Rule(_adafactor, (), "arXiv 1804.04235, algorithm 4"),
-    "ademamix": Rule(_ademamix, (FIRST, SLOW, SECOND), "arXiv 2409.03137"),
+    "ademamix": Rule(_ademamix, (FAST, SLOW, SECOND), "arXiv 2409.03137"),
     SCHEDULE_FREE: Rule(_schedule_free, (SECOND, Z), "arXiv 2405.15682, algorithm 1"),
 }
 

@@ -16,7 +16,7 @@ from maxlm.models.stages import StageAssignment, gather_from_stages, run_unless_
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel.pipeline import StageFunctions, pipeline_gradients
 from maxlm.parallel.schedule import Schedule
-from maxlm.training.gradients import split
+from maxlm.training.step import split
 
 Microbatch = tuple[Any, Float[Array, ""]]  # of the batch, and the denominator of the loss
 LayerInputs = tuple[BlockContext, list[Array] | None, Float[Array, ""]]  # with those layers of a part that are no padding

@@ -1,6 +1,5 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -8,42 +7,39 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config.precision_rules import check_chip
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import Config
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
 from maxlm.memory.creation import create
 from maxlm.memory.spaces import on_device
-from maxlm.models import abstract_parameters, init_model_state, init_parameters, model_state_specs, parameter_specs
+from maxlm.models import init_model_state, init_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.metric import Metric
-from maxlm.training import pipelined
-from maxlm.training.compression import AXIS, CompressedSums
+from maxlm.training.compression import CompressedSums
 from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import MovingAverage
-from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
+from maxlm.training.gradients import build_gradients, cast_frozen
 from maxlm.training.hosted_layers import streamed_layers
 from maxlm.training.layer_figures import LayerFiguresOfUpdates
 from maxlm.training.layer_probe import LayerProbe, probe_metrics
 from maxlm.training.loss_scale import LossScaling
-from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, PartNorms, with_part_norms
+from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, PartNorms
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import Offloading, StreamedUpdate
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.ramped_step import RampedStep
 from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
-from maxlm.training.small_states import path_of
 from maxlm.training.spike_guard import SpikeGuard
 from maxlm.training.split_masters import SplitMasters
 from maxlm.training.state_paths import keys_of
-from maxlm.training.step import GradFn, TrainState, build_train_step, in_one_pass
+from maxlm.training.step import GradFn, TrainState, build_train_step
 from maxlm.training.update import Transform, Update
 
 # In the order in which they see the gradient; parameters are written in the reverse order.
@@ -77,25 +73,8 @@ class Program:
 
     @cached_property
     def gradients(self) -> GradFn:
-        """The gradients of a batch: how they are computed and reduced is chosen here, once.
-
-        computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
-        reduced    once an update (`reduction_axes`), over `data` by a transform where it is compressed; as layers are done, with whole
-                   weights (ZeRO stage 2); by the partitioner
-        """
-        config, objective, sizes = self.objective.config, self.objective, self.mesh.shape
-        axes = reduction_axes(config, sizes)
-        loss = partial(objective.loss, summed=axes)
-        measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
-        grad_fn: GradFn = measured(partial(in_one_pass, loss))
-        if sizes.get("stage", 1) > 1:
-            grad_fn = partial(pipelined.gradients, objective, axes)
-        elif config.train.microbatches > 1:
-            grad_fn = partial(accumulated, config.train.microbatches, grad_fn)
-        elif config.mesh.zero == 2:
-            grad_fn = measured(partial(in_one_pass, with_layers_gathered(config, loss)))
-        apart = AXIS if compresses(config) else None
-        return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
+        """The gradients of a batch."""
+        return build_gradients(self.objective, self.mesh.shape)
 
     @cached_property
     def update(self) -> Update:
@@ -107,7 +86,7 @@ class Program:
     @cached_property
     def state_shardings(self) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        shardings = self.update.shardings(state_shardings(self.config.model, self.optimizer, self.mesh), self.mesh)
+        shardings = self.update.shardings(self.mesh)
         return shardings if self.config.memory.offload_state is None else Offloading(self.config).shardings(shardings)
 
     @cached_property
@@ -151,7 +130,8 @@ class Program:
         return jax.tree.map(function, self.objective.batch_spec(), is_leaf=lambda leaf: isinstance(leaf, ArraySpec))
 
     def _first_state(self) -> TrainState:
-        return self.update.init(init_state(self.config.model, self.optimizer, self.config.train.seed))
+        model, seed = self.config.model, self.config.train.seed
+        return self.update.init(init_parameters(model, seed), init_model_state(model, seed))
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
@@ -165,15 +145,11 @@ class Program:
 
     def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
-
-        def make(params: Parameters, model_state: Parameters) -> TrainState:
-            zero = jnp.zeros((), jnp.int32)
-            return self.update.init(TrainState(zero, zero, params, self.optimizer.init(params), model_state))
-
         with jax.set_mesh(self.mesh):
             if self.streamed is not None:
-                return create(make, self.state_shardings, params, model_state, keep=self._keep)
-            made = jax.jit(make, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=self.compiler_options)
+                return create(self.update.init, self.state_shardings, params, model_state, keep=self._keep)
+            options = self.compiler_options
+            made = jax.jit(self.update.init, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=options)
             return made(params, model_state)
 
     @cached_property
@@ -276,38 +252,3 @@ def build_program(config: Config, mesh: Mesh) -> Program:
     if memory.layers_on_host:  # layer_stream.py keeps the layers' inputs
         memory = memory.model_copy(update={"offload": ()})
     return Program(config, mesh, build_optimizer(config), build_objective(config.model_copy(update={"memory": memory})))
-
-
-def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """The state before the first update: a pure function of the seed."""
-    params = init_parameters(config, seed)
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, zero, params, optimizer.init(params), init_model_state(config, seed))
-
-
-def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """A TrainState with a NamedSharding for every leaf: what the optimizer keeps under the name of a parameter is split as it is."""
-    abstract = abstract_parameters(config)
-    shardings, state_shardings = (
-        jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        for specs in (parameter_specs(config, mesh), model_state_specs(config, mesh))
-    )
-    whole = NamedSharding(mesh, PartitionSpec())
-    by_name = {path_of(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
-
-    def of_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        keys = path_of(path)
-        own = next((by_name[keys[start:]] for start in range(len(keys)) if keys[start:] in by_name), None)
-        return whole if own is None else _of_parts(own, leaf.shape)
-
-    opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))
-    return TrainState(whole, whole, shardings, opt_state, state_shardings)
-
-
-def _of_parts(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """`sharding` of a parameter, for an array with the same dims, some of them shorter (scales, row means): split as far as they go."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in sharding.spec]
-    sizes = [[math.prod(sharding.mesh.shape[axis] for axis in axes[:n]) for n in range(len(axes) + 1)] for axes in entries]
-    fitting = [max(n for n, parts in enumerate(each) if size % parts == 0) for each, size in zip(sizes, shape, strict=False)]
-    kept = [axes[:n] for axes, n in zip(entries, fitting, strict=True)]
-    return sharding if kept == entries else NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in kept)))

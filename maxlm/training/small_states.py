@@ -1,6 +1,6 @@
 """Moments of an optimizer in bfloat16 or 8 bits: read as float32 before each update, and rounded after it.
 
-Any optax transformation whose state keeps a moment under `mu`, `slow` or `nu` and the name of its parameter can be wrapped. Codes have
+Any optax transformation whose state keeps a moment under one of the names below and the name of its parameter can be wrapped. Codes have
 the shape of their parameter, scales are shorter along one dim; both lie under its name, so they are split as it
 is (`program.state_shardings`)."""
 
@@ -23,7 +23,7 @@ from maxlm.models.stack import STACKED, Names
 from maxlm.training.dynamic_map import decode, encode, scales_of
 from maxlm.training.rounding import random_bits, to_bfloat16
 
-FIRST, SLOW, SECOND = "mu", "slow", "nu"  # names of the moments in states: two of them as in those of optax
+FIRST, FAST, SLOW, SECOND = "mu", "m1", "m2", "nu"  # names of the moments in the states of optax; of AdEMAMix the two in the middle
 SHORTEST = 16  # dim that has scales: of shorter ones there would be too many
 # Dims whose elements are of different things: tokens, positions and experts have scales of their own.
 APART = ("vocab", "position", "expert", "choices", *STACKED)
@@ -145,7 +145,7 @@ def _forms(
     shapes = abstract_parameters(config.model)
     params = jax.tree.unflatten(named[1], [leaf_of(shapes, name) for name in axes])
     leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, params))
-    chosen = {FIRST: settings.moments, SLOW: settings.moments, SECOND: settings.second}
+    chosen = {**dict.fromkeys((FIRST, FAST, SLOW), settings.moments), SECOND: settings.second}
 
     def form(path: Names, shape: tuple[int, ...]) -> Storage | None:
         start = next((i for i in range(1, len(path)) if path[i:] in axes and path[i - 1] in chosen), None)

@@ -4,16 +4,15 @@ Decided on the devices, from the window of recent values in the state: so withou
 the same after a restart. The rule is that of `telemetry.alarms.JumpAlarm`, for a single update and so with a wider limit.
 """
 
-from dataclasses import replace
 from typing import NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.config.reliability import HealthConfig
 from maxlm.config.schema import Config
+from maxlm.models.parameters import Parameters
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
 from maxlm.training.step import TrainState
 from maxlm.training.update import Transform
@@ -86,12 +85,8 @@ class SpikeGuard(Transform):
             return None
         return cls(config.health, None if config.diloco is None else config.total_steps)
 
-    def init(self, state: TrainState) -> TrainState:
-        return replace(state, extra={**state.extra, self.name: empty_window()})
-
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        whole = NamedSharding(mesh, PartitionSpec())
-        return replace(shardings, extra={**shardings.extra, self.name: jax.tree.map(lambda _: whole, empty_window())})
+    def first(self, params: Parameters) -> tuple[Parameters, Window]:
+        return params, empty_window()
 
     def judge(self, own: Window, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], Window]:
         refused, window = judge(own, state.step, loss, norm, self._settings)

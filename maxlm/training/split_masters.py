@@ -5,7 +5,6 @@ with 8 the master has 24 bits, to which it is rounded after each update. The hal
 make it, but for ties: the even neighbour would leave 2^16 + 1 masters to one half, so they go away from zero.
 """
 
-from dataclasses import replace
 from typing import Any, Self
 
 import jax
@@ -20,7 +19,6 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import Names
 from maxlm.training.rounding import random_bits
 from maxlm.training.small_states import path_of
-from maxlm.training.step import TrainState
 from maxlm.training.update import Scalars, Transform
 
 RESIDUAL = "residual"  # entry of `TrainState.extra`: the differences; None for parameters that are no matrices, which stay float32
@@ -77,14 +75,12 @@ class SplitMasters(Transform):
     def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
         return None if difference_dtype(config) is None else cls(config)
 
-    def init(self, state: TrainState) -> TrainState:
+    def first(self, params: Parameters) -> tuple[Parameters, Parameters]:
         in_two = jax.tree.map(lambda matrix: matrix or None, matrices(self._config.model))
-        params, residual = self._split(state.params, in_two, None, 0)
-        return replace(state, params=params, extra={**state.extra, RESIDUAL: residual})
+        return self._split(params, in_two, None, 0)
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        residual = jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self._config.model), shardings.params)
-        return replace(shardings, extra={**shardings.extra, RESIDUAL: residual})
+    def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
+        return jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self._config.model), params)
 
     def read(self, params: Parameters, own: Any) -> Parameters:
         return join_all(params, own)

@@ -4,6 +4,7 @@ What needs all parameters (reductions, the norm, whether the update is applied) 
 parameters at a time, so that state which is not on the device is streamed through the same code (offloaded.py, nvme_step.py).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import Config
-from maxlm.models import Parameters, balance_experts
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.models import Parameters, abstract_parameters, balance_experts, model_state_specs, parameter_specs
 from maxlm.objectives import Objective, Sums
 from maxlm.telemetry.metric import Metric
+from maxlm.training.small_states import path_of
 from maxlm.training.step import GradFn, TrainState
 
 
@@ -71,13 +73,14 @@ class Transform:
         """The transform that `config` asks for; None if it asks for none."""
         raise NotImplementedError
 
-    def init(self, state: TrainState) -> TrainState:
-        """`state`, before the first update, with the transform's state."""
-        return state
+    def first(self, params: Parameters) -> tuple[Parameters, Any]:
+        """(parameters as the state holds them, own state before the first update; None if there is none)."""
+        return params, None
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
-        """A NamedSharding for every leaf of what `init` returns."""
-        return shardings
+    def shardings(self, params: Parameters, mesh: Mesh) -> Any:
+        """A NamedSharding for every leaf of the own state, from those of the parameters: by default whole on every device."""
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda _: whole, self.first(params)[1])
 
     def loss_scale(self, own: Any) -> Array | None:
         """Factor of the loss whose gradient is computed; `reduce` takes it out of the gradient."""
@@ -127,17 +130,19 @@ class Update:
         self.transforms = tuple(transforms)
         self.metrics = (*objective.metrics, *(metric for one in self.transforms for metric in one.metrics))
 
-    def init(self, state: TrainState) -> TrainState:
-        """The first state, from parameters and a state of the optimizer."""
+    def init(self, params: Parameters, model_state: Parameters) -> TrainState:
+        """The first state, from float32 parameters."""
+        zero, opt_state, extra = jnp.zeros((), jnp.int32), self.optimizer.init(params), dict[str, Any]()
         for one in reversed(self.transforms):
-            state = one.init(state)
-        return state
+            params, own = one.first(params)
+            extra |= {} if own is None else {one.name: own}
+        return TrainState(zero, zero, params, opt_state, model_state, extra)
 
-    def shardings(self, shardings: TrainState, mesh: Mesh) -> TrainState:
+    def shardings(self, mesh: Mesh) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        for one in reversed(self.transforms):
-            shardings = one.shardings(shardings, mesh)
-        return shardings
+        shardings = state_shardings(self.config.model, self.optimizer, mesh)
+        extra = {one.name: one.shardings(shardings.params, mesh) for one in self.transforms}
+        return replace(shardings, extra={name: own for name, own in extra.items() if own is not None})
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """(updated state, figures of the batch, norm of its gradient before clipping)."""
@@ -221,3 +226,34 @@ def keep_if(good: Bool[Array, ""] | None, new: Any, old: Any) -> Any:
 def clip_factor(norm: Float[Array, ""], limit: float | None) -> Float[Array, ""] | None:
     """Factor of gradients of this norm, so that theirs is at most `limit`."""
     return None if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+
+
+# Shardings of parameters and of the optimizer's state.
+
+
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A TrainState with a NamedSharding for every leaf: what the optimizer keeps under the name of a parameter is split as it is."""
+    abstract = abstract_parameters(config)
+    shardings, state_shardings = (
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        for specs in (parameter_specs(config, mesh), model_state_specs(config, mesh))
+    )
+    whole = NamedSharding(mesh, PartitionSpec())
+    by_name = {path_of(path): sharding for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]}
+
+    def of_moment(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        keys = path_of(path)
+        own = next((by_name[keys[start:]] for start in range(len(keys)) if keys[start:] in by_name), None)
+        return whole if own is None else _of_parts(own, leaf.shape)
+
+    opt_state = jax.tree_util.tree_map_with_path(of_moment, jax.eval_shape(optimizer.init, abstract))
+    return TrainState(whole, whole, shardings, opt_state, state_shardings)
+
+
+def _of_parts(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """`sharding` of a parameter, for an array with the same dims, some of them shorter (scales, row means): split as far as they go."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in sharding.spec]
+    sizes = [[math.prod(sharding.mesh.shape[axis] for axis in axes[:n]) for n in range(len(axes) + 1)] for axes in entries]
+    fitting = [max(n for n, parts in enumerate(each) if size % parts == 0) for each, size in zip(sizes, shape, strict=False)]
+    kept = [axes[:n] for axes, n in zip(entries, fitting, strict=True)]
+    return sharding if kept == entries else NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in kept)))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny import gradients_of, run_steps, tiny_batch, tiny_program
 
+from maxlm.models import init_parameters
 from maxlm.training.program import Program
 
 LAYOUTS = {
@@ -84,9 +85,7 @@ def test_state_is_created_and_kept_sharded(layout):
 def test_state_is_never_gathered_at_creation():
     """The program that makes the state holds no collective, and no temporary as large as a whole matrix."""
     program = tiny_program(8, mesh={"fsdp": 8}, model={"vocab_size": 4096, "d_model": 512})
-    from maxlm.training.program import init_state
-
-    make = jax.jit(lambda: init_state(program.config.model, program.optimizer, 0), out_shardings=program.state_shardings)
+    make = jax.jit(lambda: program.update.init(init_parameters(program.config.model, 0), {}), out_shardings=program.state_shardings)
     with jax.set_mesh(program.mesh):
         compiled = make.lower().compile()
     assert not collectives(compiled.as_text())

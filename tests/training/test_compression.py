@@ -56,7 +56,9 @@ class Rounds:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes)
         adam = optax.ScaleByAdamState(jnp.int32(0), zeros, zeros)
         whole, stacked = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        self.state = jax.device_put(self._sums.init(TrainState(jnp.int32(0), jnp.int32(0), zeros, (adam,))), whole)
+        self.state = jax.device_put(
+            TrainState(jnp.int32(0), jnp.int32(0), {}, (adam,), extra={"feedback": self._sums.first(zeros)[1]}), whole
+        )
         self._stacked, self._mesh = stacked, mesh
         self._run = jax.jit(lambda state, gradients: self._sums.reduce(state, None, gradients)[1:], out_shardings=whole)
         self._rng = np.random.default_rng(0)

@@ -14,9 +14,8 @@ from maxlm.config.rules import check_devices
 from maxlm.config.schedules import NoiseScaleConfig
 from maxlm.objectives import build_objective
 from maxlm.training import meter
-from maxlm.training.gradients import split
 from maxlm.training.noise_scale import PARTS, SQUARES, NoiseScale, estimates
-from maxlm.training.step import Metrics
+from maxlm.training.step import Metrics, split
 
 MEASURED = {"noise_scale": {"updates": 2}}
 

@@ -16,15 +16,15 @@ from maxlm.checkpoint.reader import check_identity
 from maxlm.config import ConfigError
 from maxlm.config.optimizer import MuonConfig, OptimizerConfig, SoapConfig
 from maxlm.cost.model_shapes import parameter_leaves
-from maxlm.models import parameter_axes
+from maxlm.models import init_parameters, parameter_axes
 from maxlm.parallel import build_mesh
 from maxlm.runtime.open_run import identity
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
-from maxlm.training.program import init_state, state_shardings
 from maxlm.training.schedule_free import averaged
 from maxlm.training.soap import scale_by_soap
+from maxlm.training.update import state_shardings
 
 UPDATES = 50
 MODEL = {
@@ -77,7 +77,7 @@ def trained(config, optimizer, mesh=None):
         updates, state = optimizer.update(gradient(params, n), state, params)
         return optax.apply_updates(params, updates), state
 
-    first = init_state(config.model, build, 0).params
+    first = init_parameters(config.model, 0)
     if mesh is None:
         state = optimizer.init(first)
         run = jax.jit(update).lower(jnp.int32(0), first, state).compile()
@@ -216,7 +216,7 @@ def test_each_equals_its_reference_for_50_updates(one_device):
 
 def compare_soap(config, found):
     axes = axes_of(config)
-    params = jax.device_get(init_state(config.model, build_optimizer(config), 0).params)
+    params = jax.device_get(init_parameters(config.model, 0))
     flat = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     leaves, tree = jax.tree.flatten(params)
     dims = [hidden_matrix(names) for names in flat]
@@ -362,7 +362,7 @@ def test_second_moments_that_are_frozen_keep_the_decay_that_they_were_made_with(
 def test_only_matrices_decay(name):
     config = config_of(name)
     optimizer = build_optimizer(config)
-    params = jax.tree.map(lambda p: p + 1.0, init_state(config.model, optimizer, 0).params)
+    params = jax.tree.map(lambda p: p + 1.0, init_parameters(config.model, 0))
     updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     for axes, update in zip(
         jax.tree.leaves(axes_of(config), is_leaf=lambda leaf: isinstance(leaf, tuple)), jax.tree.leaves(updates), strict=True
@@ -374,7 +374,7 @@ def test_decay_of_adafactor_is_of_the_size_of_that_of_adamw_at_the_rates_of_the_
     """Relative to the matrix, as updates are: without its root mean square it was 33 times AdamW's. Independent decay is not."""
     adamw, adafactor = config_of("adamw", peak_lr=3e-4), config_of("adafactor", peak_lr=1e-2)
     independent = config_of("adafactor", peak_lr=1e-2, weight_decay={"independent": 1e-3})
-    params = init_state(adamw.model, build_optimizer(adamw), 0).params
+    params = init_parameters(adamw.model, 0)
 
     def decayed(config):
         optimizer = build_optimizer(config)
@@ -447,7 +447,7 @@ def test_no_batch_of_matrices_is_given_to_lapack():
     """Two batches at once, on two threads, waited for each other for ever: a hang at the first update of SOAP on a CPU."""
     config = config_of("soap")
     optimizer = build_optimizer(config)
-    params = init_state(config.model, optimizer, 0).params
+    params = init_parameters(config.model, 0)
     text = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
     batched = jax.jit(jnp.linalg.eigh).lower(jnp.zeros((3, 8, 8))).as_text()
     given = [re.findall(r"lapack_(?:ssyevd|sgeqrf|sorgqr)_ffi.*: \(tensor<([^>]*)x?f32>", one) for one in (text, batched)]

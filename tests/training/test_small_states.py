@@ -230,7 +230,7 @@ def test_masters_in_two_halves_are_the_float32_masters():
         return of_masters(plain, tiny_batch())[0], of_halves(halves, tiny_batch())[0]
 
     plain = TrainState(jnp.int32(0), jnp.int32(0), masters, optimizer.init(masters))
-    halves = of_halves.init(plain)
+    halves = of_halves.init(masters, {})
     for _ in range(2):
         plain, halves = both(plain, halves, jax.tree.map(jnp.square, masters))
     joined = join_all(halves.params, halves.extra["residual"])
