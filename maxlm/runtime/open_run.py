@@ -37,12 +37,11 @@ from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.text_server import TextServer
 from maxlm.training import bit_flips, fits, integrity
 from maxlm.training.bit_flips import BitFlips
-from maxlm.training.branch import branch_off, check_same_branch
 from maxlm.training.loop import restore_or_init
 from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
 from maxlm.training.session import Init, Start, Tasks
-from maxlm.training.start_from import begin_from, fingerprint
+from maxlm.training.start_from import begin_from, branch_off, check_same_branch, fingerprint
 from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)

@@ -24,12 +24,12 @@ from maxlm.config.errors import UserError
 from maxlm.config.reliability import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
+from maxlm.objectives import Sums
 from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
 from maxlm.training.ema import average_of
-from maxlm.training.evaluate import evaluate
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.replay import Replay
@@ -37,6 +37,8 @@ from maxlm.training.rollback import Journal
 from maxlm.training.saving import Saving, not_finite, prepare_saves
 from maxlm.training.session import STOPPED, Init, Outcome, RollBack, Session, Start, stopped_by
 from maxlm.training.step import TrainState
+
+IN_FLIGHT = 2  # batches dispatched before the first of them has finished
 
 
 def restore_or_init(
@@ -322,6 +324,21 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     session.observers.on_event(Event("eval", step, data={**losses, "seconds": round(time.monotonic() - began, 3)}))
     meter.pause()
     return losses["eval_loss"]
+
+
+def evaluate(program: Program, state: TrainState, held_out: Pipeline, gives_up: Callable[[], bool] = lambda: False) -> float | None:
+    """Mean loss over the first `train.eval_batches` held-out batches; None once `gives_up()`."""
+    batches = min(program.config.train.eval_batches, held_out.n_batches)
+    sums: list[Sums] = []
+    with jax.set_mesh(program.mesh):
+        for n in range(batches):
+            if gives_up():
+                return None
+            if n >= IN_FLIGHT:  # or a signal would have to wait for all of them
+                jax.block_until_ready(sums[n - IN_FLIGHT])
+            sums.append(program.evaluate(state.params, state.model_state, held_out.device_batch(n, program.batch_sharding)))
+    whole = jax.device_get(sums)
+    return sum(float(part.added["loss"]) for part in whole) / max(sum(float(part.denominator) for part in whole), 1.0)
 
 
 def _run_tasks(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> bool:

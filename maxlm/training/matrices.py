@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED
 from maxlm.parallel.sharding import mesh_axes
-from maxlm.training.small_states import path_of
+from maxlm.training.state_paths import path_of
 
 Names = tuple[str, ...]
 SCOPE = "matrices"  # in op_names, of the updates that move whole matrices to one device each

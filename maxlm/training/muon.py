@@ -13,7 +13,7 @@ from maxlm.config.optimizer import MuonConfig
 from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import WRITERS, part_of
 from maxlm.training.matrices import SCOPE, Names, devices, gather, hidden_matrices, spread
-from maxlm.training.small_states import path_of
+from maxlm.training.state_paths import path_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the odd polynomial of degree 5, the steepest at 0 (Jordan 2024)
 EPSILON = 1e-7  # added to norms (Jordan 2024)

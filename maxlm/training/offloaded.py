@@ -27,7 +27,7 @@ from maxlm.objectives import Sums
 from maxlm.training.hosted_layers import STACK, streamed_layers
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.split_masters import difference_dtype
-from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, keys_of, nested, owner_of
+from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
 from maxlm.training.step import TrainState
 from maxlm.training.update import Part, Pending, Scalars, Update, gradient_norm, with_part
 
@@ -58,7 +58,7 @@ class GroupUpdate:
         optimizer = build_optimizer(self._update.config, self._axes, first_row)
         params = nested({name: old["params", *name] for name in names})
         shape = jax.eval_shape(optimizer.init, params)
-        opt_state = jax.tree_util.tree_map_with_path(lambda path, _: old["opt_state", *keys_of(path)], shape)
+        opt_state = jax.tree_util.tree_map_with_path(lambda path, _: old["opt_state", *path_of(path)], shape)
         kept = [one.name for one in self._update.transforms if one.by_parameter]
         extra = {kind: nested({name: old.get(("extra", kind, *name)) for name in names}) for kind in kept}
         grads = nested(dict(zip(names, read, strict=True)))
@@ -80,7 +80,7 @@ class Offloading:
         """`shardings` with the memory of every leaf: of matrices, those kinds of state that the settings name."""
 
         def place(path: tuple[Any, ...], sharding: NamedSharding) -> NamedSharding:
-            return on_host(sharding) if self.tier(keys_of(path)) is not None else sharding
+            return on_host(sharding) if self.tier(path_of(path)) is not None else sharding
 
         return jax.tree_util.tree_map_with_path(place, shardings)
 

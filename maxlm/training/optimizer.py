@@ -5,6 +5,7 @@ The step clips gradients, since it reports their norm.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,19 +13,20 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from maxlm.config.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, SoapConfig
+from maxlm.config.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, OptimizerConfig, SoapConfig
 from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters
 from maxlm.training.factored import adafactor, factored_adam, relative_scale
-from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.parametrized import with_factors
 from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, Z, at_rate_and_averaged
 from maxlm.training.small_states import FAST, FIRST, SECOND, SLOW, in_small_state
 from maxlm.training.soap import scale_by_soap
+
+LEAST_SHARE = 1e-2  # of a matrix's mean: least second moment that is kept. Rows of tokens not yet seen have none, and would be divided by 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,39 @@ def _schedule_free(config: Config, axes: Parameters) -> optax.GradientTransforma
     """Adam without a first moment: the average stands for it."""
     settings = config.optimizer
     return optax.scale_by_rms(decay=settings.beta2, eps=settings.eps, eps_in_sqrt=False, bias_correction=True)
+
+
+def frozen_adam(settings: OptimizerConfig, warmup_steps: int) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` for `warmup_steps` updates, with its state. Then second moments stay as they are (1-bit Adam, arXiv
+    2102.02888): Adam is linear in the gradients, as feedback of compression errors needs it. Updates are momentum already, as
+    `CompressedSums` gives it.
+    """
+    adam = optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
+    correction = 1 - settings.beta2**warmup_steps
+
+    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        frozen = state.count >= warmup_steps
+        warm, after = adam.update(updates, state)
+        least = jax.lax.cond(state.count == warmup_steps, _least, _no_least, state.nu)
+        kept = jax.tree.map(jnp.maximum, state.nu, least)
+        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v / correction) + settings.eps), updates, kept)
+        chosen = partial(jax.tree.map, partial(jnp.where, frozen))
+        return chosen(scaled, warm), after._replace(mu=chosen(updates, after.mu), nu=chosen(kept, after.nu))
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+def _least(moments: Any) -> Any:
+    """The least second moments of each matrix: of one tensor, those of the last two dims."""
+
+    def of_matrices(nu: Float[Array, "..."]) -> Float[Array, "..."]:
+        return LEAST_SHARE * jnp.mean(nu, axis=tuple(range(max(0, nu.ndim - 2), nu.ndim)), keepdims=True)
+
+    return jax.tree.map(of_matrices, moments)
+
+
+def _no_least(moments: Any) -> Any:
+    return jax.tree.map(lambda least: jnp.zeros(least.shape, least.dtype), jax.eval_shape(_least, moments))
 
 
 RULES = {

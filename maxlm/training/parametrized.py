@@ -9,7 +9,7 @@ from maxlm.config.schema import Config
 from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import factors, width_ratio
 from maxlm.training.matrices import hidden_matrix
-from maxlm.training.small_states import path_of
+from maxlm.training.state_paths import path_of
 
 # A rate is proportional to the width to this power. Entries of Adam's updates have one size, and add up over a width. Muon's matrices are
 # orthogonal times the root of their longer side (arXiv 2502.16982): of the spectral norm, which should stay (arXiv 2310.17813), one root.

@@ -1,6 +1,6 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
+from maxlm.telemetry.compilations import because
 from maxlm.telemetry.metric import Metric
 from maxlm.training.compression import CompressedSums
 from maxlm.training.diloco import LocalUpdates
@@ -34,11 +35,10 @@ from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, PartNorms
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import Offloading, StreamedUpdate
 from maxlm.training.optimizer import build_optimizer
-from maxlm.training.ramped_step import RampedStep
 from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
 from maxlm.training.spike_guard import SpikeGuard
 from maxlm.training.split_masters import SplitMasters
-from maxlm.training.state_paths import keys_of
+from maxlm.training.state_paths import path_of
 from maxlm.training.step import GradFn, TrainState, build_train_step
 from maxlm.training.update import Transform, Update
 
@@ -52,6 +52,31 @@ TRANSFORMS: tuple[type[Transform], ...] = (
     CompressedSums,
     MovingAverage,
 )
+
+
+class RampedStep:
+    """The step of a run whose batches grow (`train.batch_ramp`): call it with a batch of any size. It compiles at most nine."""
+
+    def __init__(self, compiled: Callable[[int], jax.stages.Compiled], largest: int) -> None:
+        """`compiled` compiles the update of batches of a size. The `largest` is compiled at once: it needs the most memory."""
+        self._compile = compiled
+        self._largest, self._compiled = largest, {largest: compiled(largest)}
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        size = len(batch.tokens_BS)
+        self.prepare((size,))
+        return self._compiled[size](state, batch)
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Compile the updates of these sizes, those that are not yet."""
+        for size in sizes:
+            if size not in self._compiled:
+                with because(f"batches of {size:,} sequences, of which there were none before in this attempt"):
+                    self._compiled[size] = self._compile(size)
+
+    def memory_analysis(self) -> Any:
+        """XLA's figures of the largest program."""
+        return self._compiled[self._largest].memory_analysis()
 
 
 @dataclass(frozen=True)
@@ -107,7 +132,7 @@ class Program:
         return state if self.nvme is None else jax.tree_util.tree_map_with_path(self._keep, state)
 
     def _keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
-        return leaf if self.nvme is None else self.nvme.keep(keys_of(path), leaf)
+        return leaf if self.nvme is None else self.nvme.keep(path_of(path), leaf)
 
     @cached_property
     def batch_sharding(self) -> Any:

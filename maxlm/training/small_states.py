@@ -22,6 +22,7 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import STACKED, Names
 from maxlm.training.dynamic_map import decode, encode, scales_of
 from maxlm.training.rounding import random_bits, to_bfloat16
+from maxlm.training.state_paths import path_of
 
 FIRST, FAST, SLOW, SECOND = "mu", "m1", "m2", "nu"  # names of the moments in the states of optax; of AdEMAMix the two in the middle
 SHORTEST = 16  # dim that has scales: of shorter ones there would be too many
@@ -169,8 +170,3 @@ def scaled_dim(names: Sequence[str], shape: Sequence[int]) -> int | None:
     """
     able = [dim for dim, name in enumerate(names) if name not in APART and shape[dim] >= SHORTEST]
     return min(able, key=lambda dim: (bool(RULES[names[dim]]), names[dim] == "embed"), default=None)
-
-
-def path_of(path: tuple[Any, ...]) -> Names:
-    """The names along a pytree path; an optimizer keeps a moment under the name of its parameter."""
-    return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)

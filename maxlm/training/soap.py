@@ -14,7 +14,7 @@ from maxlm.config.optimizer import OptimizerConfig, SoapConfig
 from maxlm.models.parameters import Parameters
 from maxlm.training.matrices import SCOPE, MatrixDims, each_on_its_device, gather, hidden_matrices, spread
 from maxlm.training.rounding import random_bits, uniform
-from maxlm.training.small_states import path_of
+from maxlm.training.state_paths import path_of
 
 RESOLVED = 3e-5  # of the largest eigenvalue; float32 has no direction of smaller ones
 ROUNDING = (

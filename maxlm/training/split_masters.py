@@ -18,7 +18,7 @@ from maxlm.models.adapters import leaf, put
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import Names
 from maxlm.training.rounding import random_bits
-from maxlm.training.small_states import path_of
+from maxlm.training.state_paths import path_of
 from maxlm.training.update import Scalars, Transform
 
 RESIDUAL = "residual"  # entry of `TrainState.extra`: the differences; None for parameters that are no matrices, which stay float32

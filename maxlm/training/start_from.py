@@ -1,7 +1,13 @@
-"""Begin with the parameters of another run, or of an imported model."""
+"""Begin from another run: with its parameters, or those of an imported model (`train.start_from`), or where it was (`train.branch_from`).
+
+A branch begins with the whole state of another run at one of its checkpoints, and its place in the data order. So several decays can follow
+one stable phase (WSD, arXiv 2404.06395), and each equals, bit for bit, the run that had that decay from the beginning. The other run is
+read only.
+"""
 
 import hashlib
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.checkpoint import manifest
+from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import flatten
 from maxlm.config.schedules import BranchFromConfig
-from maxlm.config.schema import ModelConfig, StartFromConfig
+from maxlm.config.schema import Config, ModelConfig, StartFromConfig
 from maxlm.config.transient import first_line, is_storage_error, retried
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.models import (
@@ -29,8 +35,12 @@ from maxlm.models import (
     parameter_specs,
 )
 from maxlm.models.adapters import frozen
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training.optimizer import learning_rate
 from maxlm.training.program import Program
+from maxlm.training.rollback import Journal
 from maxlm.training.saved_run import CONFIG, SavedRun, open_run
+from maxlm.training.session import BRANCH, Start
 from maxlm.training.step import TrainState
 
 FIELD, BRANCH_FIELD = "train.start_from.path", "train.branch_from.path"
@@ -173,3 +183,45 @@ def opened(source: StartFromConfig | BranchFromConfig) -> SavedRun:
 
 def _field(source: StartFromConfig | BranchFromConfig) -> str:
     return FIELD if isinstance(source, StartFromConfig) else BRANCH_FIELD
+
+
+# Branches.
+
+
+def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, str]) -> Start:
+    """Start where the run `source` was after update `source.step`, on the mesh of `program`. `identity`: what its checkpoint must share.
+
+    Raises UserError: there is no such checkpoint, it is damaged or of another experiment, or that run has gone back behind it.
+    """
+    began, saved = time.monotonic(), opened(source)
+    checkpoints = Checkpoints(saved.checkpoints.directory, saved.trained.checkpoint, identity)
+    journal = Journal(RunDirectory(saved.directory, primary=False).roll_backs, primary=jax.process_index() == 0)
+    unfit = journal.unfit(checkpoints, healthy_only=program.config.health is not None)
+    if source.step in unfit:
+        fit = [step for step in checkpoints.steps() if step not in unfit]
+        fix = f"use {' or '.join(map(str, fit[-3:]))}" if fit else "wait for a later checkpoint"
+        raise ConfigError("train.branch_from.step", source.step, f"is no checkpoint to continue: {unfit[source.step]}", fix)
+    restored = checkpoints.restore(program.abstract_state, source.step)
+    _check_rate(program.config, saved.trained, source.step - int(jax.device_get(restored.state.skipped)))
+    data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
+    return Start(program.adopt(restored.state), restored.step, data, restored.data_position)
+
+
+def _check_rate(config: Config, before: Config, updates: int) -> None:
+    """Raise ConfigError if a cosine would have fallen since the beginning of a run that had another schedule."""
+    if config.optimizer.schedule != "cosine" or before.optimizer.schedule == "cosine":
+        return
+    old, new = (float(learning_rate(one)(updates)) for one in (before, config))
+    if new < old and config.optimizer.peak_lr == before.optimizer.peak_lr:
+        rule = f"decays from the beginning of the run that is branched off, whose rate of {old:.3g} would fall to {new:.3g} at once"
+        raise ConfigError("optimizer.schedule", "cosine", rule, "use wsd, which decays over optimizer.decay_steps, or constant")
+
+
+def check_same_branch(source: BranchFromConfig | None, start: Start) -> None:
+    """Raise ConfigError if a run that goes on from its own checkpoint is asked to branch off where it has not."""
+    if source is None or start.restored is None or start.branched:
+        return
+    began = start.position.get(BRANCH)
+    if began != source.step:
+        rule = "is not where this run began: " + ("it is no branch" if began is None else f"it branched off at step {began}")
+        raise ConfigError("train.branch_from.step", source.step, rule, "use another run.name")

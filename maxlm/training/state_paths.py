@@ -7,8 +7,6 @@ from typing import Any
 import jax
 
 from maxlm.models.parameters import Parameters
-from maxlm.training.step import TrainState
-from maxlm.training.update import Part
 
 Name = tuple[str, ...]  # of a parameter, as in the tree
 Leaves = dict[Name, Any]  # by path in the state
@@ -17,16 +15,16 @@ Leaves = dict[Name, Any]  # by path in the state
 def flat_params(tree: Parameters) -> Leaves:
     """Name -> leaf of a tree of parameters; a tuple is a leaf."""
     found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, tuple))[0]
-    return {keys_of(path): leaf for path, leaf in found}
+    return {path_of(path): leaf for path, leaf in found}
 
 
-def flat_state(state: TrainState | Part) -> Leaves:
+def flat_state(state: Any) -> Leaves:
     """Path -> leaf of a state, or of a part of it."""
-    return {keys_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    return {path_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
-def keys_of(path: tuple[Any, ...]) -> Name:
-    """A pytree path as strings."""
+def path_of(path: tuple[Any, ...]) -> Name:
+    """The names along a pytree path; an optimizer keeps a moment under the name of its parameter."""
     return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)
 
 

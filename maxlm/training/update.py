@@ -19,7 +19,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.models import Parameters, abstract_parameters, balance_experts, model_state_specs, parameter_specs
 from maxlm.objectives import Objective, Sums
 from maxlm.telemetry.metric import Metric
-from maxlm.training.small_states import path_of
+from maxlm.training.state_paths import path_of
 from maxlm.training.step import GradFn, TrainState
 
 

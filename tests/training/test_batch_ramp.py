@@ -11,7 +11,7 @@ from maxlm.objectives import build_objective
 from maxlm.runtime.open_run import identity
 from maxlm.training import meter
 from maxlm.training.optimizer import learning_rate
-from maxlm.training.ramped_step import RampedStep
+from maxlm.training.program import RampedStep
 from maxlm.training.step import Metrics
 
 RAMP = [{"global_batch": 4, "until_tokens": 8 * SEQ_LEN}, {"global_batch": 8, "until_tokens": 32 * SEQ_LEN}]

@@ -15,11 +15,10 @@ from maxlm.config.loader import dump
 from maxlm.config.schedules import BranchFromConfig
 from maxlm.runtime.open_run import identity
 from maxlm.telemetry.goodput import Goodput
-from maxlm.training.branch import branch_off, check_same_branch
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
 from maxlm.training.session import Session
-from maxlm.training.start_from import fingerprint
+from maxlm.training.start_from import branch_off, check_same_branch, fingerprint
 
 EVERY, OFF = 2, 4
 STABLE = {"schedule": "constant"}

@@ -18,8 +18,8 @@ from maxlm.models import abstract_parameters
 from maxlm.parallel import build_mesh
 from maxlm.runtime.open_run import identity
 from maxlm.training.compression import CompressedSums
-from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.loop import restore_or_init
+from maxlm.training.optimizer import frozen_adam
 from maxlm.training.step import TrainState
 
 SLICES, WARMUP, STEPS, BETA1 = 2, 3, 5, 0.9

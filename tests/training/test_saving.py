@@ -32,8 +32,7 @@ from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import meter, saving
-from maxlm.training.evaluate import evaluate
-from maxlm.training.loop import restore_or_init, train
+from maxlm.training.loop import evaluate, restore_or_init, train
 from maxlm.training.saving import not_finite, prepare_saves
 from maxlm.training.session import Outcome, Session
 from maxlm.training.step import Metrics, TrainState

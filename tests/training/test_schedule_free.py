@@ -22,12 +22,12 @@ from maxlm.runtime import reference_file
 from maxlm.runtime.open_run import identity
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event
-from maxlm.training.branch import branch_off
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.saved_run import open_run
 from maxlm.training.schedule_free import ROOT, averaged
 from maxlm.training.session import Session, Start
+from maxlm.training.start_from import branch_off
 from maxlm.training.state_paths import flat_state
 
 STEPS, WARMUP, BETA1, PEAK = 5, 3, 0.8, 1e-2
