@@ -15,7 +15,7 @@ from maxlm.config.schema import DpoConfig
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.linear import unembedding_loss, unembedding_scores
 from maxlm.objectives.objective import ArraySpec, Sums
-from maxlm.objectives.packed_rows import FILLING, PackedRows
+from maxlm.objectives.supervised import FILLING, PackedRows
 from maxlm.telemetry.metric import Metric
 
 # B batch, S sequence, P pairs of a row at most, G segments of a row at most: 2 P, and 0 for padding

@@ -1,10 +1,34 @@
-"""Supervised fine-tuning: next-token prediction of what the assistant writes. Prompts are read, and nothing is learned from them."""
+"""Supervised fine-tuning: next-token prediction of what the assistant writes, on rows of packed segments. Nothing is learned from prompts."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from maxlm.data.batch import batch_of_segments
+from maxlm.models import Routing
 from maxlm.objectives.further_tokens import FurtherTokens
-from maxlm.objectives.packed_rows import FILLING, PackedRows
+from maxlm.objectives.objective import NextToken, Sums
 from maxlm.telemetry.metric import Metric
+
+FILLING = (
+    Metric("filled", "Places of rows that hold a token", "share of places", reduce="sum"),
+    Metric("counted", "Places of rows whose target counts", "share of places", reduce="sum"),
+)
+
+
+class PackedRows(NextToken):
+    """Packed segments with marks. Rows have padding, which `tokens_per_s` and `mfu` count, so two metrics say how much of them is used."""
+
+    def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Any:
+        return batch_of_segments(window_BT, length_B)
+
+    def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
+        used = {"filled": batch.segment_ids_BS, "counted": batch.weights_BS}
+        shares = {name: jnp.sum(array_BS > 0) / self.config.tokens_per_step for name, array_BS in used.items()}
+        return super().sums(batch, {**values, **shares}, routing)
 
 
 class Supervised(PackedRows):
