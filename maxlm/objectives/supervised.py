@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token prediction of what the assistant writes, on rows of packed segments. Nothing is learned from prompts."""
+"""Supervised fine-tuning: next-token prediction of what the assistant writes, on packed rows. Nothing is learned from prompts."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
