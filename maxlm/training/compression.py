@@ -32,7 +32,7 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.objectives import Sums
 from maxlm.parallel.reduce import Codec, Int8, Sign, TopK, reduce_compressed
 from maxlm.training.step import TrainState
-from maxlm.training.update import Transform
+from maxlm.training.transform import Transform
 
 AXIS = "data"
 ERROR, VELOCITY = "error", "velocity"

@@ -5,7 +5,7 @@ updates they synchronise: the shared weights minus the mean of the workers' is t
 momentum, and all continue from the result. Between two synchronisations only scalars travel along `data`. Weights are averaged in float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from maxlm.objectives import Objective, Sums
 from maxlm.parallel import mesh_axes
 from maxlm.training.compression import CompressedSums
 from maxlm.training.step import GradFn, TrainState
-from maxlm.training.update import Part, Transform, Update, keep_if, with_part
+from maxlm.training.transform import Transform
+from maxlm.training.update import Update, keep_if
 
 AXIS = "data"
 WORKERS = "workers"  # entry of `TrainState.extra`
@@ -38,6 +39,13 @@ class WorkerState(NamedTuple):
 PseudoGradient = Callable[[Parameters, Parameters, Any], tuple[Parameters, Any]]
 
 
+class _WorkerUpdate(Update):
+    """The update of one worker, which is applied in any case: all workers are judged together."""
+
+    def judge(self, state: TrainState, sums: Sums, norm: Array, extra: Mapping[str, Any]) -> tuple[Bool[Array, ""], dict[str, Any]]:
+        return jnp.bool_(True), {}
+
+
 class LocalUpdates(Update):
     """Updates by every worker, synchronised every `every` updates. `params` of the state are the shared weights; the state of the inner
     optimizer belongs to the workers. Transforms are of the update of all workers together: compression is of their changes.
@@ -47,7 +55,7 @@ class LocalUpdates(Update):
         self, config: Config, objective: Objective, optimizer: Any, gradients: GradFn, transforms: Sequence[Transform] = ()
     ) -> None:
         super().__init__(config, objective, optimizer, gradients, transforms)
-        self._of_worker = Update(config, objective, optimizer, gradients)
+        self._of_worker = _WorkerUpdate(config, objective, optimizer, gradients)
         self._changes = next((one for one in transforms if isinstance(one, CompressedSums)), None)
 
     @property
@@ -87,17 +95,11 @@ class LocalUpdates(Update):
         """(each worker's state after an update of its own, figures of all rows, the mean of the norms)."""
         rows = jax.tree.map(lambda a: a.reshape(self._settings.workers, -1, *a.shape[1:]), batch)
 
-        def one(worker: tuple[TrainState, Any]) -> tuple[TrainState, Sums, Float[Array, ""]]:
-            state, rows = worker
-            pending, sums, norm = self._of_worker.gradient(state, rows, judged=False)
-            part = Part(state.params, state.opt_state, {})
-            return with_part(pending.after, self._of_worker.apply(part, pending.gradient, pending.scalars)[0]), sums, norm
-
         def each(*workers: Any) -> Any:
             """The workers that one share of the devices along `data` holds, one after another."""
             if len(jax.tree.leaves(workers)[0]) > 1:
-                return jax.lax.map(one, workers)
-            return jax.tree.map(lambda a: a[None], one(jax.tree.map(lambda a: a[0], workers)))
+                return jax.lax.map(lambda worker: self._of_worker(*worker), workers)
+            return jax.tree.map(lambda a: a[None], self._of_worker(*jax.tree.map(lambda a: a[0], workers)))
 
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.shape.get(AXIS, 1) > 1:

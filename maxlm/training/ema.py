@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 from maxlm.config.schema import Config, EmaConfig
 from maxlm.models.parameters import Parameters
 from maxlm.training.step import TrainState
-from maxlm.training.update import Scalars, Transform
+from maxlm.training.transform import Transform
 
 EMA = "ema"
 
@@ -33,8 +33,8 @@ class MovingAverage(Transform):
     def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
         return params
 
-    def write(self, params: Parameters, own: Any, scalars: Scalars, first_row: Array | int) -> tuple[Parameters, Any]:
-        kept = kept_share(self._settings, scalars.step - scalars.skipped)
+    def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
+        kept = kept_share(self._settings, state.step - state.skipped)
         return params, jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, own, params)
 
 

@@ -19,7 +19,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric
 from maxlm.training.step import TrainState
-from maxlm.training.update import Transform
+from maxlm.training.transform import Transform
 
 LOSS_SCALE = Metric("loss_scale", "Loss scale", "factor of the loss that gradients are computed of", reduce="sum")
 
@@ -64,9 +64,9 @@ class LossScaling(Transform):
         sums = sums._replace(added={**sums.added, LOSS_SCALE.name: own.factor})
         return sums, jax.tree.map(lambda g: g.astype(jnp.float32) / own.factor, gradient), own
 
-    def judge(self, own: LossScale, state: TrainState, loss: Array, norm: Array) -> tuple[None, LossScale]:
+    def judge(self, own: LossScale, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], LossScale]:
         """Adjust the scale. The loss is not scaled: no scale mends one that is not finite."""
-        return None, adjusted(own, jnp.isfinite(loss) & ~jnp.isfinite(norm), self._settings)
+        return jnp.bool_(False), adjusted(own, jnp.isfinite(loss) & ~jnp.isfinite(norm), self._settings)
 
 
 def overflow(precision: PrecisionConfig, values: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric
 from maxlm.training.step import GradFn
-from maxlm.training.update import Transform
+from maxlm.training.transform import Transform
 
 NOISE_SCALE = Metric("noise_scale", "Gradient noise scale", "tokens")
 # Of the parts of a batch: how many have tokens, and the sum of their squared norms, each times its share of the tokens.

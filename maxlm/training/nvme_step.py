@@ -24,7 +24,8 @@ from maxlm.objectives import Sums
 from maxlm.training.offloaded import Group, GroupUpdate, StreamedUpdate
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested
 from maxlm.training.step import Metrics, TrainState
-from maxlm.training.update import Part, Pending, Scalars, Update, with_part
+from maxlm.training.transform import Pending
+from maxlm.training.update import Update
 
 
 class NvmeStep:
@@ -68,14 +69,12 @@ class NvmeStep:
         params = nested({name: self._copies.get(name, resident.get(("params", *name))) for name in self._names})
         assert self._gradients is not None, "`Program.step` compiles them"
         pending, metrics = self._gradients(self._small(state, params), batch)
-        leaves = self._update(resident, flat_params(pending.gradient), pending.scalars)
-        new = self._with(leaves | {path: self.disk.array(path) for path in self._filed_paths}, state)
-        extra = self._streamed.plain.by_parameter(new.extra)
-        return with_part(pending.after, Part(new.params, new.opt_state, extra)), metrics
+        leaves = self._update(resident, pending) | flat_state(pending.after)
+        return self._with(leaves | {path: self.disk.array(path) for path in self._filed_paths}, state), metrics
 
     def _small(self, state: TrainState, params: Parameters) -> TrainState:
         """The state that gradients are computed from."""
-        large = self._streamed.plain.by_parameter(state.extra)
+        large = [one.name for one in self._streamed.plain.transforms if one.by_parameter]
         extra = {name: own for name, own in state.extra.items() if name not in large}
         return replace(state, params=params, opt_state=(), extra=extra)
 
@@ -115,8 +114,8 @@ class NvmeStep:
         small, whole = self._small(self._abstract, params), NamedSharding(self._mesh, PartitionSpec())
         after = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params={}))
         grads = jax.tree.map(lambda leaf: on_device(leaf.sharding), params)
-        scalars: Any = whole
-        return jax.jit(train_step, out_shardings=(Pending(grads, scalars, after), whole)).lower(small, abstract_batch)
+        out: Any = Pending(grads, whole, whole, after)  # type: ignore[arg-type]
+        return jax.jit(train_step, out_shardings=(out, whole)).lower(small, abstract_batch)
 
     def _read_as(self, name: Name, leaf: Any) -> jax.ShapeDtypeStruct:
         """A parameter as the gradients' program takes it: the copy, where the master is in the file."""
@@ -126,28 +125,32 @@ class NvmeStep:
 
     # The update.
 
-    def _update(self, resident: Leaves, grads: Leaves, scalars: Scalars) -> Leaves:
+    def _update(self, resident: Leaves, pending: Pending) -> Leaves:
         """New leaves that are not in the file, whose units are updated one after another."""
         new, counters = dict(resident), {path: leaf for path, leaf in resident.items() if self._is_counter(path)}
+        grads, pending = (
+            flat_params(pending.gradient),
+            pending._replace(gradient={}, after=replace(pending.after, model_state={}, extra={})),
+        )
         waiting: list[tuple[int, list[jax.Array]]] = []
         for number, unit in enumerate(self.disk.units):
             pieces = self.disk.take(number)
             self.disk.start_read(number + 2)
-            waiting.append((number, self._run(unit.group, unit.piece, new, pieces, grads, counters, scalars)))
+            waiting.append((number, self._run(unit.group, unit.piece, new, pieces, grads, counters, pending)))
             if len(waiting) > 1:
                 self.disk.give(*waiting.pop(0))
         for group in (number for number, paths in enumerate(self._filed) if not paths):
             for piece in range(self._groups[group].pieces):
-                self._run(group, piece, new, [], grads, counters, scalars)
+                self._run(group, piece, new, [], grads, counters, pending)
         for number, pieces in waiting:
             self.disk.give(number, pieces)
         return new
 
     def _is_counter(self, path: Name) -> bool:
-        return path[0] == "opt_state" and not any(path in group.leaves for group in self._groups)
+        return path[0] in ("step", "skipped", "opt_state") and not any(path in group.leaves for group in self._groups)
 
     def _run(
-        self, number: int, piece: int, new: Leaves, pieces: list[jax.Array], grads: Leaves, counters: Leaves, scalars: Scalars
+        self, number: int, piece: int, new: Leaves, pieces: list[jax.Array], grads: Leaves, counters: Leaves, pending: Pending
     ) -> list[jax.Array]:
         """Update a piece of a group: new pieces for the file. Other leaves of the group are replaced in `new`."""
         group = self._groups[number]
@@ -155,7 +158,7 @@ class NvmeStep:
         copied = [name for name in group.names if name in self._copies]
         arrays, copies = [new[path] for path in here], [self._copies[name] for name in copied]
         read = [grads[name] for name in group.names]
-        pieces, arrays, copies, counted = self._programs[number](jnp.int32(piece), pieces, arrays, copies, read, counters, scalars)
+        pieces, arrays, copies, counted = self._programs[number](jnp.int32(piece), pieces, arrays, copies, read, counters, pending)
         new |= dict(zip(here, arrays, strict=True)) | counted
         self._copies |= dict(zip(copied, copies, strict=True))
         return pieces
@@ -185,13 +188,13 @@ def update_piece(
     copies: list[jax.Array],
     grads: list[jax.Array],
     counters: Leaves,
-    scalars: Scalars,
+    pending: Pending,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array], Leaves]:
     """One piece of a group: (`pieces` of leaves in the file, whole `arrays` of the others, `copies` of masters, counters), updated."""
     places = [is_on_host(array) for array in arrays]
     arrived, resident = iter(pieces), iter([_cut(array, group, piece) for array in arrays])
     current = [next(arrived) if path in filed else next(resident) for path in group.leaves]
-    update = GroupUpdate(plain, group, counters, scalars)
+    update = GroupUpdate(plain, group, counters, pending)
     first_row = piece * (grads[0].shape[0] // group.pieces)
     new = dict(zip(group.leaves, update(current, [_cut(gradient, group, piece) for gradient in grads], first_row), strict=True))
     here = [new[path] for path in group.leaves if path not in filed]

@@ -29,7 +29,8 @@ from maxlm.training.optimizer import build_optimizer
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
 from maxlm.training.step import TrainState
-from maxlm.training.update import Part, Pending, Scalars, Update, gradient_norm, with_part
+from maxlm.training.transform import Pending
+from maxlm.training.update import Update, gradient_norm
 
 
 class Group(NamedTuple):
@@ -46,9 +47,9 @@ class Group(NamedTuple):
 class GroupUpdate:
     """`Update.apply` for a group: (its leaves, the gradients of its parameters, first row of the piece) -> its leaves updated."""
 
-    def __init__(self, update: Update, group: Group, leaves: Leaves, scalars: Scalars) -> None:
-        """`leaves`: of the state, the counters of the optimizer among them."""
-        self._update, self._group, self._leaves, self._scalars = update, group, leaves, scalars
+    def __init__(self, update: Update, group: Group, leaves: Leaves, pending: Pending) -> None:
+        """`leaves`: of the state, the counters of the optimizer among them; `pending`: its gradient is not read."""
+        self._update, self._group, self._leaves, self._pending = update, group, leaves, pending
         axes = flat_params(parameter_axes(update.config.model))
         self._axes = nested({name: axes[name] for name in group.names})
         self.shared: Leaves = {}  # new counters, equal for all groups
@@ -57,14 +58,14 @@ class GroupUpdate:
         old, names = self._leaves | dict(zip(self._group.leaves, changed, strict=True)), self._group.names
         optimizer = build_optimizer(self._update.config, self._axes, first_row)
         params = nested({name: old["params", *name] for name in names})
-        shape = jax.eval_shape(optimizer.init, params)
-        opt_state = jax.tree_util.tree_map_with_path(lambda path, _: old["opt_state", *path_of(path)], shape)
+        opt_state = jax.eval_shape(optimizer.init, params)
+        opt_state = jax.tree_util.tree_map_with_path(lambda path, _: old["opt_state", *path_of(path)], opt_state)
         kept = [one.name for one in self._update.transforms if one.by_parameter]
         extra = {kind: nested({name: old.get(("extra", kind, *name)) for name in names}) for kind in kept}
-        grads = nested(dict(zip(names, read, strict=True)))
-        part, _ = self._update.apply(Part(params, opt_state, extra), grads, self._scalars, optimizer, first_row)
-        new = flat_state(part)
-        self.shared = {path: leaf for path, leaf in new.items() if path not in self._group.leaves}
+        state = TrainState(old["step",], old["skipped",], params, opt_state, {}, extra)
+        pending = self._pending._replace(gradient=nested(dict(zip(names, read, strict=True))))
+        new = flat_state(self._update.apply(state, pending, optimizer, first_row)[0])
+        self.shared = {path: leaf for path, leaf in new.items() if path[0] == "opt_state" and path not in self._group.leaves}
         return [new[path] for path in self._group.leaves]
 
 
@@ -169,16 +170,15 @@ class StreamedUpdate:
         """As `Update`: every group of parameters is updated after the one before it."""
         pending, sums, norm = self.gradient(state, self.compute_copy(state.params), batch)
         leaves, grads = flat_state(state), flat_params(pending.gradient)
-        new = dict(leaves)
+        new = leaves | flat_state(pending.after)
         for group in self.groups:
-            update = GroupUpdate(self.plain, group, leaves, pending.scalars)
+            update = GroupUpdate(self.plain, group, leaves, pending)
             changed = stream(update, [leaves[path] for path in group.leaves], [grads[name] for name in group.names], group.pieces)
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
         if all(group.pieces > 1 for group in self.groups):  # of adapters: no parameter is outside the layers
-            new |= self._counted(leaves, pending.scalars)
-        after = jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves])
-        return with_part(pending.after, Part(after.params, after.opt_state, self.plain.by_parameter(after.extra))), sums, norm
+            new |= self._counted(leaves, pending)
+        return jax.tree.unflatten(jax.tree.structure(state), [new[path] for path in leaves]), sums, norm
 
     def gradient(self, state: TrainState, params: Parameters, batch: Any) -> tuple[Pending, Sums, Float[Array, ""]]:
         """`Update.gradient` at `params`, a `compute_copy`. Gradients of layers stay in the dtype of the matmuls until they are applied.
@@ -191,14 +191,14 @@ class StreamedUpdate:
         apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
         with streamed_layers(self.config, apart) if self.config.memory.layers_on_host else nullcontext():
-            pending, sums, norm = self.plain.gradient(replace(state, params=nested(flat), opt_state=()), batch, norm_of=_norm)
+            pending, sums, norm = self.plain.gradient(replace(state, params=nested(flat), opt_state=()), batch, _norm)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
 
-    def _counted(self, leaves: Leaves, scalars: Scalars) -> Leaves:
+    def _counted(self, leaves: Leaves, pending: Pending) -> Leaves:
         """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
         group = self.groups[0]
-        update = GroupUpdate(self.plain, group, leaves, scalars)
+        update = GroupUpdate(self.plain, group, leaves, pending)
         rows = [leaves[path].shape[0] // group.pieces for path in group.leaves]
         zeros = [jnp.zeros((row, *leaves[path].shape[1:]), leaves[path].dtype) for path, row in zip(group.leaves, rows, strict=True)]
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}

@@ -40,7 +40,8 @@ from maxlm.training.spike_guard import SpikeGuard
 from maxlm.training.split_masters import SplitMasters
 from maxlm.training.state_paths import path_of
 from maxlm.training.step import GradFn, TrainState, build_train_step
-from maxlm.training.update import Transform, Update
+from maxlm.training.transform import Transform
+from maxlm.training.update import Update
 
 # In the order in which they see the gradient; parameters are written in the reverse order.
 TRANSFORMS: tuple[type[Transform], ...] = (

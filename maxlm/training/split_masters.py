@@ -19,7 +19,8 @@ from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import Names
 from maxlm.training.rounding import random_bits
 from maxlm.training.state_paths import path_of
-from maxlm.training.update import Scalars, Transform
+from maxlm.training.step import TrainState
+from maxlm.training.transform import Transform
 
 RESIDUAL = "residual"  # entry of `TrainState.extra`: the differences; None for parameters that are no matrices, which stay float32
 DIFFERENCES = {"split": jnp.dtype("int16"), "split24": jnp.dtype("int8")}
@@ -85,8 +86,8 @@ class SplitMasters(Transform):
     def read(self, params: Parameters, own: Any) -> Parameters:
         return join_all(params, own)
 
-    def write(self, params: Parameters, own: Any, scalars: Scalars, first_row: Array | int) -> tuple[Parameters, Any]:
-        return self._split(params, own, scalars.step, first_row)
+    def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
+        return self._split(params, own, state.step, first_row)
 
     def _split(
         self, masters: Parameters, in_two: Any, step: Int32[Array, ""] | None, first_row: Array | int

@@ -24,7 +24,7 @@ from maxlm.training.muon import scale_by_muon
 from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
 from maxlm.training.schedule_free import averaged
 from maxlm.training.soap import scale_by_soap
-from maxlm.training.update import state_shardings
+from maxlm.training.state_paths import state_shardings
 
 UPDATES = 50
 MODEL = {
@@ -82,13 +82,12 @@ def trained(config, optimizer, mesh=None):
         state = optimizer.init(first)
         run = jax.jit(update).lower(jnp.int32(0), first, state).compile()
     else:
-        shardings = state_shardings(config.model, build, mesh)
-        placed = shardings.params, shardings.opt_state
-        first = jax.device_put(first, shardings.params)
+        _, _, *placed, _ = state_shardings(config.model, build, mesh)
+        first = jax.device_put(first, placed[0])
         with jax.set_mesh(mesh):
-            state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(first)
+            state = jax.jit(optimizer.init, out_shardings=placed[1])(first)
             whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            run = jax.jit(update, in_shardings=(whole, *placed), out_shardings=placed).lower(jnp.int32(0), first, state).compile()
+            run = jax.jit(update, in_shardings=(whole, *placed), out_shardings=tuple(placed)).lower(jnp.int32(0), first, state).compile()
     params = first
     for n in range(UPDATES):
         params, state = run(jnp.int32(n) if mesh is None else jax.device_put(jnp.int32(n), whole), params, state)
