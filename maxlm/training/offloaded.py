@@ -30,7 +30,7 @@ from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
 from maxlm.training.step import TrainState
 from maxlm.training.transform import Pending
-from maxlm.training.update import Update, gradient_norm
+from maxlm.training.update import Update
 
 
 class Group(NamedTuple):
@@ -118,6 +118,22 @@ class Offloading:
         return found
 
 
+class _HostedGradients(Update):
+    """An update that computes gradients of layers in host memory."""
+
+    def norm(self, gradient: Parameters) -> Float[Array, ""]:
+        """Global norm; stacks of layers in host memory are read layer by layer."""
+        leaves = jax.tree.leaves(gradient)
+        near: Any = [leaf for leaf in leaves if not is_on_host(leaf)]
+
+        def add(total: jax.Array, row: jax.Array, _: Any) -> jax.Array:
+            return total + jnp.sum(jnp.square(row.astype(jnp.float32)))
+
+        far = [fold(add, jnp.float32(0), leaf, leaf.shape[0]) for leaf in leaves if is_on_host(leaf)]
+        norm = super().norm(near)
+        return jnp.sqrt(jnp.square(norm) + sum(far)) if far else norm
+
+
 class StreamedUpdate:
     """`update` of a state of which parts are in host memory, as one program."""
 
@@ -190,8 +206,10 @@ class StreamedUpdate:
         gradients_on_host = settings is not None and settings.gradients == "host"
         apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
+        plain = self.plain
+        hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, plain.gradients, plain.transforms)
         with streamed_layers(self.config, apart) if self.config.memory.layers_on_host else nullcontext():
-            pending, sums, norm = self.plain.gradient(replace(state, params=nested(flat), opt_state=()), batch, _norm)
+            pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
 
@@ -204,16 +222,3 @@ class StreamedUpdate:
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}
         update(zeros, [of_params[name] for name in group.names], 0)
         return update.shared
-
-
-def _norm(gradient: Parameters) -> Float[Array, ""]:
-    """`gradient_norm`, where stacks of layers may be in host memory: they are read layer by layer."""
-    leaves = jax.tree.leaves(gradient)
-    near: Any = [leaf for leaf in leaves if not is_on_host(leaf)]
-    norm = gradient_norm(near)
-
-    def add(total: jax.Array, row: jax.Array, _: Any) -> jax.Array:
-        return total + jnp.sum(jnp.square(row.astype(jnp.float32)))
-
-    far = [fold(add, jnp.float32(0), leaf, leaf.shape[0]) for leaf in leaves if is_on_host(leaf)]
-    return jnp.sqrt(jnp.square(norm) + sum(far)) if far else norm

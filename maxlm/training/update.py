@@ -4,7 +4,7 @@ What concerns all parameters (reductions, the norm, whether the update is applie
 at a time, so that state which is not on the device is streamed through the same code (offloaded.py, nvme_step.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,6 @@ from maxlm.objectives import Objective, Sums
 from maxlm.training.state_paths import state_shardings
 from maxlm.training.step import GradFn, TrainState
 from maxlm.training.transform import Pending, Transform
-
-
-def gradient_norm(gradient: Parameters) -> Float[Array, ""]:
-    """Global norm, in float32."""
-    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
 
 
 class Update:
@@ -62,9 +57,7 @@ class Update:
         after, figures = self.apply(state, pending)
         return after, sums._replace(added={**sums.added, **figures}), norm
 
-    def gradient(
-        self, state: TrainState, batch: Any, norm_of: Callable[[Parameters], Array] = gradient_norm
-    ) -> tuple[Pending, Sums, Float[Array, ""]]:
+    def gradient(self, state: TrainState, batch: Any) -> tuple[Pending, Sums, Float[Array, ""]]:
         """(the update before `apply`, figures of the batch, norm of the gradient)."""
         denominator = jnp.maximum(self.objective.denominator(batch), 1)  # of the global batch; the loss is a sum over it
         for one in self.transforms:
@@ -73,12 +66,16 @@ class Update:
         extra = dict[str, Any]()
         for one in self.transforms:
             sums, gradient, extra[one.name] = one.reduce(state, sums, gradient)
-        norm = norm_of(gradient)
+        norm = self.norm(gradient)
         good, extra = self.judge(state, sums, norm, extra)
         model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
         skipped = state.skipped + jnp.where(good, 0, 1)
         after = TrainState(state.step + 1, skipped, {}, (), keep_if(good, model_state, state.model_state), extra)
         return Pending(gradient, good, clip_factor(norm, self.config.optimizer.clip_norm), after), sums, norm
+
+    def norm(self, gradient: Parameters) -> Float[Array, ""]:
+        """Global norm of a gradient, in float32."""
+        return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
 
     def judge(self, state: TrainState, sums: Sums, norm: Array, extra: Mapping[str, Any]) -> tuple[Bool[Array, ""], dict[str, Any]]:
         """(True if the update is applied, states that are not by parameter): loss and norm, the same on all devices, are finite, and no
@@ -87,7 +84,7 @@ class Update:
         loss, found = sums.values(self.metrics)["loss"], dict[str, Any]()
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
         for one in self.transforms:
-            refused, found[one.name] = one.judge(extra[one.name], state, loss, norm)
+            refused, found[one.name] = one.judge(extra.get(one.name), state, loss, norm)
             good &= ~refused
         known = [one for one in self.transforms if one.name in state.extra and not one.by_parameter]
         new = {one.name: found[one.name] if one.kept_if_refused else keep_if(good, found[one.name], state.extra[one.name]) for one in known}

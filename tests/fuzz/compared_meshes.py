@@ -169,7 +169,8 @@ def _replaced(state: TrainState, params: Any) -> TrainState:
 
 def compared(state: TrainState) -> dict[str, np.ndarray]:
     """Arrays of a state that layouts must agree on: parameters, balancing biases, averages. Of moments the parameters tell."""
-    arrays = {"params": state.params, "model_state": state.model_state, "extra": state.extra}
+    kept = {name: own for name, own in state.extra.items() if name in ("ema", "residual", "workers")}
+    arrays = {"params": state.params, "model_state": state.model_state, "extra": kept}
     flat = jax.tree_util.tree_flatten_with_path(arrays)[0]
     return {jax.tree_util.keystr(path): np.asarray(leaf, np.float64) for path, leaf in flat if np.issubdtype(leaf.dtype, np.floating)}
 
