@@ -113,7 +113,7 @@ class DiskState:
         return DiskArray(self, path, self._leaves[path])
 
     def adopt(self, leaves: Mapping[Path, jax.Array]) -> None:
-        """Write whole leaves, all of them or those of some paths, whatever the file held."""
+        """Write whole leaves, of all paths or of some, whatever the file held."""
         for requests in (*self._reads.values(), *self._writes):  # of an update that was cut short
             with contextlib.suppress(UserError):
                 self._file.wait(requests)

@@ -1,8 +1,8 @@
-"""A scan over stacked layers whose weights are in host memory, or whose gradients go there: one layer at a time is on the device.
+"""A scan over stacked layers with weights or gradients in host memory: one layer at a time is on the device.
 
 While a layer is computed, forward or backward, the weights of the next one are fetched, and the gradient of the one before it is written.
-So the scan carries the next layer's weights, and its derivative is written by hand: `jax.grad` would keep those of every layer. In the
-backward pass a layer is recomputed from its input.
+So the scan carries the next layer's weights, and its derivative is written by hand: `jax.grad` would keep all weights. In the backward
+pass a layer is recomputed from its input.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class _LayerStream:
         self._layer, self._weights, self._specs, self._inputs_on_host = layer, weights, specs, inputs_on_host
 
     def forward(self, x: jax.Array, leaves: Leaves, *, keep: bool) -> tuple[tuple[jax.Array, Any], Any]:
-        """((hidden states, reports), what `backward` needs beside the leaves, if `keep`)."""
+        """((hidden states, reports), what `backward` needs in addition to the leaves, if `keep`)."""
         read, last = self._read(leaves), leaves[0].shape[0] - 1
 
         def body(carry: tuple[jax.Array, Leaves], i: jax.Array) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ class _LayerStream:
         return (y, reports), (fetched, inputs)
 
     def backward(self, residuals: Any, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, Leaves]:
-        """(gradient of the first layer's input, those of the leaves)."""
+        """(gradient of the first layer's input, gradients of the leaves)."""
         leaves, (fetched, inputs) = residuals
         read, last, (dy, of_reports) = self._read(leaves), leaves[0].shape[0] - 1, cotangents
 

@@ -45,7 +45,7 @@ def peak_on_device(stats: Any) -> int:
 
 
 def needed_on_device(held: int, peak: int, code: int) -> int:
-    """Bytes that a program needs on a device, its code included. `held`: arguments, results that take nobody's place and temporaries, with
+    """Bytes that a program needs on a device, its code included. `held`: arguments, results that overwrite no argument, temporaries and
     what fragmentation wastes; `peak`: as `peak_on_device`, with what lies in VMEM. Compilers refuse a program by neither alone, and each
     bounds what is needed.
     """

@@ -66,7 +66,7 @@ class Sums(NamedTuple):
 
 
 class Objective(ABC):
-    """A training objective. A batch is a NamedTuple of arrays whose fields include `tokens_BS`, first, `positions_BS`,
+    """A training objective. A batch is a NamedTuple of arrays with the fields `tokens_BS`, first, `positions_BS`,
     `segment_ids_BS` and `random_BS`, which is None unless `with_randomness` sets it.
 
     The methods that follow `loss` have defaults; the others are what a new objective defines.
@@ -146,7 +146,7 @@ class Objective(ABC):
 
 
 class NextToken(Objective):
-    """Next-token prediction: nll + train.z_loss * logsumexp^2 of every token, a mean over those whose target lies in the same document."""
+    """Next-token prediction: nll + train.z_loss * logsumexp^2 of every token, a mean over tokens with their target in the same document."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loss", "Loss", "nats a token"),
@@ -162,7 +162,7 @@ class NextToken(Objective):
         return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self.config.data.mask_documents)
 
     def denominator(self, batch: Batch) -> Float[Array, ""]:
-        """Tokens whose target lies in the same document."""
+        """Tokens with their target in the same document."""
         return jnp.sum(batch.weights_BS)
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:

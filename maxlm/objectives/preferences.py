@@ -36,7 +36,7 @@ class PairBatch(NamedTuple):
 class Preferences(PackedRows):
     """-log sigmoid(beta ((log p_c - log r_c) - (log p_r - log r_r))), a mean over the pairs of the global batch (with `diloco`, of each
     worker's rows): p of the model, r of the frozen reference, c the chosen and r the rejected response. With `label_smoothing` e, 1 - e
-    times this and e times that of the pair the other way round (conservative DPO).
+    times this and e times the loss of the pair the other way round (conservative DPO).
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -66,7 +66,7 @@ class Preferences(PackedRows):
         return jnp.sum(_pairs(batch)).astype(jnp.float32)
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
-        """The loss is a function of the tokens' log-probabilities: their gradient is that of a cross-entropy weighted by its slopes, so
+        """The loss is a function of the tokens' log-probabilities: they have the gradient of a cross-entropy weighted by its slopes, so
         that all logits never exist at once.
         """
         hidden_BSD, table_VD, chunks = model.final_norm(output.x_BSD), model.unembedding_VD, self.config.train.loss_chunks
@@ -110,7 +110,7 @@ def log_ratios(nll_BS: Float[Array, "B S"], batch: PairBatch) -> Float[Array, "B
 
 def with_reference(batch: PairBatch, pairs: list[np.ndarray], reference: Float[np.ndarray, "N 2"]) -> PairBatch:
     """The host batch with the reference's log-probabilities. `pairs`: numbers of the pairs in each row; `reference`: (chosen, rejected).
-    A row with a pair whose reference is not known (NaN) becomes padding.
+    A row with a pair of unknown reference (NaN) becomes padding.
     """
     values_BS = np.zeros(batch.tokens_BS.shape, np.float32)
     known_B1 = np.array([not np.isnan(reference[numbers]).any() for numbers in pairs])[:, None]

@@ -38,7 +38,7 @@ class Flip:
 
 
 def flipped(leaf: jax.Array, flip: Flip) -> jax.Array:
-    """`leaf`, whose other shards are taken over, with one bit of this device's shard flipped. Nothing on processes without it."""
+    """`leaf` with one bit of this device's shard flipped; its other shards are used as they are, on processes without the device all."""
     wanted = next(shard.index for shard in leaf.global_shards if shard.device.id == flip.device)
     shards = []
     for shard in leaf.addressable_shards:
@@ -53,7 +53,7 @@ def flipped(leaf: jax.Array, flip: Flip) -> jax.Array:
 
 
 class BitFlips:
-    """Flips of one run, each as often as it says; what is done is kept in a file beside theirs, across attempts."""
+    """Flips of one run, each as often as it says; flips done so far are counted in files next to theirs, across attempts."""
 
     def __init__(self, file: Path, flips: tuple[Flip, ...]) -> None:
         self._file, self._flips = file, flips
@@ -94,7 +94,7 @@ def from_environment(run: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def inject(program: Program, flips: BitFlips) -> None:
-    """Flip bits after the updates of `program`, whose step must be compiled already."""
+    """Flip bits after the updates of `program`; its step must be compiled already."""
     step = program.step
 
     def corrupted(state: TrainState, batch: Any) -> Any:

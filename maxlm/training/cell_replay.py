@@ -127,7 +127,7 @@ class CellReplay:
 
 
 def wrong_work(sums: NDArray[np.uint32]) -> list[int]:
-    """Cells whose rows gave different sums on different cells. `sums`: as of `CellReplay.run`, with rotations 0, 1, ..."""
+    """Cells with rows that gave different sums on different cells. `sums`: as of `CellReplay.run`, with rotations 0, 1, ..."""
     own = np.stack([np.roll(of_rotation, -rotation, 0) for rotation, of_rotation in enumerate(sums)])
     return [int(cell) for cell in np.flatnonzero(np.any(own != own[0], (0, 2, 3)))]
 

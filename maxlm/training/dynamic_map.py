@@ -1,4 +1,4 @@
-"""Dynamic map of Dettmers 2021 (arXiv 2110.02861, section 1.3): 8-bit codes whose steps grow with the number, and a scale for each row.
+"""Dynamic map of Dettmers 2021 (arXiv 2110.02861, section 1.3): 8-bit codes with steps that grow with the number, and a scale for each row.
 
 The largest decade of a row, (0.1, 1] of its scale, has 64 values, the next 32, and so on down to one; a sign takes a bit, and without one
 there are twice as many. The values are the upper ends of equal intervals, not their middles as in the paper, so that the scale, its
@@ -24,7 +24,7 @@ def scales_of(x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
 def encode(
     x: Float[Array, "..."], scales: Float[Array, "..."], *, signed: bool, random: UInt32[Array, "..."] | None = None
 ) -> Int8[Array, "..."] | UInt8[Array, "..."]:
-    """Codes of float32 x, at most as large as its `scales`: of the nearest value or, with `random`, of one of the two beside it. Without a
+    """Codes of float32 x, at most as large as its `scales`: of the nearest value or, with `random`, of one of its two neighbours. Without a
     sign, x >= 0, and only 0 itself is stored as 0: a second moment divides.
     """
     share = jnp.abs(x) / jnp.where(scales > 0, scales, 1.0)

@@ -10,7 +10,7 @@ from maxlm.telemetry.atomic import write_text
 from maxlm.training.health import Health
 from maxlm.training.session import RollBack, Session
 
-LATEST = 5  # batches whose samples are listed where none are left out
+LATEST = 5  # batches with a list of their samples, where none are left out
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""Factored second moments (Adafactor, Shazeer and Stern 2018, arXiv 1804.04235): of a matrix its row and column means, whose product, over
-the mean of the rows, stands for it. A stacked matrix is factored in each layer, and one of experts in each expert.
+"""Factored second moments (Adafactor, Shazeer and Stern 2018, arXiv 1804.04235): the product of a matrix's row and
+column means, over the mean of the rows, stands for it. A stacked matrix is factored in each layer, and one of experts in each expert.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def _estimates(axes: Parameters, moment: Factored) -> Parameters:
 
 
 def factored_adam(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
-    """Adam whose second moment is factored. `axes`: logical axes of every parameter."""
+    """Adam with a factored second moment. `axes`: logical axes of every parameter."""
 
     def init(params: Parameters) -> FactoredAdamState:
         return FactoredAdamState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), _init(axes, params))

@@ -96,7 +96,7 @@ class Findings:
         self.write()
 
     def struck_out(self, named: Sequence[DeviceName]) -> list[DeviceName]:
-        """Those among `named` whose hosts are to be replaced."""
+        """Devices among `named` on hosts that are to be replaced."""
         return [device for device in named if self.strikes.get(device.key, 0) >= STRIKES]
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of a batch beside the plain case, which is `step.in_one_pass`. `program.py` chooses, once, how they are computed (in one pass,
+"""Gradients of a batch in all cases but the plain one, `step.in_one_pass`. `build_gradients` chooses how they are computed (in one pass,
 `accumulated`, or by a pipeline) and how they are reduced over devices: by XLA's partitioner, or once an update (`reduced_once`).
 
 The dtype of reduction is one rule on every path: a gradient is reduced in the dtype that its weight is computed with, `precision.compute`

@@ -39,8 +39,8 @@ class Judged(NamedTuple):
 
 class Health:
     """Call `update` after every update. A run is unhealthy, and stops, after `SKIPS_IN_A_ROW` updates that were not finite, or `BAD_STEPS`
-    without a gradient or at a bad loss: far above where the run began (it diverged), or back at that of an untrained model (it lost what it
-    learned). A run that starts from a trained model begins at the median of its first `SMOOTHED` losses.
+    without a gradient or at a bad loss: far above where the run began (it diverged), or back at the loss of an untrained model (it lost
+    what it learned). A run that starts from a trained model begins at the median of its first `SMOOTHED` losses.
 
     `settings` may say to go back instead: then `roll_back` is set. `levels` is saved with each checkpoint, so that the lowest loss is known
     after a restart, and with `settings` all by which the next update is judged.
@@ -54,7 +54,7 @@ class Health:
         trained: bool = False,
         settings: HealthConfig | None = None,
     ) -> None:
-        """`untrained`: loss of a model that has learned nothing; `levels`: those of the checkpoint that training continues, if it is on the
+        """`untrained`: loss of a model that has learned nothing; `levels`: of the checkpoint that training continues, if it is on the
         same data; `trained`: the run starts from a trained model.
         """
         known = levels or {}
@@ -117,9 +117,9 @@ class Health:
         self._give_up(reason, "not_finite", newest + 2, newest)
 
     def _give_up(self, reason: str, cause: str, since: int, step: int) -> None:
-        """Go back before update `since` and leave out the batches up to that of `step`, if the policy says so; else the run is unhealthy.
+        """Go back before update `since` and leave out the batches up to that step's, if the policy says so; else the run is unhealthy.
 
-        Left out is also the batch before: the loss of an update is that of the weights that the update before has made.
+        Left out is also the batch before: the loss of an update is the loss of the weights from the update before.
         """
         settings = self._settings
         if settings is None or (settings.not_finite if cause == "not_finite" else settings.spike) != "roll_back":

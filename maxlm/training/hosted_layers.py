@@ -1,4 +1,4 @@
-"""The layer stack while a program is traced whose weights or gradients are in host memory (`memory.offload_state`)."""
+"""Tracing of a layer stack with weights or gradients in host memory (`memory.offload_state`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

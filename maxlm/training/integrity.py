@@ -54,12 +54,12 @@ class Integrity:
         start: int,
         report: Callable[[Event], None],
     ) -> None:
-        """`devices`: in the order of `mesh.devices.flat`; `start`: step of the first call, whose state is good."""
+        """`devices`: in the order of `mesh.devices.flat`; `start`: step of the first call, with a good state."""
         self._settings, self._replicas, self._replay = settings, replicas, replay
         self._devices, self._findings, self._report = devices, findings, report
         self._running: _Running | None = None
         self._called = self._agreed = self._replayed = start
-        self._unequal: int | None = None  # step whose update gave two results
+        self._unequal: int | None = None  # step of an update that gave two results
 
     def check(self, step: int, state: TrainState, *, now: bool) -> Outcome | None:
         """Read the comparison that was started `LATE` calls ago; start one if it is due, and read it `now` if the state will be saved."""
@@ -119,7 +119,7 @@ class Integrity:
         return state, metrics
 
     def _read(self, step: int, state: TrainState) -> Outcome | None:
-        """Wait for the running comparison. `state` is that of `step`, at most `LATE` updates later."""
+        """Wait for the running comparison. `state`: after update `step`, at most `LATE` updates later."""
         running, self._running = self._running, None
         assert running is not None, "there is one to read"
         differs = jax.device_get(running.compared.differs.addressable_data(0))
@@ -138,7 +138,7 @@ class Integrity:
         return self._corrupted(running.step, f"held other bits of {names[0]}{more} than its copies", verdict, self._agreed)
 
     def _disagreeing(self, name: str, sums: Any) -> list[dict[int, bytes]]:
-        """The sums of the leaf by position of the device, for every shard whose copies differ."""
+        """The sums of the leaf by position of the device, for every shard with copies that differ."""
         leaf = self._replicas.names.index(name)
         groups = [{position: sums[position, leaf].tobytes() for position in group} for group in self._replicas.groups(name)]
         return [values for values in groups if len(set(values.values())) > 1]
@@ -190,7 +190,7 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
     _ = replicas.program
     devices = device_names(program.mesh, hosts)
     if findings.unsettled is not None and findings.unsettled.devices != tuple(device.key for device in devices):
-        findings.unsettled = None  # its positions are those of another mesh
+        findings.unsettled = None  # its positions are of another mesh
         findings.write()
     return Integrity(settings, replicas, replay, devices, findings, start, report)
 

@@ -1,4 +1,4 @@
-"""Figures of single layers in an update: norm of the gradient, and norm of the change over that of the weights."""
+"""Figures of single layers in an update: norm of the gradient, and norm of the change over the norm of the weights."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -21,7 +21,7 @@ from maxlm.training.transform import Transform
 MOST = 1e14  # the sum of the squares of so large entries stays finite up to 3e10 of them
 GRADIENT, RATIO = "layer_gradient", "layer_ratio"
 
-# G layers in depth order, those of multi-token prediction after them, then the parameters outside of layers by name
+# G layers in depth order, layers of multi-token prediction after them, then the parameters outside of layers by name
 
 
 def layer_names(config: ModelConfig) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def squares(config: ModelConfig, tree: Parameters) -> Float[Array, " G"]:
 
 
 def ratios(config: ModelConfig, before: Parameters, after: Parameters) -> Float[Array, " G"]:
-    """Norm of each layer's change over that of its weights."""
+    """Norm of each layer's change over the norm of its weights."""
     change = jax.tree.map(jnp.subtract, after, before)
     return jnp.sqrt(squares(config, change) / jnp.maximum(squares(config, before), 1e-30))
 

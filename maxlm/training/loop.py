@@ -302,8 +302,8 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
 
 
 def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: TrainState) -> float | None:
-    """Mean held-out loss, also reported as an event with those of the named sets and of the moving average; None without held-out data, or
-    if a signal asks training to stop meanwhile.
+    """Mean held-out loss, also reported as an event with the losses of the named sets and of the moving average; None without held-out
+    data, or if a signal asks training to stop meanwhile.
     """
     if session.held_out is None:
         return None

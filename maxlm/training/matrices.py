@@ -108,7 +108,7 @@ def _rows_split(x: Float[Array, "B E O"]) -> Float[Array, "B E O"]:
 
 
 def _free_axes() -> tuple[str, ...]:
-    """Mesh axes that the partitioner divides work along: all of more than one device, without those of workers (`diloco`)."""
+    """Mesh axes that the partitioner divides work along: all of more than one device but the axes of workers (`diloco`)."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind is AxisType.Auto and mesh.shape[axis] > 1)

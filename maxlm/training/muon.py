@@ -64,7 +64,7 @@ def orthogonalized(stacks: Sequence[Float[Array, "B E O"]], iterations: int, dty
     found: dict[int, Array] = {}
     for group in groups([x.shape for x in stacks], devices()):
         width = max(stacks[i].shape[2] for i in group)
-        # A matrix beside zeros has the same polynomial beside zeros.
+        # A matrix padded with zeros has the same polynomial, padded with zeros.
         alike = [jnp.pad(_unit(stacks[i]).astype(dtype), ((0, 0), (0, 0), (0, width - stacks[i].shape[2]))) for i in group]
         done = gather(newton_schulz(spread(alike), iterations), [len(x) for x in alike])
         for i, x in zip(group, done, strict=True):

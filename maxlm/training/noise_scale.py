@@ -3,7 +3,7 @@
 The norm of the gradient is compared between parts of a batch and the whole of it: a part of n tokens has |G|^2 + S / n in the mean, where
 G is the true gradient and S the trace of the covariance of one token's. The scale is S / |G|^2. Both are averaged over updates before
 they are divided, since an estimate from one update is noise. Parts are microbatches, and of gradients that are reduced once an update the
-microbatches of each device: their gradients are there anyway, and only their norms are computed beside.
+microbatches of each device: their gradients are computed anyway; only their norms are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ LEVELS = "gradient_noise"  # entry of the levels of a checkpoint
 
 
 def with_part_norms(grad_fn: GradFn) -> GradFn:
-    """`grad_fn` of a part of a batch, whose figures hold what the noise scale needs."""
+    """`grad_fn` of a part of a batch, with the figures that the noise scale needs."""
 
     def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: Float[Array, ""]) -> tuple[Sums, Parameters]:
         sums, grads = grad_fn(params, model_state, batch, denominator)
         share = sums.denominator / denominator
-        # `grads` are those of the part's own mean loss times its share.
+        # `grads` are the gradient of the part's own mean loss times its share.
         square = sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads))
         found = {PARTS: jnp.where(share > 0, 1.0, 0.0), SQUARES: jnp.where(share > 0, square / jnp.maximum(share, 1e-30), 0.0)}
         return sums._replace(added={**sums.added, **found}), grads
@@ -57,7 +57,7 @@ class NoiseScale:
     """Averages over the updates of a run, on the host."""
 
     def __init__(self, settings: NoiseScaleConfig, levels: Sequence[float] = ()) -> None:
-        """`levels`: those of the checkpoint that training continues."""
+        """`levels`: of the checkpoint that training continues."""
         self._kept = 1 - 1 / settings.updates
         self._trace, self._square = levels or (0.0, 0.0)
 

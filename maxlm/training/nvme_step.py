@@ -57,7 +57,7 @@ class NvmeStep:
         return DiskState([({path: flat[path] for path in g.leaves if path in paths}, g.pieces) for g, paths in groups], settings.nvme)
 
     def with_gradients(self, compiled: jax.stages.Compiled) -> "NvmeStep":
-        """This step, whose gradients `compiled` computes (see `lower`)."""
+        """This step, with gradients from `compiled` (see `lower`)."""
         self._gradients = compiled
         return self
 
@@ -79,7 +79,7 @@ class NvmeStep:
         return replace(state, params=params, opt_state=(), extra=extra)
 
     def memory_analysis(self) -> Any:
-        """XLA's figures of the gradients' program, the largest, whose arguments here are all that is on a device meanwhile."""
+        """XLA's figures of the gradients' program, the largest; its arguments are all that is on a device meanwhile."""
         stats = None if self._gradients is None else self._gradients.memory_analysis()
         if stats is None:
             return None
@@ -126,7 +126,7 @@ class NvmeStep:
     # The update.
 
     def _update(self, resident: Leaves, pending: Pending) -> Leaves:
-        """New leaves that are not in the file, whose units are updated one after another."""
+        """New leaves that are not in the file. The units of the file are updated one after another."""
         new, counters = dict(resident), {path: leaf for path, leaf in resident.items() if self._is_counter(path)}
         grads, pending = (
             flat_params(pending.gradient),

@@ -1,7 +1,7 @@
-"""Updates of a state that does not live on the device (`memory.offload_state`): gradients first, then one parameter after another.
+"""Updates of a state that does not live on the device (`memory.offload_state`): gradients first, then group after group of parameters.
 
-The gradient of a batch is computed from a copy of the parameters in the dtype of the matmuls. Then the same code as that of the plain step
-(`Update.apply`) runs for a group of parameters at a time: the state of the group is fetched, updated and written back.
+The gradient of a batch is computed from a copy of the parameters in the dtype of the matmuls. Then `Update.apply`, as in the plain
+step, runs for a group of parameters at a time: the state of the group is fetched, updated and written back.
 """
 
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ class Offloading:
         return kind if kind is not None and owner is not None and is_matrix(self._axes[owner]) else None
 
     def is_hosted(self, name: Name) -> bool:
-        """True for a matrix of the layers whose weights or gradients are on the host."""
+        """True for a matrix of layers with weights or gradients on the host."""
         return self._settings.layers_on_host and name[0] == STACK and is_matrix(self._axes[name])
 
     def is_copied(self, name: Name) -> bool:

@@ -196,7 +196,7 @@ def frozen_adam(settings: OptimizerConfig, warmup_steps: int) -> optax.GradientT
 
 
 def _least(moments: Any) -> Any:
-    """The least second moments of each matrix: of one tensor, those of the last two dims."""
+    """The least second moments of each matrix: a matrix of a stacked tensor has its last two dims."""
 
     def of_matrices(nu: Float[Array, "..."]) -> Float[Array, "..."]:
         return LEAST_SHARE * jnp.mean(nu, axis=tuple(range(max(0, nu.ndim - 2), nu.ndim)), keepdims=True)

@@ -20,7 +20,7 @@ ADAM, MUON, MUON_BY_RATIO = -1.0, -0.5, 0.0
 def with_factors(config: Config, inner: optax.GradientTransformation, axes: Parameters) -> optax.GradientTransformation:
     """`inner`, which gives updates before the learning rate, with each parameter's factors; itself without a parametrization.
 
-    Its state is that of `inner`. Gradients are divided by the factor of epsilon: m / (sqrt(v) + f eps) = (m / f) / (sqrt(v) / f + eps).
+    It has the state of `inner`. Gradients are divided by the factor of epsilon: m / (sqrt(v) + f eps) = (m / f) / (sqrt(v) / f + eps).
     Decay that is added to the updates afterwards is decay at the rate of the base model, as it should be. `axes`: of the parameters.
     """
     if config.model.parametrization is None:

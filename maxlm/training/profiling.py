@@ -71,7 +71,7 @@ class RunProfiler:
             self._guarded(self._begin, step, step, state, meter)
 
     def _report_missed(self, start: int) -> None:
-        """Report the trace inside whose steps the run begins, unless an earlier attempt has recorded it."""
+        """Report the trace of steps within which the run begins, unless an earlier attempt has recorded it."""
         for first in self._settings.at:
             if first < start < first + self._settings.steps and not (profile_folder(self._profiles, first) / TRACE).exists():
                 self._report(Event("profile", first, data={"reason": f"the run went on from step {start:,}, inside of its steps"}))

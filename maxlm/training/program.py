@@ -91,7 +91,7 @@ class Program:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """Declarations of all that an update reports beside what every record holds."""
+        """Declarations of the figures of an update that not every record holds."""
         declared = tuple(metric for metric in self.update.metrics if metric not in PART_METRICS)
         declared += () if self.config.train.noise_scale is None else (NOISE_SCALE,)
         declared += probe_metrics(self.config.model) if self.layer_probe is not None else ()

@@ -11,7 +11,7 @@ class LoopProgress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.dispatched = 0  # updates given to the devices, of the whole run
-        self.finished = 0  # updates whose metrics were read
+        self.finished = 0  # updates with metrics that were read
         self.sequences = 0  # of the newest batch
         self.seldom = False  # the loop is in something that few steps have, such as writing a trace
         self.moved = clock()  # time of the newest sign of progress: a step, a batch of an evaluation, the end of a save

@@ -141,14 +141,14 @@ def _finite(block: jax.Array) -> jax.Array:
 
 
 class Verdict(NamedTuple):
-    """Positions of devices that are wrong for certain, and of those of which one or more is wrong, if the values do not say which."""
+    """Positions of devices that are certainly wrong (`odd`), and of devices of which at least one is wrong (`suspects`)."""
 
     odd: frozenset[int] = frozenset()
     suspects: frozenset[int] = frozenset()
 
 
 def judge_copies(values: dict[int, Any]) -> Verdict:
-    """Verdict on copies whose values are not all equal.
+    """Verdict on copies with values that are not all equal.
 
     A value that one device alone holds, while all others are held by several, is wrong. Others may differ as a consequence: with `tensor`,
     a wrong norm changes what the devices at its place along `tensor` compute from then on.

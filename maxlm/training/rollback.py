@@ -70,9 +70,9 @@ class Journal:
         return ""
 
     def unfit(self, checkpoints: Checkpoints, *, healthy_only: bool, here: bool = False) -> dict[int, str]:
-        """Step -> reason, of the checkpoints that must not be continued: those of steps that were taken back, and with `healthy_only`
-        those newer than the newest healthy one. Copies in memory of steps that were taken back are passed over: one may share its step with
-        a checkpoint of another lineage. `here`: of those that this process sees, without waiting for the others.
+        """Step -> reason, of the checkpoints that must not be continued: of steps that were taken back, and with `healthy_only` all
+        that are newer than the newest healthy one. Copies in memory of steps that were taken back are passed over: one may share its step
+        with a checkpoint of another lineage. `here`: of those that this process sees, without waiting for the others.
         """
         if not self.records and not healthy_only:
             return {}

@@ -15,7 +15,7 @@ HALF = 1 << 16  # lowest bit of the bfloat16 half of a float32
 def random_bits(seed: int, name: str, update: Int32[Array, ""], shape: tuple[int, ...], first_row: Array | int = 0) -> UInt32[Array, "..."]:
     """32 random bits for every element of an array with this name, in update number `update`. Elements 2^32 apart get the same.
 
-    `first_row`: of the rows of the first dim of a larger array, if `shape` is that of a piece of it.
+    `first_row`: of the rows of the first dim of a larger array, if `shape` is the shape of a piece of it.
     """
     salt = hashlib.sha256(f"rounding {seed} {name}".encode()).digest()
     first, second = (_mixed(update.astype(jnp.uint32) ^ jnp.uint32(int.from_bytes(salt[i : i + 4], "little"))) for i in (0, 4))

@@ -106,7 +106,7 @@ class SavedRun:
         return self.tokenizer
 
     def weights(self, mesh: Mesh, step: int | None = None, kind: WeightsKind = "raw") -> Weights:
-        """The weights of the newest checkpoint of `steps`, or that of `step`, in float32 and split over `mesh` as in training.
+        """The weights of the newest checkpoint of `steps`, or of the checkpoint of `step`, in float32 and split over `mesh` as in training.
 
         Raises UserError if there is no such checkpoint, or if `mesh` does not divide a dim.
         """

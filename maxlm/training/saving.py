@@ -42,7 +42,7 @@ class Saving:
     """Saves the states of one attempt, and reports how each save ended."""
 
     def __init__(self, session: Session, meter: Meter, start: int, *, saved: bool = True) -> None:
-        """`saved`: the state of `start` is that of a checkpoint, or the first one; else of a copy in memory."""
+        """`saved`: the state of `start` is from a checkpoint, or the first one; else from a copy in memory."""
         self._session, self._meter = session, meter
         self._start = start
         self._saved = start if saved else start - 1  # step of the newest save, or of the checkpoint that training continues
@@ -58,7 +58,7 @@ class Saving:
         """
         self.poll()
         self._save_if_due(step, state)
-        self._copy_if_due(step, state)  # last: what it says of the run's health is then that of the checkpoint
+        self._copy_if_due(step, state)  # last: the copy then records the same health as the checkpoint
 
     def _save_if_due(self, step: int, state: TrainState) -> None:
         if not self.due(step):
@@ -134,8 +134,8 @@ class Saving:
             raise UnreachableError(f"{checkpoints.failed_in_a_row} saves in a row have failed; the last one: {failure}") from failure
 
     def finish(self, step: int, state: TrainState, *, saved: bool) -> None:
-        """Wait for the running save. If that of the last state, `state` of `step`, was asked for (`saved`) and fails, it is tried again for
-        half a minute, unless a signal asks to stop, and then raised as CheckpointError. Any other that fails is reported only.
+        """Wait for the running save. If the save of the last state, `state` of `step`, was asked for (`saved`) and fails, it is tried again
+        for half a minute, unless a signal asks to stop, and then raised as CheckpointError. Any other that fails is reported only.
         """
         session, pauses = self._session, iter(RETRY_DELAYS_S)
         while True:
@@ -200,7 +200,7 @@ class Saving:
         return memory is not None and step != self._start and memory.due(step)
 
     def _copy_if_due(self, step: int, state: TrainState) -> None:
-        """Start a copy of `state` in memory if one is due. Its health is that of the updates read so far: nothing waits for the device."""
+        """Start a copy of `state` in memory if one is due. The updates read so far tell its health: nothing waits for the device."""
         memory = self._session.checkpoints.memory
         if memory is None or step == self._start:
             return

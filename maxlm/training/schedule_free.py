@@ -63,7 +63,7 @@ _in_place = jax.jit(averaged, static_argnums=0, donate_argnums=1)
 
 
 def with_z(config: Config, asked: Parameters) -> Parameters:
-    """Entries of a state to restore, with z of those parameters whose averaged point follows from it."""
+    """Entries of a state to restore, with z of the parameters, from which their averaged point follows."""
     if config.optimizer.name != NAME or "params" not in asked:
         return asked
     entry, place, name = ROOT

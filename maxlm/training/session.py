@@ -100,7 +100,7 @@ class Start:
 
     @property
     def branched(self) -> bool:
-        """True if the state is that of another run."""
+        """True if the state is from another run."""
         return self.restored is not None and self.restored.get("source") == BRANCH
 
 

@@ -1,8 +1,8 @@
 """Moments of an optimizer in bfloat16 or 8 bits: read as float32 before each update, and rounded after it.
 
-Any optax transformation whose state keeps a moment under one of the names below and the name of its parameter can be wrapped. Codes have
-the shape of their parameter, scales are shorter along one dim; both lie under its name, so they are split as it
-is (`program.state_shardings`)."""
+Any optax transformation can be wrapped that keeps a moment under one of the names below and the name of its parameter. Codes have the shape
+of their parameter, scales are shorter along one dim; both lie under its name, so they are split as it is (`state_shardings`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from maxlm.training.state_paths import path_of
 
 FIRST, FAST, SLOW, SECOND = "mu", "m1", "m2", "nu"  # names of the moments in the states of optax; of AdEMAMix the two in the middle
 SHORTEST = 16  # dim that has scales: of shorter ones there would be too many
-# Dims whose elements are of different things: tokens, positions and experts have scales of their own.
+# Dims with elements of different kinds: tokens, positions and experts have scales of their own.
 APART = ("vocab", "position", "expert", "choices", *STACKED)
 
 
@@ -163,7 +163,7 @@ def _forms(
 
 def scaled_dim(names: Sequence[str], shape: Sequence[int]) -> int | None:
     """The dim of a parameter with these logical axes along which its 8-bit moments share a scale, the same on any mesh: one that no mesh
-    splits, such as that of a head, or else the one that is split the least; None if all are short.
+    splits, such as the dim of a head, or else the one that is split the least; None if all are short.
 
     Whole dims, since XLA:TPU fuses nothing across a reshape: cut in blocks, it kept every scale as a float32 for each element. Where a mesh
     splits the dim, devices send each other their largest.

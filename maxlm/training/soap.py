@@ -25,7 +25,7 @@ Columns = tuple[Any, ...]  # arrays of one parameter: gradient, mu, nu, left, le
 
 class SoapState(NamedTuple):
     """`mu`: mean of gradients. `nu`: of the squares of rotated ones. `left`, `right`: mean of G G^T and of G^T G for each matrix, and their
-    bases; those of sides that are not rotated are absent.
+    bases; sides that are not rotated have none.
     """
 
     updates: Int32[Array, ""]

@@ -1,7 +1,7 @@
 """An update that refuses spikes: where its loss or gradient norm is far above the recent ones, the state stays as it is.
 
 Decided on the devices, from the window of recent values in the state: so without waiting for the host, alike on every device, and
-the same after a restart. The rule is that of `telemetry.alarms.JumpAlarm`, for a single update and so with a wider limit.
+the same after a restart. The rule of `telemetry.alarms.JumpAlarm`, for a single update and so with a wider limit.
 """
 
 from typing import NamedTuple, Self
@@ -76,7 +76,7 @@ class SpikeGuard(Transform):
     name = "guard"
 
     def __init__(self, settings: HealthConfig, last: int | None) -> None:
-        """`last`: number of updates of a run whose last one is never refused."""
+        """`last`: number of updates of a run that must apply its last one."""
         self._settings, self._last = settings, last
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Begin from another run: with its parameters, or those of an imported model (`train.start_from`), or where it was (`train.branch_from`).
+"""Begin from another run: with its parameters, or an imported model's (`train.start_from`), or where it was (`train.branch_from`).
 
 A branch begins with the whole state of another run at one of its checkpoints, and its place in the data order. So several decays can follow
 one stable phase (WSD, arXiv 2404.06395), and each equals, bit for bit, the run that had that decay from the beginning. The other run is

@@ -36,8 +36,8 @@ class TrainState:
 class Metrics(NamedTuple):
     """Figures of one update, the same on any mesh; each is an attribute as well, such as `metrics.loss`.
 
-    `values` holds those of the objective, by the names of their declarations, and of the update: `grad_norm` before clipping (with local
-    updates the mean over workers), `lr`, `tokens` that count in the loss, `skipped` so far, and `batch_digest`, equal for equal batches.
+    `values` holds the figures of the objective, by the names of their declarations, and of the update: `grad_norm` before clipping (with
+    local updates the mean over workers), `lr`, `tokens` that count in the loss, `skipped` so far, `batch_digest` (equal for equal batches).
     """
 
     values: dict[str, Array]

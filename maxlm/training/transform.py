@@ -15,7 +15,7 @@ from maxlm.training.step import TrainState
 
 
 class Pending(NamedTuple):
-    """An update whose parameters are still to be computed. `good`: it is applied; `clip`: factor of the gradient; `after`: the new state
+    """An update before its parameters are computed. `good`: it is applied; `clip`: factor of the gradient; `after`: the new state
     without parameters and what is kept for each of them.
     """
 
@@ -52,14 +52,14 @@ class Transform:
         return params, None
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Any:
-        """A NamedSharding for every leaf of the own state, from those of the parameters: by default whole on every device."""
+        """A NamedSharding for every leaf of the own state, from the shardings of the parameters: by default whole on every device."""
         whole = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda _: whole, self.first(params)[1])
 
     # Once an update, with what concerns all parameters.
 
     def loss_scale(self, own: Any) -> Array | float:
-        """Factor of the loss whose gradient is computed; `reduce` takes it out of the gradient."""
+        """Factor of the loss that is differentiated; `reduce` takes it out of the gradient."""
         return 1.0
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Any]:
