@@ -21,7 +21,7 @@ from maxlm.models.stack import layer_groups
 from maxlm.training.step import build_train_step
 
 PAGE = ROOT / "docs" / "reading.md"
-MAX_FILES, MAX_LINES = 10, 900
+MAX_FILES, MAX_LINES = 10, 960
 LEFT_OUT = ("maxlm/kernels/", "maxlm/config/schema.py", "maxlm/config/rope.py")  # kernels, and sections of settings
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
