@@ -13,7 +13,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # hosts.py and small_run.py, which tools use as well
+sys.path.insert(0, str(Path(__file__).resolve().parent / "faults"))  # hosts.py and small_run.py, which other folders use as well
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU what kernels are compared with would be compiled without optimisation as well

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[2] / "tools" / "attack_config.py"
+PROGRAM = Path(__file__).resolve().with_name("attack_config.py")
 
 
 @pytest.fixture
 def attack_config(tmp_path, monkeypatch):
-    """tools/attack_config.py as a module, in an empty current folder."""
+    """tests/faults/attack_config.py as a module, in an empty current folder."""
     spec = importlib.util.spec_from_file_location("attack_config", PROGRAM)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "attack_config", module)  # dataclasses look themselves up
