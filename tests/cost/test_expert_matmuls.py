@@ -75,7 +75,9 @@ def test_the_formula_says_what_was_counted(chip, shape, part):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("chip", "shape"), COUNTED)
+@pytest.mark.parametrize(
+    ("chip", "shape"), [case for case in COUNTED if "mixtral" in case[1] or "lite" in case[1]]
+)  # wide and narrow experts
 def test_what_was_counted_is_what_the_lab_counts(chip, shape):
     rows = {row.part: row for row in counted.count("grouped_matmul", "tpu", shape, chip)}
     assert [rows[part].total / 1e3 for part in PARTS] == pytest.approx(COUNTED[chip, shape], rel=0.02)
