@@ -28,7 +28,7 @@ def attacked(folder: Path, *arguments: str) -> None:
 
 
 def test_a_few_attacks_end_as_they_should(tmp_path):
-    attacked(tmp_path, "--configs", "300", "--commands", "60", "--processes", "2", "--seed", "1")
+    attacked(tmp_path, "--configs", "100", "--commands", "20", "--processes", "1", "--seed", "1")
 
 
 @pytest.mark.soak
