@@ -22,8 +22,8 @@ import typer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 
 LEAVES, COLUMNS = 24, 1024
 UNCOUNTED = 3  # copies, of which the first ones compile

@@ -191,7 +191,7 @@ def _fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) ->
 
 def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
     """The section class that a field holds; of several, the one whose `kind` is that of `values`."""
-    sections = _sections(info) if info else []
+    sections = sections_of(info) if info else []
     kind = values.get("kind") if isinstance(values, Mapping) else None
     return next((section for section in sections if kind in _kinds(section)), sections[0] if sections else None)
 
@@ -214,7 +214,7 @@ def holds_text(key: str, schema: type[BaseModel]) -> bool:
 
 
 def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str:
-    choices = _choices_of(detail) or [kind for section in _sections(info) for kind in _kinds(section)]
+    choices = _choices_of(detail) or [kind for section in sections_of(info) for kind in _kinds(section)]
     if detail["type"] == "union_tag_not_found":
         return f"add for example {name}.kind: {choices[0]} (there are {', '.join(choices)})"
     if isinstance(value, str) and value in _leaves(info.annotation):
@@ -226,7 +226,7 @@ def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str
 
 
 def _list_form(value: Any, info: FieldInfo) -> str:
-    sections = _sections(info)
+    sections = sections_of(info)
     if sections:
         return "write one entry or more, as in [{" + ", ".join(f"{name}: ..." for name in sections[0].model_fields) + "}]"
     words = [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, str)]
@@ -277,7 +277,7 @@ def _leaves(annotation: Any) -> list[Any]:
     return [leaf for arg in args for leaf in _leaves(arg)] if args else [annotation]
 
 
-def _sections(info: FieldInfo) -> list[type[BaseModel]]:
+def sections_of(info: FieldInfo) -> list[type[BaseModel]]:
     return [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ruamel.yaml import YAML
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
+from maxlm.config.fields import flatten
+from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, load
 from maxlm.config.paths import read_file
-from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
+from maxlm.config.sections.cluster import topology_of
 from maxlm.cost.calibration import FIELD, calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat

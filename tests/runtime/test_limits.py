@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import stacks
 from maxlm.runtime.limits import BACKGROUND_SAVE, KEPT, PHASES, RATIO, Lengths, Limits
 from maxlm.runtime.watchdog import Age

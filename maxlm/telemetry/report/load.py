@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import flatten
+from maxlm.config.fields import flatten
 from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
 from maxlm.telemetry.course import Undone, current_step, surviving
 from maxlm.telemetry.ledger import Ledger, ledger_of

@@ -1,12 +1,25 @@
-"""Rules of `integrity`: checks that could compare nothing on a mesh or a platform."""
+"""Checks for silent corruption by a device."""
 
-from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from maxlm.config.errors import Problem
-from maxlm.config.schema import Config
+from maxlm.config.capability import Capability, Problems, Sizes
+from maxlm.config.fields import Positive, Section
+from maxlm.hardware.chips import Chip
+from maxlm.hardware.topologies import is_tpu
+
+if TYPE_CHECKING:
+    from maxlm.config.schema import Config
 
 
-def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
+class IntegrityConfig(Section):
+    """Checks for silent corruption by a device. Copies of the state are compared before every save, too."""
+
+    every_steps: Positive = 100  # between two comparisons of the copies of parameters and optimizer state
+    replay_every: Positive | None = None  # steps after which devices repeat each other's work; None: never
+    repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
+
+
+def on_mesh(config: "Config", sizes: Sizes) -> Problems:
     """Checks that find nothing to compare on a mesh of these `sizes`. A run that has lost hosts goes on without them on such a mesh."""
     settings = config.integrity
     if settings is None:
@@ -21,8 +34,15 @@ def on_mesh(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
         yield "integrity", "set", "no device of this mesh holds a copy of another's parameters", fix
 
 
-def on_platform(config: Config, *, gpu: bool) -> Iterator[Problem]:
+def on_platform(config: "Config", *, gpu: bool) -> Problems:
     """Checks that need equal bits of equal work, on GPUs."""
     if gpu and config.integrity is not None and config.integrity.repeat_every is not None:
         rule = "needs equal bits from equal numbers, and on GPUs XLA sums the embedding's gradient in any order"
         yield "integrity.repeat_every", config.integrity.repeat_every, rule, "leave it out"
+
+
+def _on_chip(config: "Config", chip: Chip) -> Problems:
+    return on_platform(config, gpu=not is_tpu(chip))
+
+
+CAPABILITY = Capability(key="integrity", chip_rules=(_on_chip,), full_mesh_rules=(on_mesh,))

@@ -1,10 +1,15 @@
 """Rotary position embeddings, and frequencies scaled for contexts longer than in pretraining."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from maxlm.config.capability import Capability, Inert, Problems
 from maxlm.config.fields import AtLeastOne, Bool, Float, Positive, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from maxlm.config.schema import Config
 
 
 class Llama3Scaling(Section):
@@ -86,3 +91,45 @@ class RopeConfig(Section):
     def rotary_dims(self, head_dim: int) -> int:
         """Dims of a head that are turned, as half as many pairs (i, i + head_dim / 2), the first."""
         return head_dim if self.share is None else int(head_dim * self.share)
+
+
+def _problems(config: "Config") -> Problems:
+    """Settings of `model.rope` and `model.rope_local`."""
+    model = config.model
+    for name in ("rope", "rope_local"):
+        rope: RopeConfig | None = getattr(model, name)
+        if rope is None or rope == RopeConfig():
+            continue
+        if model.learned_positions is not None:
+            yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
+        if rope.share is not None and model.latent is not None:
+            yield f"model.{name}.share", rope.share, "has no meaning with model.latent, whose rope_dim says what is turned", "remove it"
+        elif rope.share is not None and (dims := rope.rotary_dims(model.head_dim)) % 2 + (dims == 0):
+            rule = f"turns {dims} of model.head_dim = {model.head_dim} dims, and RoPE turns pairs"
+            yield f"model.{name}.share", rope.share, rule, "use one that makes an even number, such as 0.5"
+        scaling, dims = rope.scaling, rope.rotary_dims(model.latent.rope_dim if model.latent else model.head_dim)
+        factors = {"short_factor": scaling.short_factor, "long_factor": scaling.long_factor} if isinstance(scaling, LongRopeScaling) else {}
+        for field, values in factors.items():
+            if len(values) != dims // 2:
+                rule = f"must have a factor for each of the {dims // 2} pairs of rotary dims"
+                yield f"model.{name}.scaling.{field}", f"{len(values)} factors", rule, f"give {dims // 2}"
+        if isinstance(scaling, DynamicScaling) and dims < 4:
+            yield f"model.{name}.scaling.kind", "dynamic", f"needs two pairs of rotary dims, and {dims} dims are rotated", "use linear"
+        if isinstance(scaling, Llama3Scaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            rule = f"must be above low_freq_factor = {scaling.low_freq_factor:g}, since the ramp lies between them"
+            yield f"model.{name}.scaling.high_freq_factor", scaling.high_freq_factor, rule, "Llama 3 has 1 and 4"
+        if isinstance(scaling, YarnScaling) and scaling.beta_fast < scaling.beta_slow:
+            rule = f"must not be below beta_slow = {scaling.beta_slow:g}, since the ramp lies between them"
+            yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
+
+
+def _inert(config: "Config") -> Iterator[Inert]:
+    model = config.model
+    if "global" not in model.layer_pattern and model.rope_local is not None and not model.mtp_depth:
+        yield Inert("model.rope", "model.layer_pattern has no global layer, and model.rope_local is set", "add `global` layers")
+    if model.learned_positions is not None:
+        yield Inert("model.rope", "positions are learned", "remove model.learned_positions")
+        yield Inert("model.rope_local", "positions are learned", "remove model.learned_positions")
+
+
+CAPABILITY = Capability(key="model.rope", rules=(_problems,), inert=_inert)

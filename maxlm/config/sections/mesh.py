@@ -1,0 +1,83 @@
+"""Sizes of the named mesh axes."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from maxlm.config.capability import Capability, Inert, Problems, Sizes, divisors_text
+from maxlm.config.fields import Few, Int, Section, whole
+
+if TYPE_CHECKING:
+    from maxlm.config.schema import Config
+
+
+AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
+
+
+ContextAttention = Literal["ring", "gather", "ulysses"]
+
+
+class MeshConfig(Section):
+    """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
+
+    data: Int = 1
+    stage: Int = 1
+    fsdp: Int = -1
+    context: Int = 1
+    tensor: Int = 1
+    expert: Int = 1
+    context_attention: ContextAttention = "ring"  # keys are sent block by block, or all at once; ulysses: heads are split, not tokens
+    # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
+    # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
+    zero: Annotated[Literal[1, 2, 3], BeforeValidator(whole)] = 3
+    slices: Few = 1  # pods joined by the data-centre network
+    across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> configured size (one may be -1), outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def _problems(config: "Config") -> Problems:
+    sizes = config.mesh.sizes()
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            yield f"mesh.{axis}", size, "must be 1 or more, or -1 for the devices that are left", "use 1 to leave the axis out"
+    free = [axis for axis in AXES if sizes[axis] == -1]
+    if len(free) > 1:
+        yield f"mesh.{free[1]}", -1, f"only one axis may be -1, and mesh.{free[0]} is", "give one of them a size"
+
+
+def _context(config: "Config", sizes: Sizes) -> Problems:
+    context, tensor = sizes["context"], sizes["tensor"]
+    if context == 1:
+        return
+    seq_len, groups, ulysses = config.data.seq_len, config.model.n_kv_heads, config.mesh.context_attention == "ulysses"
+    if ulysses and groups % (context * tensor):
+        most = max((n for n in range(1, context) if groups % (n * tensor) == 0), default=1)
+        rule = f"ulysses splits key/value heads: context x tensor = {context * tensor} does not divide model.n_kv_heads = {groups}"
+        yield "mesh.context", context, rule, f"use mesh.context={most}, or mesh.context_attention=ring, which splits none"
+    parts = context * tensor if ulysses else math.lcm(2 * context, context * tensor)
+    own = seq_len // context
+    if seq_len % parts:
+        chunks = "" if ulysses else ": each device has two chunks of the sequence"
+        rule = f"needs data.seq_len = {seq_len} to be a multiple of {parts}{chunks}"
+        yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
+    elif own % config.train.loss_chunks:
+        rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
+        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors_text(own)}"
+
+
+def _inert(config: "Config") -> Iterator[Inert]:
+    mesh = config.mesh
+    if mesh.slices == 1:
+        yield Inert("mesh.across_slices", "mesh.slices = 1, so no axis crosses slices", "raise mesh.slices")
+    if mesh.context == 1:
+        yield Inert("mesh.context_attention", "mesh.context = 1 splits no sequence", "raise mesh.context")
+    if mesh.fsdp == mesh.expert == 1:
+        yield Inert("mesh.zero", "mesh.fsdp = 1 splits nothing", "raise mesh.fsdp")
+
+
+CAPABILITY = Capability(key="mesh", rules=(_problems,), mesh_rules=(_context,), inert=_inert)
