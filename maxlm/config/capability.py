@@ -17,7 +17,9 @@ from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import either
 
 if TYPE_CHECKING:
-    from maxlm.config.schema import Config
+    from maxlm.config.schema import Config  # which imports the sections
+else:
+    Config = Any
 
 FLOAT32 = 4  # bytes
 Sizes = Mapping[str, int]  # mesh axis -> size
@@ -72,20 +74,25 @@ class State:
         return sum(entry.bytes for entry in self.entries.values() if entry.tier in tiers and entry.matrices == matrices)
 
 
+Rule = Callable[[Config, Any], Problems]  # the config and the section
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """A section, and what belongs to it. `key` is dotted, as in `model.lora`; rules get the whole config, since they join sections."""
+    """A section, and what belongs to it. `key` is dotted, as in `model.lora`. Its functions are called where the section is there, with the
+    config and the section.
+    """
 
     key: str
     section: type[Section] | None = None  # needed where no other section declares a field for it
-    rules: tuple[Callable[["Config"], Problems], ...] = ()
-    mesh_rules: tuple[Callable[["Config", Sizes], Problems], ...] = ()  # on a mesh of these sizes
-    full_mesh_rules: tuple[Callable[["Config", Sizes], Problems], ...] = ()  # on the mesh of all hosts: fewer go on without the section
-    chip_rules: tuple[Callable[["Config", Chip], Problems], ...] = ()  # on chips of this kind
-    written_rules: tuple[Callable[["Config"], Problems], ...] = ()  # of settings that a person has written
-    inert: Callable[["Config"], Iterator[Inert]] | None = None
-    identity: Callable[["Config"], Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
-    state: Callable[["Config", Sizes, State], State] | None = None  # `State` with what the section adds, moves or multiplies
+    rules: tuple[Rule, ...] = ()
+    mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # on a mesh of these sizes
+    full_mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # on that of all hosts: fewer go on without the section
+    chip_rules: tuple[Callable[[Config, Any, Chip], Problems], ...] = ()  # on chips of this kind
+    written_rules: tuple[Rule, ...] = ()  # of settings that a person has written
+    inert: Callable[[Config, Any], Iterator[Inert]] | None = None
+    identity: Callable[[Config, Any], Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
+    state: Callable[[Config, Any, State, Sizes], State] | None = None  # `State` with what the section adds, moves or multiplies
     implementation: str = ""  # "module:object"
 
     def load(self) -> Any:
@@ -93,7 +100,7 @@ class Capability:
         module, _, name = self.implementation.partition(":")
         return getattr(import_module(module), name)
 
-    def setting(self, config: "Config") -> Any:
+    def setting(self, config: Config) -> Any:
         """The section in `config`; None where it is absent."""
         return value_of(config, self.key)
 
@@ -106,16 +113,16 @@ def value_of(config: BaseModel, key: str) -> Any:
     return value
 
 
-def keeps(*keys: str) -> Callable[["Config"], Mapping[str, Any]]:
-    """Identity of a section: settings with these dotted keys, as far as they are set."""
-    return lambda config: {key: value_of(config, key) for key in keys}
+def keeps(*names: str) -> Callable[[Config, Any], Mapping[str, Any]]:
+    """Identity of a section: these settings of it, by their dotted keys."""
+    return lambda config, section: {name: value_of(config, name) for name in names}
 
 
-def apart(config: "Config", others: Mapping[str, str], suffix: str, fix: str, prefix: str = "") -> Problems:
-    """Refuse each setting of `others`, a rule for each dotted key, that is set: `prefix`, its rule, `suffix`."""
+def refuse(config: Config, others: Mapping[str, str], suffix: str = "", fix: str = "remove one of them") -> Problems:
+    """Refuse each setting of `others`, dotted key -> rule, that is set; `suffix` ends every rule."""
     for field, rule in others.items():
         if value_of(config, field):
-            yield field, "set", f"{prefix}{rule}{suffix}", fix
+            yield field, "set", f"{rule}{suffix}", fix
 
 
 def divisors_text(number: int) -> str:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from maxlm.config.capability import Inert
 from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
-from maxlm.config.table import capabilities
+from maxlm.config.table import present
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -22,8 +22,8 @@ def problems(config: Config) -> Iterator[Problem]:
 
 def settings(config: Config) -> Iterator[Inert]:
     """Settings that nothing reads in this config."""
-    for one in capabilities():
-        yield from one.inert(config) if one.inert is not None else ()
+    for one, section in present(config):
+        yield from one.inert(config, section) if one.inert is not None else ()
 
 
 def _value_and_default(config: Config, field: str) -> tuple[Any, Any]:

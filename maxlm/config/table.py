@@ -38,6 +38,11 @@ def capabilities() -> tuple[Capability, ...]:
     return tuple(sorted([*found, *_registered], key=lambda one: places.index(one.key) if one.key in places else len(places)))
 
 
+def present(config: Config) -> Iterator[tuple[Capability, Any]]:
+    """The capabilities whose section is in `config`, each with the section."""
+    return ((one, section) for one in capabilities() if (section := one.setting(config)) is not None)
+
+
 @lru_cache(maxsize=1)
 def config_class() -> type[Config]:
     """`Config` with a field for each section of the table that it does not declare itself."""
@@ -48,8 +53,8 @@ def config_class() -> type[Config]:
 def identity(config: Config, tokenizer: str) -> dict[str, str]:
     """Field -> value of the settings that a checkpoint must share with the run that continues it. `tokenizer`: its hash."""
     found: dict[str, Any] = {}
-    for one in capabilities():
-        found |= one.identity(config) if one.identity is not None else {}
+    for one, section in present(config):
+        found |= one.identity(config, section) if one.identity is not None else {}
     return {**{key: str(value) for key, value in found.items() if value is not None}, "tokenizer": tokenizer}
 
 
@@ -57,8 +62,8 @@ def state(config: Config, sizes: Sizes, moments: int, numbers: int = 1, *, matri
     """State that an update keeps of so many numbers of a parameter, on a mesh of these sizes. `moments`: bytes that the optimizer adds."""
     compute = FLOAT32 if config.precision.compute == "float32" else FLOAT32 // 2
     kept = State({"masters": StateEntry(FLOAT32 * numbers), "moments": StateEntry(moments)}, compute, numbers, matrix)
-    for one in capabilities():
-        kept = kept if one.state is None else one.state(config, sizes, kept)
+    for one, section in present(config):
+        kept = kept if one.state is None else one.state(config, section, kept, sizes)
     return kept
 
 

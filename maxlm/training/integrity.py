@@ -196,9 +196,10 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError if a check could compare nothing on this mesh."""
-    gpu = mesh.devices.flat[0].platform == "gpu"
-    for problem in (*on_mesh(config, mesh.shape), *on_platform(config, gpu=gpu)):
-        raise ConfigError(*problem)
+    settings, gpu = config.integrity, mesh.devices.flat[0].platform == "gpu"
+    if settings is not None:
+        for problem in (*on_mesh(config, settings, mesh.shape), *on_platform(settings, gpu=gpu)):
+            raise ConfigError(*problem)
 
 
 def check_memory(program: Program, limit: int | None) -> None:

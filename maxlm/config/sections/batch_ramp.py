@@ -1,12 +1,7 @@
 """Batches that grow in the course of a run."""
 
-from typing import TYPE_CHECKING, Any
-
-from maxlm.config.capability import Capability, Problems, Sizes
+from maxlm.config.capability import Capability, Config, Problems, Sizes, refuse
 from maxlm.config.fields import Positive, Section, Tokens
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class BatchStageConfig(Section):
@@ -16,11 +11,10 @@ class BatchStageConfig(Section):
     until_tokens: Tokens  # of the whole run, rounded up to whole updates
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, ramp: tuple[BatchStageConfig, ...]) -> Problems:
     """Batches that grow, and what has no place for batches of several sizes."""
-    ramp, train = config.train.batch_ramp or (), config.train
+    train, total = config.train, config.total_tokens
     sizes = [*(stage.global_batch for stage in ramp), train.global_batch]
-    total = None if train.steps is None and train.tokens is None else config.total_tokens
     for number, stage in enumerate(ramp):
         field, larger = f"train.batch_ramp.{number}", sizes[number + 1]
         if stage.global_batch >= larger:
@@ -30,26 +24,19 @@ def _problems(config: "Config") -> Problems:
         if stage.until_tokens <= before:
             rule = f"is not after token {before}, at which the size before it ends"
             yield f"{field}.until_tokens", stage.until_tokens, rule, "count the tokens from the beginning of the run"
-        if total is not None and stage.until_tokens >= total:
+        if stage.until_tokens >= total:
             yield f"{field}.until_tokens", stage.until_tokens, f"is not before the end of the run, {total} tokens", "lower it"
     offload = config.memory.offload_state
-    beside = {
-        "diloco": (config.diloco is not None, "has workers with a share of every batch, all of one size"),
-        "memory.offload_state": (offload is not None and offload.on_nvme, "keeps files open for one compiled program"),
-        "integrity.replay_every": (
-            config.integrity is not None and config.integrity.replay_every is not None,
-            "repeats work by a program for one size",
-        ),
-    }
-    for field, (used, rule) in beside.items():
-        if ramp and used:
-            yield field, "set", f"{rule}, and train.batch_ramp changes it", "remove one of them"
+    others = {"diloco": "has workers with a share of every batch, all of one size"}
+    others |= {"memory.offload_state": "keeps files open for one compiled program"} if offload is not None and offload.on_nvme else {}
+    others |= {"integrity.replay_every": "repeats work by a program for one size"}
+    yield from refuse(config, others, ", and train.batch_ramp changes it")
 
 
-def _on_mesh(config: "Config", sizes: Sizes) -> Problems:
+def _on_mesh(config: Config, ramp: tuple[BatchStageConfig, ...], sizes: Sizes) -> Problems:
     """Sizes of batches that a mesh does not divide."""
     train, shards, staged = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"], sizes["stage"] > 1
-    for number, stage in enumerate(train.batch_ramp or ()):
+    for number, stage in enumerate(ramp):
         size = stage.global_batch
         if config.microbatches_of(size, sizes) is not None:
             continue
@@ -63,17 +50,12 @@ def _on_mesh(config: "Config", sizes: Sizes) -> Problems:
             multiple = shards * least
             parts = f"{least} microbatches of {'the pipeline' if staged else 'train.noise_scale'} times " if least > 1 else ""
             rule = f"is not a multiple of {multiple}: {parts}the {shards} shards of mesh data x fsdp x expert"
-            yield (
-                f"train.batch_ramp.{number}.global_batch",
-                size,
-                rule,
-                f"use {-(-size // multiple) * multiple}, or fewer shards",
-            )
+            fix = f"use {-(-size // multiple) * multiple}, or fewer shards"
+            yield f"train.batch_ramp.{number}.global_batch", size, rule, fix
 
 
-def _identity(config: "Config") -> dict[str, Any]:
-    ramp = ", ".join(f"{stage.global_batch} until {stage.until_tokens}" for stage in config.train.batch_ramp or ())
-    return {"train.batch_ramp": ramp} if ramp else {}
+def _identity(config: Config, ramp: tuple[BatchStageConfig, ...]) -> dict[str, str]:
+    return {"train.batch_ramp": ", ".join(f"{stage.global_batch} until {stage.until_tokens}" for stage in ramp)}
 
 
 CAPABILITY = Capability(key="train.batch_ramp", rules=(_problems,), mesh_rules=(_on_mesh,), identity=_identity)

@@ -1,12 +1,7 @@
 """A run that continues another run's checkpoint."""
 
-from typing import TYPE_CHECKING
-
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import LocalPath, Positive, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class BranchFromConfig(Section):
@@ -19,15 +14,12 @@ class BranchFromConfig(Section):
     step: Positive  # of its checkpoint
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, branch: BranchFromConfig) -> Problems:
     """A run that continues another's checkpoint, and its decay."""
-    branch, total = config.train.branch_from, config.total_steps
-    if branch is None:
-        return
+    total, decay = config.total_steps, config.decay_steps
     if branch.step >= total:
         rule = f"is not before the end of this run, step {total}, which counts the updates before the branch too"
         yield "train.branch_from.step", branch.step, rule, f"use train.steps={branch.step} plus the updates of the branch"
-    decay = config.decay_steps
     if decay and total - decay < branch.step < total:
         rule = f"is after step {total - decay}, at which a decay of {decay} updates begins in a run of {total}: the rate would jump"
         fix = f"use optimizer.decay_steps={total - branch.step} at most, or an earlier checkpoint"

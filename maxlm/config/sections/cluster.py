@@ -3,18 +3,15 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import model_validator
 
-from maxlm.config.capability import Capability, Inert, Problems
+from maxlm.config.capability import Capability, Config, Inert, Problems
 from maxlm.config.errors import ConfigError
 from maxlm.config.fields import PositiveFloat, Section, Text
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class ClusterConfig(Section):
@@ -37,7 +34,7 @@ class ClusterConfig(Section):
         return values
 
 
-def topology_of(config: "Config", source: str = "") -> Topology:
+def topology_of(config: Config, source: str = "") -> Topology:
     """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
     assert config.cluster is not None, "asked about a cluster that the config does not name"
     try:
@@ -50,10 +47,10 @@ def topology_of(config: "Config", source: str = "") -> Topology:
     return replace(topology, chip=replace(topology.chip, dcn_bytes_per_s=network * 1e9 / 8))
 
 
-def _accelerator(config: "Config") -> Problems:
-    if config.cluster is None or config.cluster.accelerator is None:
+def _accelerator(config: Config, cluster: ClusterConfig) -> Problems:
+    if cluster.accelerator is None:
         return
-    name, topology = config.cluster.accelerator, topology_of(config)
+    name, topology = cluster.accelerator, topology_of(config)
     try:
         machine = topologies.parse(name)
     except TopologyError as error:
@@ -61,15 +58,13 @@ def _accelerator(config: "Config") -> Problems:
         return
     same = machine.chip.name == topology.chip.name and machine.sides[-1] == topology.sides[-1]  # of GPUs: the nodes are alike
     if not (machine.name == topology.name if topology.is_tpu else same):
-        rule = f"is {machine.name}, and cluster.topology = {config.cluster.topology}"
+        rule = f"is {machine.name}, and cluster.topology = {cluster.topology}"
         right = topologies.accelerator(topology)
         yield "cluster.accelerator", name, rule, f"use {right}, or null" if right is not None else "use null"
 
 
-def _inert(config: "Config") -> Iterator[Inert]:
-    if config.cluster is None:
-        return
-    topology = topologies.parse(config.cluster.topology, config.mesh.slices)
+def _inert(config: Config, cluster: ClusterConfig) -> Iterator[Inert]:
+    topology = topologies.parse(cluster.topology, config.mesh.slices)
     if (topology.slices if topology.is_tpu else topology.hosts) == 1:
         unit = "slice" if topology.is_tpu else "node"
         yield Inert("cluster.network_gbit_per_s", f"{topology.name} is one {unit}, which no network leaves", f"name several {unit}s")

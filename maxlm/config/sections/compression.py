@@ -1,14 +1,11 @@
 """Compression of gradients where they cross slow links: between slices, or between workers of local updates."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State
+from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State, refuse
 from maxlm.config.fields import Count, Float, Positive, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class Int8Compression(Section):
@@ -58,24 +55,20 @@ class TopKCompression(Section):
 CompressionConfig = Annotated[Int8Compression | SignCompression | TopKCompression, Field(discriminator="kind")]
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, settings: CompressionConfig) -> Problems:
     """Settings of `compression`, and what does not go together with it."""
-    settings, optimizer = config.compression, config.optimizer
-    if settings is None:
-        return
+    optimizer = config.optimizer
     if config.diloco is None and config.mesh.slices == 1:
         rule = "is for links between slices or between workers of local updates, and here are neither (mesh.slices = 1, no diloco)"
         yield "compression", "set", rule, "remove it, or set mesh.slices or diloco"
     elif config.diloco is None and config.mesh.across_slices != "data":
         rule = "sends more than gradients between slices, and compression is of gradients"
         yield "mesh.across_slices", config.mesh.across_slices, rule, "use data, or remove compression"
-    beside = {
-        "model.lora": (config.model.lora, "trains adapters, whose gradients are small"),
-        "elastic": (config.elastic, "changes the number of devices along mesh.data, each of which has feedback of its own"),
+    others = {
+        "model.lora": "trains adapters, whose gradients are small",
+        "elastic": "changes the number of devices along mesh.data, each of which has feedback of its own",
     }
-    for field, (section, rule) in beside.items():
-        if section is not None:
-            yield field, "set", f"{rule}, and compression is set", "remove one of them"
+    yield from refuse(config, others, ", and compression is set")
     if config.health is not None and config.health.layers is not None:
         rule = "compares the gradients of layers, which are not summed before they are compressed"
         yield "health.layers", config.health.layers, rule, "remove it, or compression"
@@ -88,14 +81,12 @@ def _problems(config: "Config") -> Problems:
         if frozen and value != "float32":
             rule = f"is not float32, in which compression.kind = {settings.kind} reads and keeps the moments of Adam"
             yield f"optimizer.state.{name}", value, rule, "remove it, or use compression.kind=int8"
-    yield from _phases(config, frozen)
+    yield from _phases(config, settings, frozen=frozen)
 
 
-def _phases(config: "Config", frozen: bool) -> Problems:
+def _phases(config: Config, settings: CompressionConfig, *, frozen: bool) -> Problems:
     """Warm-up and ramp of `compression`. `frozen`: Adam's second moments are, after the warm-up."""
-    settings, optimizer = config.compression, config.optimizer
-    assert settings is not None, "asked about its phases"
-    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    warmup = config.steps_of(config.optimizer.warmup_steps, config.optimizer.warmup_tokens, 0)
     field, steps = "compression.warmup_steps", settings.warmup_steps
     if steps >= config.total_steps:
         yield field, steps, f"leaves none of the {config.total_steps} updates of the run to compress", "lower it, or remove compression"
@@ -107,11 +98,9 @@ def _phases(config: "Config", frozen: bool) -> Problems:
         yield "compression.ramp_steps", settings.ramp_steps, rule, "shorten one of them"
 
 
-def _on_mesh(config: "Config", sizes: Sizes) -> Problems:
+def _on_mesh(config: Config, settings: CompressionConfig, sizes: Sizes) -> Problems:
     """Devices along `data`, between which gradients or changes are compressed."""
     data, slices = sizes["data"], config.mesh.slices
-    if config.compression is None:
-        return
     if config.diloco is not None and data == 1:
         yield "compression", "set", "has no link to compress: all workers are on the same devices (mesh.data = 1)", "raise mesh.data"
     elif config.diloco is None and slices > 1 and data != slices:
@@ -119,11 +108,8 @@ def _on_mesh(config: "Config", sizes: Sizes) -> Problems:
         yield "mesh.data", data, rule, f"use {slices}, and a larger mesh.fsdp (mesh.zero=1 keeps weights whole)"
 
 
-def _identity(config: "Config") -> dict[str, Any]:
-    settings = config.compression
-    if settings is None:
-        return {}
-    kept = {"compression.kind": settings.kind, "compression.warmup_steps": settings.warmup_steps}
+def _identity(config: Config, settings: CompressionConfig) -> dict[str, Any]:
+    kept: dict[str, Any] = {"compression.kind": settings.kind, "compression.warmup_steps": settings.warmup_steps}
     if config.diloco is None:
         kept["mesh.slices"] = config.mesh.slices  # each has feedback of its own
         if settings.kind != "int8":
@@ -131,11 +117,8 @@ def _identity(config: "Config") -> dict[str, Any]:
     return kept
 
 
-def _state(config: "Config", sizes: Sizes, state: State) -> State:
+def _state(config: Config, settings: CompressionConfig, state: State, sizes: Sizes) -> State:
     """Feedback of matrices: errors, and velocities."""
-    settings = config.compression
-    if settings is None:
-        return state
     kinds = 2 if settings.kind == "top_k" and config.diloco is None else 1
     return state.add("feedback", kinds * FLOAT32, matrices=True)
 

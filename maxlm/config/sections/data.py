@@ -1,18 +1,15 @@
 """Token stores to train on, and how they become batches."""
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Problems, keeps
+from maxlm.config.capability import Capability, Config, Problems, keeps
 from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
 from maxlm.config.sections.mixture import MixtureConfig, of_list
 from maxlm.config.sections.prepare import PrepareConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class SkipConfig(Section):
@@ -61,8 +58,7 @@ class DataConfig(Section):
         return tuple(dict.fromkeys(filter(None, (self.store, *named))))
 
 
-def _problems(config: "Config") -> Problems:
-    data = config.data
+def _problems(config: Config, data: DataConfig) -> Problems:
     if (data.store is None) == (data.mixture is None):
         fix = (
             "set one of them" if data.store is None else "write data.mixture=null to train on the store, or data.store=null on the mixture"

@@ -1,12 +1,7 @@
 """Local updates: workers that train on their own, and share their changes now and then."""
 
-from typing import TYPE_CHECKING
-
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, keeps
+from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State, keeps
 from maxlm.config.fields import BELOW_ONE, Fraction, Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class DilocoConfig(Section):
@@ -20,10 +15,8 @@ class DilocoConfig(Section):
     momentum: Fraction = 0.9
 
 
-def _problems(config: "Config") -> Problems:
-    diloco, train = config.diloco, config.train
-    if diloco is None:
-        return
+def _problems(config: Config, diloco: DilocoConfig) -> Problems:
+    train = config.train
     if train.global_batch % (diloco.workers * train.microbatches):
         parts = f"diloco.workers = {diloco.workers} times train.microbatches = {train.microbatches}"
         yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
@@ -31,12 +24,9 @@ def _problems(config: "Config") -> Problems:
         yield "diloco.momentum", diloco.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
 
 
-def _state(config: "Config", sizes: Sizes, state: State) -> State:
-    """The shared weights and their momentum, and a state for each worker of this device."""
-    if config.diloco is None:
-        return state
-    workers = -(-config.diloco.workers // sizes["data"])
-    return state.times(workers).add("shared weights and momentum", 2 * FLOAT32)
+def _state(config: Config, diloco: DilocoConfig, state: State, sizes: Sizes) -> State:
+    """A state for each worker of the device, the shared weights and their momentum."""
+    return state.times(-(-diloco.workers // sizes["data"])).add("shared weights and momentum", 2 * FLOAT32)
 
 
 CAPABILITY = Capability(

@@ -1,14 +1,11 @@
 """Going on without hosts that stay away."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, Strict
 
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class ElasticConfig(Section):
@@ -20,10 +17,8 @@ class ElasticConfig(Section):
     grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
 
 
-def _problems(config: "Config") -> Problems:
-    """Problems of `elastic`: what would change the losses, or make no smaller mesh possible, when hosts are lost."""
-    if config.elastic is None:
-        return
+def _problems(config: Config, elastic: ElasticConfig) -> Problems:
+    """Settings that would change the losses, or leave no smaller mesh, when hosts are lost."""
     if config.model.balances_microbatches:
         rule = "is a loss of a whole microbatch, and with elastic there are more and smaller ones while hosts are absent"
         yield "model.moe.router.balance_over", "batch", rule, "use sequence, or remove elastic"

@@ -1,14 +1,9 @@
 """Checks for silent corruption by a device."""
 
-from typing import TYPE_CHECKING
-
-from maxlm.config.capability import Capability, Problems, Sizes
+from maxlm.config.capability import Capability, Config, Problems, Sizes
 from maxlm.config.fields import Positive, Section
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import is_tpu
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class IntegrityConfig(Section):
@@ -19,11 +14,8 @@ class IntegrityConfig(Section):
     repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
 
 
-def on_mesh(config: "Config", sizes: Sizes) -> Problems:
+def on_mesh(config: Config, settings: IntegrityConfig, sizes: Sizes) -> Problems:
     """Checks that find nothing to compare on a mesh of these `sizes`. A run that has lost hosts goes on without them on such a mesh."""
-    settings = config.integrity
-    if settings is None:
-        return
     copied = (sizes["data"] > 1 and config.diloco is None) or sizes["context"] > 1 or sizes["tensor"] > 1
     cells = sizes["data"] * sizes["stage"] * sizes["fsdp"]
     if settings.replay_every is not None and cells == 1:
@@ -34,15 +26,15 @@ def on_mesh(config: "Config", sizes: Sizes) -> Problems:
         yield "integrity", "set", "no device of this mesh holds a copy of another's parameters", fix
 
 
-def on_platform(config: "Config", *, gpu: bool) -> Problems:
+def on_platform(settings: IntegrityConfig, *, gpu: bool) -> Problems:
     """Checks that need equal bits of equal work, on GPUs."""
-    if gpu and config.integrity is not None and config.integrity.repeat_every is not None:
+    if gpu and settings.repeat_every is not None:
         rule = "needs equal bits from equal numbers, and on GPUs XLA sums the embedding's gradient in any order"
-        yield "integrity.repeat_every", config.integrity.repeat_every, rule, "leave it out"
+        yield "integrity.repeat_every", settings.repeat_every, rule, "leave it out"
 
 
-def _on_chip(config: "Config", chip: Chip) -> Problems:
-    return on_platform(config, gpu=not is_tpu(chip))
+def _on_chip(config: Config, settings: IntegrityConfig, chip: Chip) -> Problems:
+    return on_platform(settings, gpu=not is_tpu(chip))
 
 
 CAPABILITY = Capability(key="integrity", chip_rules=(_on_chip,), full_mesh_rules=(on_mesh,))

@@ -1,16 +1,12 @@
 """Low-rank adapters on a frozen model."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, StateEntry
+from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State, StateEntry
 from maxlm.config.fields import Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
 
@@ -25,12 +21,9 @@ class LoraConfig(Section):
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, lora: LoraConfig) -> Problems:
     """Settings of `model.lora`, and what does not go together with a frozen model."""
-    model, lora = config.model, config.model.lora
-    if lora is None:
-        return
-    names = model.adaptable
+    model, names = config.model, config.model.adaptable
     if other := [name for name in lora.matrices or () if name not in names]:
         experts = " (experts are not adapted)" if model.moe is not None else ""
         yield "model.lora.matrices", list(lora.matrices or ()), f"this model has no `{other[0]}`{experts}", f"it has {', '.join(names)}"
@@ -43,15 +36,15 @@ def _problems(config: "Config") -> Problems:
         yield "diloco", "set", rule, "remove one of them: adapters are small, so reductions cost little"
 
 
-def _adapted_at_random(config: "Config") -> Problems:
-    if config.model.lora is not None and config.train.start_from is None:
+def _adapted_at_random(config: Config, lora: LoraConfig) -> Problems:
+    if config.train.start_from is None:
         rule = "model.lora freezes the model that training starts from, and without one frozen weights would be random"
         yield "train.start_from", None, rule, "set train.start_from.path to a run or an imported model"
 
 
-def _state(config: "Config", sizes: Sizes, state: State) -> State:
+def _state(config: Config, lora: LoraConfig, state: State, sizes: Sizes) -> State:
     """A float32 number of the frozen model. Of adapters there are few."""
-    return state if config.model.lora is None else replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False)
+    return replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False)
 
 
 CAPABILITY = Capability(key="model.lora", rules=(_problems,), written_rules=(_adapted_at_random,), state=_state)

@@ -1,19 +1,15 @@
 """Number formats of the model's matmuls (docs/precision.md): the section, and its rules with itself, the model and the chip."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, Strict
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Bool, Count, Section
 from maxlm.config.sections.model import ModelConfig
 from maxlm.hardware.chips import WORTH, Chip, MatmulFormat
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 # Of one operand. e4m3 and e5m2: 8-bit floating point (arXiv 2209.05433); int4 is emulated.
 ElementFormat = Literal["int8", "int4", "e4m3", "e5m2"]
@@ -93,17 +89,14 @@ class Sides(NamedTuple):
     source: str
 
 
-def _problems(config: "Config") -> Problems:
-    quantized = config.precision.matmul
-    if quantized is not None:
-        yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized))
-        yield from (*_skip(config, quantized), *_loss(quantized))
+def _problems(config: Config, quantized: QuantizedConfig) -> Problems:
+    yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized))
+    yield from (*_skip(config, quantized), *_loss(quantized))
 
 
-def _on_chip(config: "Config", chip: Chip) -> Problems:
+def _on_chip(config: Config, quantized: QuantizedConfig, chip: Chip) -> Problems:
     """A format that is no faster than bfloat16 on this chip, unless it is forced."""
-    quantized = config.precision.matmul
-    if quantized is None or quantized.force or quantized.weights_only:
+    if quantized.force or quantized.weights_only:
         return
     formats: dict[str, MatmulFormat] = {"int8": "int8", "fp8": "e4m3"}
     speeds = {name: chip.matmul_speed(format) for name, format in formats.items()}
@@ -137,7 +130,7 @@ def _format(quantized: QuantizedConfig) -> Problems:
         yield f"{FIELD}.stochastic_rounding", True, rule, f"remove it, or set {FIELD}.gradients"
 
 
-def _scales(config: "Config", quantized: QuantizedConfig) -> Problems:
+def _scales(config: Config, quantized: QuantizedConfig) -> Problems:
     scaling, tile = quantized.scaling, quantized.tile
     if quantized.format == "mxfp8":
         if scaling not in (None, "tile"):
@@ -177,7 +170,7 @@ def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Problems:
             return
 
 
-def _skip(config: "Config", quantized: QuantizedConfig) -> Problems:
+def _skip(config: Config, quantized: QuantizedConfig) -> Problems:
     model, skip = config.model, quantized.skip
     known = tuple(dict.fromkeys(name for name, _ in matrices(model)))
     if other := [name for name in skip if name not in known]:
@@ -204,7 +197,7 @@ def _loss(quantized: QuantizedConfig) -> Problems:
         yield f"{FIELD}.unembedding", True, rule, "remove one of them"
 
 
-def _layers_kept(config: "Config", quantized: QuantizedConfig) -> Problems:
+def _layers_kept(config: Config, quantized: QuantizedConfig) -> Problems:
     model, period = config.model, len(config.model.layer_pattern)
     tail = (model.n_layers - model.n_dense) % period
     for name, count, apart, where in (

@@ -1,14 +1,10 @@
 """Tensors saved for the backward pass."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Bool, Section
 from maxlm.config.sections.offload_state import OffloadStateConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 RematName = Literal["layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
 
@@ -38,8 +34,7 @@ class MemoryConfig(Section):
         return self.offload_state is not None and self.offload_state.layers_on_host
 
 
-def _problems(config: "Config") -> Problems:
-    memory = config.memory
+def _problems(config: Config, memory: MemoryConfig) -> Problems:
     if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":
         rule = f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device"
         yield "memory.offload", list(memory.offload), rule, "use remat: full or a list of names"

@@ -2,16 +2,13 @@
 
 import re
 from itertools import chain, count
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from maxlm.config import conditions, paths
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, StoredPath, Text, Tokens
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 def _plain(name: str) -> str:
@@ -72,10 +69,7 @@ class MixtureConfig(Section):
 FIELD = "data.mixture"
 
 
-def _problems(config: "Config") -> Problems:
-    mixture = config.data.mixture
-    if mixture is None:
-        return
+def _problems(config: Config, mixture: MixtureConfig) -> Problems:
     yield from _sources(mixture)
     before = 0
     for number, stage in enumerate(mixture.stages):
@@ -133,7 +127,7 @@ def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Problems:
         yield f"{field}.temperature", stage.temperature, rule, "remove it, or the weights"
 
 
-def _total_tokens(config: "Config") -> int | None:
+def _total_tokens(config: Config) -> int | None:
     """Tokens of the whole run; None if its length is not set, which another rule refuses."""
     return None if config.train.steps is None and config.train.tokens is None else config.total_tokens
 

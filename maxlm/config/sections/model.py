@@ -1,19 +1,16 @@
 """A decoder-only transformer: its sizes, and the parts of a layer that are no capability of their own."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from maxlm.config.capability import Capability, Problems, divisors_text
+from maxlm.config.capability import Capability, Config, Problems, divisors_text
 from maxlm.config.fields import Bool, Positive, PositiveFloat, Section, flatten
 from maxlm.config.sections.lora import LoraConfig
 from maxlm.config.sections.moe import MoeConfig
 from maxlm.config.sections.mtp import MtpConfig
 from maxlm.config.sections.parametrization import STANDARD, Multipliers, ParametrizationConfig
 from maxlm.config.sections.rope import RopeConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class LatentConfig(Section):
@@ -213,8 +210,7 @@ class ModelConfig(Section):
         return {**{name: value for name, value in derived.items() if value is not None}, **given}
 
 
-def _problems(config: "Config") -> Problems:
-    model = config.model
+def _problems(config: Config, model: ModelConfig) -> Problems:
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     for name, rows in (("vocab_size", model.vocab_size), ("learned_positions.max_seq_len", model.max_seq_len or 0)):
@@ -269,9 +265,9 @@ def _windows(model: ModelConfig) -> Problems:
             yield f"model.{name}", value, rule, "add `local` layers or remove it"
 
 
-def _identity(config: "Config") -> dict[str, Any]:
-    """The whole model: a checkpoint holds its parameters, and the order of samples does not change their meaning."""
-    return {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json")) if key != "mtp.loss_weight"}
+def _identity(config: Config, model: ModelConfig) -> dict[str, Any]:
+    """All but weights of losses."""
+    return {f"model.{key}": value for key, value in flatten(model.model_dump(mode="json")) if key != "mtp.loss_weight"}
 
 
 CAPABILITY = Capability(key="model", rules=(_problems,), identity=_identity)

@@ -1,15 +1,12 @@
 """Mixture of experts: the router and its losses."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from maxlm.config.capability import Capability, Inert, Problems, Sizes, divisors_text
+from maxlm.config.capability import Capability, Config, Inert, Problems, divisors_text
 from maxlm.config.fields import Bool, Count, Fraction, NonNegative, Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class RouterConfig(Section):
@@ -43,11 +40,9 @@ class MoeConfig(Section):
     router: RouterConfig = RouterConfig()
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, moe: MoeConfig) -> Problems:
     """Settings of `model.moe` among themselves and with the model."""
-    model, moe = config.model, config.model.moe
-    if moe is None:
-        return
+    model = config.model
     if moe.top_k > moe.n_experts:
         yield "model.moe.top_k", moe.top_k, f"is above model.moe.n_experts = {moe.n_experts}", f"use {moe.n_experts} at most"
     if moe.n_dense >= model.n_layers:
@@ -83,23 +78,17 @@ def _router(moe: MoeConfig) -> Problems:
         yield f"{name}.balance_over", "sequence", f"{name}.balance_loss = 0 computes no shares", "remove it, or raise balance_loss"
 
 
-def _untrained_router(config: "Config") -> Problems:
+def _untrained_router(config: Config, moe: MoeConfig) -> Problems:
     """A router that only its auxiliary losses would train."""
-    moe = config.model.moe
-    if moe is not None and moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
+    if moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
         rule = "gives the one expert of a token (model.moe.top_k = 1) a weight of 1, so no gradient of the loss reaches the router"
         yield "model.moe.router.normalize", True, rule, "use false, as Switch Transformers do, or a larger top_k"
 
 
-def _on_mesh(config: "Config", sizes: Sizes) -> Problems:
-    if config.model.moe is None and sizes["expert"] > 1:
-        yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
-
-
-def _inert(config: "Config") -> Iterator[Inert]:
-    moe, router = config.model.moe, "model.moe.router"
-    if moe is not None and moe.router.groups > 1 and moe.router.top_groups == moe.router.groups:
+def _inert(config: Config, moe: MoeConfig) -> Iterator[Inert]:
+    router = "model.moe.router"
+    if moe.router.groups > 1 and moe.router.top_groups == moe.router.groups:
         yield Inert(f"{router}.groups", f"{router}.top_groups = {moe.router.top_groups} are all of them", "lower top_groups")
 
 
-CAPABILITY = Capability(key="model.moe", rules=(_problems,), mesh_rules=(_on_mesh,), written_rules=(_untrained_router,), inert=_inert)
+CAPABILITY = Capability(key="model.moe", rules=(_problems,), written_rules=(_untrained_router,), inert=_inert)

@@ -1,12 +1,7 @@
 """The gradient noise scale, measured in training."""
 
-from typing import TYPE_CHECKING
-
-from maxlm.config.capability import Capability, Problems, Sizes
+from maxlm.config.capability import Capability, Config, Problems, Sizes
 from maxlm.config.fields import Positive, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class NoiseScaleConfig(Section):
@@ -15,10 +10,8 @@ class NoiseScaleConfig(Section):
     updates: Positive = 100  # that it is averaged over, about
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, settings: NoiseScaleConfig) -> Problems:
     """A measurement that compares the parts of a batch with the whole."""
-    if config.train.noise_scale is None:
-        return
     if config.train.microbatches == 1:
         rule = "compares microbatches with the whole batch, and train.microbatches = 1"
         yield "train.noise_scale", "set", rule, "use 2 microbatches or more"
@@ -32,8 +25,8 @@ def _problems(config: "Config") -> Problems:
             yield "train.noise_scale", "set", f"does not go together with {field}, which {rule}", "remove one of them"
 
 
-def _on_mesh(config: "Config", sizes: Sizes) -> Problems:
-    if config.train.noise_scale is not None and sizes["stage"] > 1:
+def _on_mesh(config: Config, settings: NoiseScaleConfig, sizes: Sizes) -> Problems:
+    if sizes["stage"] > 1:
         rule = f"needs the gradient of each microbatch, and the pipeline of mesh.stage = {sizes['stage']} forms their sum"
         yield "train.noise_scale", "set", rule, "remove it, or use mesh.stage=1"
 

@@ -1,16 +1,12 @@
 """The loss: next-token prediction, supervised fine-tuning, direct preference optimization."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Float, PositiveFloat, Section
 from maxlm.config.sections.moe import MoeConfig
-from maxlm.hardware.topologies import either
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class NextTokenConfig(Section):
@@ -36,11 +32,10 @@ class DpoConfig(Section):
 ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discriminator="kind")]  # rows of maxlm.objectives.OBJECTIVES
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, objective: ObjectiveConfig) -> Problems:
     """Fine-tuning on conversations, whose rows are packed and whose loss is a mean over responses or pairs."""
-    objective, moe = config.objective, config.model.moe
-    yield from _objective_of_store(config)
-    if objective is None or objective.kind == "next_token":
+    moe = config.model.moe
+    if objective.kind == "next_token":
         return
     kind = f"objective.kind = {objective.kind}"
     yield from _packed_router(moe, objective.kind)
@@ -60,21 +55,6 @@ def _problems(config: "Config") -> Problems:
         yield "model.mtp", "set", f"{kind} has no loss of tokens further ahead", "fine-tune with objective.kind=sft"
 
 
-def _objective_of_store(config: "Config") -> Problems:
-    """An objective that would refuse the store once it is prepared, which may take hours."""
-    prepare, kind = config.data.prepare, config.objective.kind if config.objective is not None else "next_token"
-    if prepare is None:
-        return
-    name, made = "data.prepare.conversations", prepare.conversations.kind if prepare.conversations is not None else None
-    read: dict[str, tuple[str | None, ...]] = {"next_token": (None,), "sft": ("prompt_response", "chat"), "dpo": ("preferences",)}
-    if made not in read[kind]:
-        kinds = [one for one in read[kind] if one is not None]
-        fix = f"set {name}.kind to {either(kinds)}" if kinds else f"remove {name}"
-        store = f"data.prepare makes without {name}" if made is None else f"{name}.kind = {made} makes"
-        reader = next(one for one in read if made in read[one])
-        yield "objective.kind", kind, f"does not read the store that {store}", f"use {reader}, or {fix}"
-
-
 def _packed_router(moe: MoeConfig | None, kind: str) -> Problems:
     """Routers that look beyond a segment of a packed row, or that route a text in another way than the reference did."""
     if moe is None:
@@ -91,10 +71,9 @@ def _packed_router(moe: MoeConfig | None, kind: str) -> Problems:
         yield f"{name}.jitter", router.jitter, rule, "use 0, which may differ from the source's"
 
 
-def _identity(config: "Config") -> dict[str, Any]:
+def _identity(config: Config, objective: ObjectiveConfig) -> dict[str, Any]:
     """The kind; the absent section is next-token prediction."""
-    kind = "next_token" if config.objective is None else config.objective.kind
-    return {} if kind == "next_token" else {"objective.kind": kind}
+    return {} if objective.kind == "next_token" else {"objective.kind": objective.kind}
 
 
 CAPABILITY = Capability(key="objective", rules=(_problems,), identity=_identity)

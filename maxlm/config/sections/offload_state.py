@@ -1,17 +1,13 @@
 """State that lives off the device between its uses: in host memory, or in files on NVMe disks."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, Strict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Problems, Sizes, State
+from maxlm.config.capability import Capability, Config, Problems, Sizes, State, refuse
 from maxlm.config.fields import LocalPath, Section
 from maxlm.config.sections.optimizer_state import HALVES
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 COPY = "copy that matmuls read"
 
@@ -66,31 +62,23 @@ class OffloadStateConfig(Section):
         return self
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, tiers: OffloadStateConfig) -> Problems:
     """Sections that read the state on the device between updates, and settings that need all layers there."""
-    if config.memory.offload_state is None:
-        return
-    refused = {
-        "diloco": (config.diloco, "has workers whose states are updated where they lie"),
-        "health.layers": (
-            None if config.health is None else config.health.layers,
-            "compares parameters before and after every update on the device",
-        ),
-        "integrity": (config.integrity, "compares copies of the state on the devices"),
-        "memory_checkpoints": (config.memory_checkpoints, "copies the state on the devices"),
-        "compression": (config.compression, "has feedback on the devices"),
+    others = {
+        "diloco": "has workers whose states are updated where they lie",
+        "health.layers": "compares parameters before and after every update on the device",
+        "integrity": "compares copies of the state on the devices",
+        "memory_checkpoints": "copies the state on the devices",
+        "compression": "has feedback on the devices",
     }
-    for field, (value, rule) in refused.items():
-        if value:
-            yield field, "set", f"{rule}, and memory.offload_state keeps it elsewhere", "remove one of them"
-    if config.memory.layers_on_host:
-        yield from _layers_on_host(config)
+    yield from refuse(config, others, ", and memory.offload_state keeps it elsewhere")
+    if tiers.layers_on_host:
+        yield from _layers_on_host(config, tiers)
 
 
-def _layers_on_host(config: "Config") -> Problems:
+def _layers_on_host(config: Config, tiers: OffloadStateConfig) -> Problems:
     """Settings that need all layers on the device at once."""
-    memory, mesh = config.memory, config.mesh
-    weights = memory.offload_state is not None and memory.offload_state.weights is not None
+    memory, mesh, weights = config.memory, config.mesh, tiers.weights is not None
     which = "memory.offload_state.weights" if weights else "memory.offload_state.gradients"
     others = set(memory.offload) - {"layer_input"}
     stages, zero = "divides the layers into stages that run by themselves", "gathers or reduces all layers at once"
@@ -112,10 +100,9 @@ def _layers_on_host(config: "Config") -> Problems:
             yield field, value, f"{rule}, and with {which} = host they pass through it one by one", fix
 
 
-def _state(config: "Config", sizes: Sizes, state: State) -> State:
+def _state(config: Config, tiers: OffloadStateConfig, state: State, sizes: Sizes) -> State:
     """State of matrices in its tiers; the copy of masters that matmuls read is on the device, or half of each master."""
-    tiers = config.memory.offload_state
-    if tiers is None or not state.matrix:
+    if not state.matrix:
         return state
     if tiers.master is not None:
         state = state.move("masters", tiers.master)

@@ -1,11 +1,11 @@
 """The update rule, its learning rate over time, and the settings that belong to one rule alone."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Inert, Problems
+from maxlm.config.capability import Capability, Config, Inert, Problems, refuse
 from maxlm.config.fields import (
     BELOW_ONE,
     AtLeastOne,
@@ -21,9 +21,6 @@ from maxlm.config.fields import (
     Tokens,
 )
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class AdafactorConfig(Section):
@@ -107,8 +104,7 @@ NAMED = "optimizer.name = schedule_free"
 LEAST_BETA1 = 0.1  # the average is divided by it: errors of float32 grow tenfold
 
 
-def _problems(config: "Config") -> Problems:
-    optimizer = config.optimizer
+def _problems(config: Config, optimizer: OptimizerConfig) -> Problems:
     for name in ("warmup", "decay"):
         steps, tokens = getattr(optimizer, f"{name}_steps"), getattr(optimizer, f"{name}_tokens")
         if steps is not None and tokens is not None:
@@ -143,9 +139,8 @@ def _problems(config: "Config") -> Problems:
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
-def _schedule_free(config: "Config") -> Problems:
+def _schedule_free(config: Config, optimizer: OptimizerConfig) -> Problems:
     """Settings that contradict the average, or that would evaluate another point."""
-    optimizer = config.optimizer
     if optimizer.name != "schedule_free":
         return
     if optimizer.schedule != "constant":
@@ -161,18 +156,16 @@ def _schedule_free(config: "Config") -> Problems:
     if state is not None and state.masters != FLOAT32:
         rule = f"stores weights in two parts, and the average of {NAMED} is computed from float32"
         yield "optimizer.state.masters", state.masters, rule, "use float32"
-    beside = {
-        "ema": (config.ema, "averages parameters, as is done already by"),
-        "diloco": (config.diloco, "takes the mean of workers' parameters, and leaves behind the points z of"),
-        "memory.offload_state": (config.memory.offload_state, "keeps state off the device, where evaluations compute the average of"),
+    others = {
+        "ema": "averages parameters, as is done already by",
+        "diloco": "takes the mean of workers' parameters, and leaves behind the points z of",
+        "memory.offload_state": "keeps state off the device, where evaluations compute the average of",
     }
-    for field, (section, rule) in beside.items():
-        if section is not None:
-            yield field, "set", f"{rule} {NAMED}", "remove it, or use optimizer.name=adamw"
+    yield from refuse(config, others, f" {NAMED}", "remove it, or use optimizer.name=adamw")
 
 
-def _inert(config: "Config") -> Iterator[Inert]:
-    name = config.optimizer.name
+def _inert(config: Config, optimizer: OptimizerConfig) -> Iterator[Inert]:
+    name = optimizer.name
     for rule in ("muon", "soap", "ademamix", "adafactor"):
         if name != rule:
             yield Inert(f"optimizer.{rule}", f"optimizer.name = {name}", f"use optimizer.name={rule}")
@@ -181,13 +174,12 @@ def _inert(config: "Config") -> Iterator[Inert]:
     if name == "adafactor":
         why, use = "optimizer.name = adafactor has no first moment, and a decay of its own", "use optimizer.name=adamw"
         yield from (Inert(f"optimizer.{field}", why, use) for field in ("beta1", "beta2", "eps"))
-    if config.optimizer.schedule == "constant":
+    if optimizer.schedule == "constant":
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
 
 
-def _identity(config: "Config") -> dict[str, Any]:
+def _identity(config: Config, optimizer: OptimizerConfig) -> dict[str, Any]:
     """The rule, and what says which numbers its state has, or what they mean."""
-    optimizer = config.optimizer
     found: dict[str, Any] = {"optimizer.name": optimizer.name}
     if optimizer.name == "soap" and optimizer.soap is not None and optimizer.soap.largest != SoapConfig().largest:
         found |= {"optimizer.soap.largest": optimizer.soap.largest}

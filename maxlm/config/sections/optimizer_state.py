@@ -1,14 +1,10 @@
 """Formats of the optimizer's state and of the master weights (docs/optimizer_state.md)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from maxlm.config.capability import Capability, Inert, Problems, Sizes, State
+from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, State
 from maxlm.config.fields import Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 MomentFormat = Literal["float32", "bfloat16", "int8"]
 
@@ -36,12 +32,9 @@ class OptimizerStateConfig(Section):
         return self.second_moment or self.moments
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, state: OptimizerStateConfig) -> Problems:
     """Formats of the optimizer's state that contradict the optimizer, and masters that contradict what reads them."""
-    name, state = config.optimizer.name, config.optimizer.state
-    if state is None:
-        return
-    field = "optimizer.state"
+    name, field = config.optimizer.name, "optimizer.state"
     if name == "adafactor" and state.moments != "float32":
         yield f"{field}.moments", state.moments, "optimizer.name = adafactor has no first moment", "remove it, or use optimizer.name=adamw"
     if name == "adafactor" and state.second_moment is not None:
@@ -65,23 +58,20 @@ def _problems(config: "Config") -> Problems:
             yield f"{field}.masters", state.masters, rule, "use float32"
 
 
-def _inert(config: "Config") -> Iterator[Inert]:
-    state = config.optimizer.state
-    if state is not None and not {state.moments, state.second, state.masters} & {"bfloat16", "int8", "split24"}:
+def _inert(config: Config, state: OptimizerStateConfig) -> Iterator[Inert]:
+    if not {state.moments, state.second, state.masters} & {"bfloat16", "int8", "split24"}:
         yield Inert("optimizer.state.rounding", "optimizer.state stores nothing that would be rounded", "set optimizer.state.moments")
 
 
-def _identity(config: "Config") -> dict[str, str]:
+def _identity(config: Config, state: OptimizerStateConfig) -> dict[str, str]:
     """Formats that change the leaves of the state."""
-    state = config.optimizer.state or OptimizerStateConfig()
     formats = {"moments": state.moments, "second_moment": state.second, "masters": state.masters}
     return {f"optimizer.state.{name}": value for name, value in formats.items() if value != FLOAT32}
 
 
-def _state(config: "Config", sizes: Sizes, state: State) -> State:
+def _state(config: Config, settings: OptimizerStateConfig, state: State, sizes: Sizes) -> State:
     """Masters of matrices in two parts: halves that matmuls read, and the rest."""
-    settings = config.optimizer.state
-    if settings is None or settings.masters == FLOAT32 or not state.matrix:
+    if settings.masters == FLOAT32 or not state.matrix:
         return state
     return state.add("masters", 1 if settings.masters == "split24" else 2).add(HALVES, 2)
 

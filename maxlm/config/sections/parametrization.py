@@ -1,12 +1,9 @@
 """Hyperparameters that transfer: tuned on a small model, and read by larger ones with `model.parametrization` (docs/transfer.md)."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Positive, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class ParametrizationConfig(Section):
@@ -42,11 +39,9 @@ FIELD = "model.parametrization"
 OPTIMIZERS = ("adamw", "muon")  # whose rates are known to depend on the width in one way: see `maxlm.training.parametrized`
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, chosen: ParametrizationConfig) -> Problems:
     """Problems of the section itself, and of what does not go together with it."""
-    model, chosen = config.model, config.model.parametrization
-    if chosen is None:
-        return
+    model = config.model
     if chosen.kind == "completep" and chosen.base_depth is None:
         rule = f"is not set, and {FIELD}.kind = completep reads it"
         yield f"{FIELD}.base_depth", None, rule, "set the n_layers of the model whose settings were tuned, or use kind=mup"

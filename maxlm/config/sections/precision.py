@@ -1,17 +1,13 @@
 """dtypes of the computation, of tokens on their way to experts, and the loss scale of float16."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from maxlm.config.capability import Capability, Inert, Problems
+from maxlm.config.capability import Capability, Config, Inert, Problems, refuse
 from maxlm.config.fields import Positive, Section
 from maxlm.config.sections.matmul import FIELD, ElementFormat, MatmulSection
 from maxlm.hardware import topologies
 from maxlm.hardware.chips import Chip
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 LARGEST_SCALE = 2**24  # of a loss: with it the smallest number of float16, 2^-24, is 2^-48 of a gradient
 
@@ -66,15 +62,15 @@ class PrecisionConfig(Section):
         return (self.loss_scale or LossScaleConfig()) if self.compute == "float16" else None
 
 
-def _problems(config: "Config") -> Problems:
-    dispatch = config.precision.dispatch
+def _problems(config: Config, precision: PrecisionConfig) -> Problems:
+    dispatch, scaling = precision.dispatch, precision.scaling
     if dispatch is not None and config.model.moe is None:
         yield "precision.dispatch.format", dispatch.format, "the model has no experts (model.moe)", "remove precision.dispatch"
-    if config.precision.scaling is not None:
-        yield from _float16(config, config.precision.scaling)
+    if scaling is not None:
+        yield from _float16(config, scaling)
 
 
-def _float16(config: "Config", scale: LossScaleConfig) -> Problems:
+def _float16(config: Config, scale: LossScaleConfig) -> Problems:
     """Settings of the loss's scale, and what hands gradients on in float16 after they are divided by it."""
     for name in ("initial", "smallest"):
         value = getattr(scale, name)
@@ -86,27 +82,25 @@ def _float16(config: "Config", scale: LossScaleConfig) -> Problems:
         rule = f"is above precision.loss_scale.initial = {scale.initial}"
         yield "precision.loss_scale.smallest", scale.smallest, rule, f"use {scale.initial} at most"
     vanish = ", and in float16 those that the loss's scale has been taken out of would vanish"
-    refused = {
-        "memory.offload_state": (config.memory.offload_state, f"hands gradients on in precision.compute{vanish}"),
-        "compression": (config.compression, f"sums gradients in precision.compute while it warms up{vanish}"),
-        "diloco": (config.diloco, "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting"),
+    others = {
+        "memory.offload_state": f"hands gradients on in precision.compute{vanish}",
+        "compression": f"sums gradients in precision.compute while it warms up{vanish}",
+        "diloco": "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting",
     }
-    for field, (section, rule) in refused.items():
-        if section is not None:
-            yield field, "set", rule, "remove it, or use precision.compute=bfloat16 or float32"
+    yield from refuse(config, others, fix="remove it, or use precision.compute=bfloat16 or float32")
     quantized = config.precision.matmul
     if quantized is not None and quantized.tile_size is not None:
         rule = "has tiles, which are emulated by powers of two that float16 does not hold"
         yield FIELD, "set", rule, f"use another {FIELD}.scaling, or precision.compute=bfloat16"
 
 
-def _on_chip(config: "Config", chip: Chip) -> Problems:
-    if config.precision.compute == "float16" and topologies.is_tpu(chip):
+def _on_chip(config: Config, precision: PrecisionConfig, chip: Chip) -> Problems:
+    if precision.compute == "float16" and topologies.is_tpu(chip):
         yield "precision.compute", "float16", f"is for GPUs without bfloat16, and {chip.name} multiplies in bfloat16", "remove it"
 
 
-def _inert(config: "Config") -> Iterator[Inert]:
-    compute = config.precision.compute
+def _inert(config: Config, precision: PrecisionConfig) -> Iterator[Inert]:
+    compute = precision.compute
     if compute != "float32":
         yield Inert("precision.float32_matmul", f"it is for float32, and precision.compute = {compute}", "use precision.compute=float32")
     if compute != "float16":
@@ -115,9 +109,9 @@ def _inert(config: "Config") -> Iterator[Inert]:
         yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
 
 
-def _identity(config: "Config") -> dict[str, Any]:
+def _identity(config: Config, precision: PrecisionConfig) -> dict[str, Any]:
     """The loss scale is part of the state."""
-    return {} if config.precision.scaling is None else {"precision.compute": config.precision.compute}
+    return {} if precision.scaling is None else {"precision.compute": precision.compute}
 
 
 CAPABILITY = Capability(key="precision", rules=(_problems,), chip_rules=(_on_chip,), inert=_inert, identity=_identity)

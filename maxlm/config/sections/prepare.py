@@ -1,15 +1,13 @@
 """Text that `maxlm data prepare` makes a token store of."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, Strict
 
-from maxlm.config.capability import Capability, Inert
+from maxlm.config.capability import Capability, Config, Inert, Problems
 from maxlm.config.fields import Float, Positive, ReadPath, Section, Text
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
+from maxlm.hardware.topologies import either
 
 
 class TokenizerConfig(Section):
@@ -79,10 +77,20 @@ class PrepareConfig(Section):
 STDLIB = "python-stdlib"  # the one source of data.prepare that is no file  # the one source of data.prepare that is no file
 
 
-def _inert(config: "Config") -> Iterator[Inert]:
-    prepare = config.data.prepare
-    if prepare is None:
-        return
+def _objective_of_store(config: Config, prepare: PrepareConfig) -> Problems:
+    """An objective that would refuse the store once it is prepared, which may take hours."""
+    kind = "next_token" if config.objective is None else config.objective.kind
+    name, made = "data.prepare.conversations", prepare.conversations.kind if prepare.conversations is not None else None
+    read: dict[str, tuple[str | None, ...]] = {"next_token": (None,), "sft": ("prompt_response", "chat"), "dpo": ("preferences",)}
+    if made not in read[kind]:
+        kinds = [one for one in read[kind] if one is not None]
+        fix = f"set {name}.kind to {either(kinds)}" if kinds else f"remove {name}"
+        store = f"data.prepare makes without {name}" if made is None else f"{name}.kind = {made} makes"
+        reader = next(one for one in read if made in read[one])
+        yield "objective.kind", kind, f"does not read the store that {store}", f"use {reader}, or {fix}"
+
+
+def _inert(config: Config, prepare: PrepareConfig) -> Iterator[Inert]:
     if prepare.tokenizer.path is not None:
         for name in ("vocab_size", "train_bytes"):
             field = f"data.prepare.tokenizer.{name}"
@@ -93,4 +101,4 @@ def _inert(config: "Config") -> Iterator[Inert]:
         yield Inert("data.prepare.text_field", f"{STDLIB} has no fields", "add other sources")
 
 
-CAPABILITY = Capability(key="data.prepare", inert=_inert)
+CAPABILITY = Capability(key="data.prepare", rules=(_objective_of_store,), inert=_inert)

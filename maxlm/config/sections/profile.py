@@ -1,16 +1,13 @@
 """Traces of a few steps of the run (docs/profile.md)."""
 
 import itertools
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, Strict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Positive, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class ProfileConfig(Section):
@@ -28,9 +25,8 @@ class ProfileConfig(Section):
         return self
 
 
-def _problems(config: "Config") -> Problems:
-    settings = config.run.profile
-    if settings is not None and settings.at[-1] + settings.steps >= config.total_steps:
+def _problems(config: Config, settings: ProfileConfig) -> Problems:
+    if settings.at[-1] + settings.steps >= config.total_steps:
         rule = f"with {settings.steps} steps a trace must end before the run does, at step {config.total_steps}"
         yield "run.profile.at", list(settings.at), rule, "trace earlier steps, or fewer"
 

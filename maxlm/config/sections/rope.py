@@ -1,15 +1,12 @@
 """Rotary position embeddings, and frequencies scaled for contexts longer than in pretraining."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Inert, Problems
+from maxlm.config.capability import Capability, Config, Inert, Problems
 from maxlm.config.fields import AtLeastOne, Bool, Float, Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class Llama3Scaling(Section):
@@ -93,7 +90,7 @@ class RopeConfig(Section):
         return head_dim if self.share is None else int(head_dim * self.share)
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, section: RopeConfig) -> Problems:
     """Settings of `model.rope` and `model.rope_local`."""
     model = config.model
     for name in ("rope", "rope_local"):
@@ -123,7 +120,7 @@ def _problems(config: "Config") -> Problems:
             yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
 
 
-def _inert(config: "Config") -> Iterator[Inert]:
+def _inert(config: Config, rope: RopeConfig) -> Iterator[Inert]:
     model = config.model
     if "global" not in model.layer_pattern and model.rope_local is not None and not model.mtp_depth:
         yield Inert("model.rope", "model.layer_pattern has no global layer, and model.rope_local is set", "add `global` layers")

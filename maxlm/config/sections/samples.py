@@ -1,14 +1,11 @@
 """Texts that the model writes at the end of the run."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Problems
+from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Bool, Positive, Section, Text
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
 
 
 class SamplesConfig(Section):
@@ -22,18 +19,18 @@ class SamplesConfig(Section):
 GENERATED = 8  # times data.seq_len: the longest text that is generated with RoPE
 
 
-def most_generated(config: "Config") -> int:
+def most_generated(config: Config) -> int:
     """Tokens of a prompt and its continuation at most."""
     limit = config.model.max_seq_len
     return limit if limit is not None else max(GENERATED * config.data.seq_len, 4096)
 
 
-def _problems(config: "Config") -> Problems:
+def _problems(config: Config, samples: SamplesConfig) -> Problems:
     limit = most_generated(config)
-    if config.samples is not None and config.samples.tokens >= limit:
+    if samples.tokens >= limit:
         of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
         rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
-        yield "samples.tokens", config.samples.tokens, rule, f"use for example {limit // 2}"
+        yield "samples.tokens", samples.tokens, rule, f"use for example {limit // 2}"
 
 
 CAPABILITY = Capability(key="samples", rules=(_problems,))

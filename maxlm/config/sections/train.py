@@ -1,19 +1,15 @@
 """Length of the training, and size of a step."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Problems, Sizes, divisors_text, keeps
+from maxlm.config.capability import Capability, Config, Problems, Sizes, divisors_text, keeps
 from maxlm.config.fields import Count, LocalPath, NonNegative, Positive, Section, Seed, Tokens
 from maxlm.config.sections.batch_ramp import BatchStageConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config
-
 
 WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
 
@@ -45,8 +41,8 @@ class TrainConfig(Section):
     eval_batches: Count = 8  # 0: no evaluation
 
 
-def _problems(config: "Config") -> Problems:
-    train, seq_len = config.train, config.data.seq_len
+def _problems(config: Config, train: TrainConfig) -> Problems:
+    seq_len = config.data.seq_len
     if train.steps is None and train.tokens is None:
         yield "train.steps", None, "exactly one of train.steps and train.tokens must be set", "set one of them"
     if train.steps is not None and train.tokens is not None:
@@ -63,9 +59,9 @@ def _problems(config: "Config") -> Problems:
         yield "data.eval", config.data.eval.stores, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
 
-def _batch(config: "Config", sizes: Sizes) -> Problems:
+def _batch(config: Config, train: TrainConfig, sizes: Sizes) -> Problems:
     """Rows of a microbatch, which workers that train apart share first."""
-    train, diloco = config.train, config.diloco
+    diloco = config.diloco
     apart, by = (sizes["data"], "mesh data") if diloco is None else (diloco.workers, "diloco.workers")
     shards = apart * sizes["fsdp"] * sizes["expert"]
     if train.global_batch // train.microbatches % shards:
