@@ -209,7 +209,7 @@ def train(folder: Path, steps: int, seeds: int) -> None:
                 "data": {
                     "store": None,
                     "prepare": None,
-                    "mixture": [{"store": f"stores/train-{state}/{source}", "weight": 1.0} for source in sources],
+                    "mixture": {"sources": {source: {"store": f"stores/train-{state}/{source}", "weight": 1.0} for source in sources}},
                     "eval": held,
                 },
                 "train": {"steps": steps, "seed": seed, "eval_every": steps, "eval_batches": EVAL_BATCHES},

@@ -145,7 +145,7 @@ def _naming_writer(file: Path) -> Iterator[None]:
         version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
         if version == maxlm.__version__:
             raise
-        writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026"
+        writer = f"maxlm {version}" if version else "another version of maxlm"
         fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
         raise UserError(f"{error} {file.name} was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
 

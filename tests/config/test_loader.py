@@ -12,7 +12,6 @@ from ruamel.yaml import YAML
 
 from maxlm import __version__, cli
 from maxlm.config import UserError, load, loader
-from maxlm.config.explain import MOVED, section_of
 from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, load_saved, saved_text
 from maxlm.config.rules import check_devices
@@ -366,17 +365,6 @@ def test_what_is_absent_is_written_to_no_file_and_shown_to_nobody():
     lines = config_command("runs/quickstart").splitlines()
     assert len(lines) < 70
     assert not any(" null " in line for line in lines)
-
-
-@pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_a_setting_that_has_moved_is_named_with_its_new_place(write, old, new):
-    write(base=BASE)
-    with pytest.raises(UserError, match=f"{old} = 1.* is now {new}; write it as {new}"):
-        load("base", [f"{old}=1"])
-    owner, *path = Config, *new.split(".")
-    for name in path:
-        info = owner.model_fields[name]
-        owner = section_of(info, {}) or owner
 
 
 @pytest.mark.parametrize("name", RUNS)

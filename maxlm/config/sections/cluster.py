@@ -19,7 +19,7 @@ class ClusterConfig(Section):
 
     topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8. Rented names are translated: v5p-128
     accelerator: Text | None = None  # as its cloud names it: v5p-128, a3-megagpu-8g; derived for TPUs
-    network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/chips.py states
+    network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/facts.toml states
 
     @model_validator(mode="before")
     @classmethod

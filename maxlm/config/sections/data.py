@@ -1,14 +1,13 @@
 """Token stores to train on, and how they become batches."""
 
 import re
-from typing import Annotated
 
-from pydantic import BeforeValidator, ConfigDict, model_validator
+from pydantic import ConfigDict, model_validator
 
 from maxlm.config import paths
 from maxlm.config.capability import Capability, Config, Problems, keeps
 from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
-from maxlm.config.sections.mixture import MixtureConfig, of_list
+from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.config.sections.prepare import PrepareConfig
 
 
@@ -41,7 +40,7 @@ class DataConfig(Section):
     """Token stores to train on, and how they become batches."""
 
     store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
-    mixture: Annotated[MixtureConfig | None, BeforeValidator(of_list)] = None  # instead of `store`
+    mixture: MixtureConfig | None = None  # instead of `store`
     seq_len: Positive
     shuffle: Bool = True
     mask_documents: Bool = True  # a token attends only inside its document

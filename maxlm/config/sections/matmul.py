@@ -1,11 +1,10 @@
 """Number formats of the model's matmuls (docs/precision.md): the section, and its rules with itself, the model and the chip."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import Field, Strict
 
-from maxlm.config import paths
 from maxlm.config.capability import Capability, Config, Problems
 from maxlm.config.fields import Bool, Count, Section
 from maxlm.config.sections.model import ModelConfig
@@ -13,12 +12,8 @@ from maxlm.hardware.chips import WORTH, Chip, MatmulFormat
 
 # Of one operand. e4m3 and e5m2: 8-bit floating point (arXiv 2209.05433); int4 is emulated.
 ElementFormat = Literal["int8", "int4", "e4m3", "e5m2"]
-
-
 # Names as in the parameter tree; `experts`: the three matrices of every expert.
 QuantizedMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down", "experts"]
-
-
 MX_TILE = 32  # numbers that share a scale in the MX formats (OCP Microscaling, arXiv 2310.10537)
 
 
@@ -64,17 +59,6 @@ class QuantizedConfig(Section):
         if self.format == "mxfp8":
             return MX_TILE
         return (self.tile or 128) if self.scaling == "tile" else None
-
-
-def _no_passes(value: Any) -> Any:
-    """`precision.matmul` was the number of passes of a float32 matmul."""
-    if value in ("default", "high", "highest"):
-        fix = "remove it" if value == "default" else f"write precision.float32_matmul={value}"
-        paths.refuse("be a section with a `format`: passes of a float32 matmul are now precision.float32_matmul", fix)
-    return value
-
-
-MatmulSection = Annotated[QuantizedConfig, BeforeValidator(_no_passes)]
 
 
 FIELD = "precision.matmul"

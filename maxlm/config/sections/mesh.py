@@ -12,8 +12,6 @@ from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.pipeline import PipelineConfig
 
 AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
-
-
 ContextAttention = Literal["ring", "gather", "ulysses"]
 
 

@@ -1,8 +1,7 @@
 """A mixture: several sources of training data, their shares, and stages in which the shares are others."""
 
 import re
-from itertools import chain, count
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -17,26 +16,8 @@ def _plain(name: str) -> str:
     return name
 
 
-def of_list(value: Any) -> Any:
-    """A list of stores and weights, which was all of a mixture before sources had names, as sources named by the folders of the stores.
-
-    Runs of then have it in their config.yml, `[]` where they had no mixture.
-    """
-    if not isinstance(value, list | tuple) or not all(isinstance(entry, dict) and isinstance(entry.get("store"), str) for entry in value):
-        return value
-    sources: dict[str, Any] = {}
-    for entry in value:
-        folder = re.sub(r"[^A-Za-z0-9_]+", "-", entry["store"].rstrip("/").rpartition("/")[2]).strip("-")[:50] or "store"
-        sources[next(name for name in chain([folder], (f"{folder}-{n}" for n in count(2))) if name not in sources)] = entry
-    return {"sources": sources} if sources else None
-
-
 Condition = Annotated[Text, AfterValidator(conditions.checked)]
-
-
 Name = Annotated[Text, AfterValidator(_plain)]
-
-
 Weights = Annotated[dict[Text, PositiveFloat], Field(min_length=1)]
 
 

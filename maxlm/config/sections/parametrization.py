@@ -33,8 +33,6 @@ class Multipliers(NamedTuple):
 
 
 STANDARD = Multipliers()
-
-
 FIELD = "model.parametrization"
 OPTIMIZERS = ("adamw", "muon")  # whose rates are known to depend on the width in one way: see `maxlm.training.parametrized`
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from maxlm.config.capability import Capability, Config, Inert, Problems, refuse
 from maxlm.config.fields import Positive, Section
-from maxlm.config.sections.matmul import FIELD, ElementFormat, MatmulSection
+from maxlm.config.sections.matmul import FIELD, ElementFormat, QuantizedConfig
 from maxlm.hardware import topologies
 from maxlm.hardware.chips import Chip
 
@@ -52,7 +52,7 @@ class PrecisionConfig(Section):
 
     compute: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # float16: for GPUs without bfloat16
     float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
-    matmul: MatmulSection | None = None  # absent: operands are in `compute`
+    matmul: QuantizedConfig | None = None  # absent: operands are in `compute`
     dispatch: DispatchConfig | None = None  # absent: tokens travel to experts in `compute`
     loss_scale: LossScaleConfig | None = None  # of float16; absent: with its defaults
 
