@@ -11,6 +11,7 @@ from maxlm.hardware.cpu_speeds import CpuSpeeds
 
 GPU_MEMORY_SHARE = 0.92  # of a GPU's memory that our runs let jax take; jax's own default is 0.75. NCCL and CUDA live on the rest
 
+GIB = 2**30
 LANES = 128  # numbers side by side in a vector register of a TPU (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)
 MOST_VMEM_BYTES = 128 * 2**20  # of a TPU chip of any kind (jax-ml.github.io/scaling-book, part 2)
 HOP_S = 1e-6  # latency from a TPU to its neighbour (jax-ml.github.io/scaling-book, part 3)
