@@ -93,6 +93,7 @@ class Capability:
     inert: Callable[[Config, Any], Iterator[Inert]] | None = None
     identity: Callable[[Config, Any], Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
     state: Callable[[Config, Any, State, Sizes], State] | None = None  # `State` with what the section adds, moves or multiplies
+    unplanned: str = ""  # what `maxlm plan` has no cost model of, with the setting
     implementation: str = ""  # "module:object"
 
     def load(self) -> Any:

@@ -8,7 +8,7 @@ class CheckpointConfig(Section):
     """Schedule of checkpoints, and how many of them stay."""
 
     dir: StoredPath | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
-    every_steps: Positive = 1000
+    every_steps: Positive = 1000  # steps between two checkpoints
     keep: Positive = 3  # newest ones kept
     keep_every: Positive | None = None  # steps whose checkpoints are never deleted
 

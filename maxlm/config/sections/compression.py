@@ -42,7 +42,7 @@ class TopKCompression(Section):
     """
 
     kind: Literal["top_k"]
-    warmup_steps: Positive
+    warmup_steps: Positive  # updates that are summed as without compression
     density: Annotated[Float, Field(ge=2**-12, le=2**-4)] = 2**-6  # share of the numbers that are sent at the end
     ramp_steps: Count = 0  # updates after the warm-up in which the density falls from 1/4, by a factor of 4 at a time; 0: at once
 

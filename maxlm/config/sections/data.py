@@ -41,10 +41,10 @@ class DataConfig(Section):
 
     store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
     mixture: MixtureConfig | None = None  # instead of `store`
-    seq_len: Positive
-    shuffle: Bool = True
+    seq_len: Positive  # tokens of a sequence
+    shuffle: Bool = True  # draw samples in random order; false: as they are stored
     mask_documents: Bool = True  # a token attends only inside its document
-    read_threads: Few = 4
+    read_threads: Few = 4  # threads that read the store
     prefetch: Few = 2  # batches held ready on the device
     skip_bad_chunks: SkipConfig | None = None
     prepare: PrepareConfig | None = None

@@ -11,8 +11,8 @@ class DilocoConfig(Section):
 
     workers: Positive  # a multiple of mesh.data; the losses depend on it, and not on the mesh
     every: Positive  # updates of a worker between two synchronizations; the last update of the run is followed by one, too
-    lr: PositiveFloat = 0.7
-    momentum: Fraction = 0.9
+    lr: PositiveFloat = 0.7  # outer learning rate
+    momentum: Fraction = 0.9  # outer momentum
 
 
 def _problems(config: Config, diloco: DilocoConfig) -> Problems:
@@ -30,5 +30,10 @@ def _state(config: Config, diloco: DilocoConfig, state: State, sizes: Sizes) -> 
 
 
 CAPABILITY = Capability(
-    key="diloco", rules=(_problems,), identity=keeps("diloco.workers"), state=_state, implementation="maxlm.training.diloco:LocalUpdates"
+    key="diloco",
+    rules=(_problems,),
+    identity=keeps("diloco.workers"),
+    state=_state,
+    unplanned="local updates (diloco)",
+    implementation="maxlm.training.diloco:LocalUpdates",
 )

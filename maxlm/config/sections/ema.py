@@ -11,7 +11,7 @@ from maxlm.config.fields import BELOW_ONE, Float, Section
 class EmaConfig(Section):
     """An exponential moving average of the parameters, in float32. Update n leaves it min(decay, (1 + n) / (10 + n)) of its old value."""
 
-    decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999
+    decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999  # share of its old value that an update leaves, in the end
 
 
 def _problems(config: Config, ema: EmaConfig) -> Problems:

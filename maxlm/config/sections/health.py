@@ -22,11 +22,11 @@ class HealthConfig(Section):
     # A sudden change of the update/weight ratio or the gradient of a layer. None: these figures are not computed.
     layers: Literal["warn", "roll_back"] | None = None
     activations_every: Count = 100  # with `layers`: updates between two looks at activations, attention and weights; 0: none
-    spreads: AtLeastOne = 8.0
-    spike_steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 5
+    spreads: AtLeastOne = 8.0  # deviations from which a value counts as a spike
+    spike_steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 5  # spikes in a row before training goes back
     roll_backs: Count = 10  # in a run; one more ends it with exit code 4
     recent_roll_backs: Count = 3  # and in `recent_steps` steps
-    recent_steps: Positive = 1000
+    recent_steps: Positive = 1000  # steps that recent_roll_backs is about
     leave_out: tuple[Count, ...] = ()  # numbers of batches, from 0, that are not trained on
 
 

@@ -14,8 +14,8 @@ LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "k
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685): the model of `train.start_from` is frozen; a matrix W becomes W + alpha / rank * A B."""
 
-    rank: Positive
-    alpha: PositiveFloat = 16.0
+    rank: Positive  # inner dim of the product A B
+    alpha: PositiveFloat = 16.0  # the product is multiplied by alpha / rank
     # Names as in the parameter tree: attention (`query_down`, `kv_down`, `kv`: of model.latent), and feed-forward layers that are dense or
     # shared by all tokens. None: all that the model has. Embeddings, norms, routers and experts are never adapted.
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
@@ -47,4 +47,10 @@ def _state(config: Config, lora: LoraConfig, state: State, sizes: Sizes) -> Stat
     return replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False)
 
 
-CAPABILITY = Capability(key="model.lora", rules=(_problems,), written_rules=(_adapted_at_random,), state=_state)
+CAPABILITY = Capability(
+    key="model.lora",
+    rules=(_problems,),
+    written_rules=(_adapted_at_random,),
+    state=_state,
+    unplanned="a frozen model (model.lora)",
+)

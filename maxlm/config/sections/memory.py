@@ -18,7 +18,9 @@ class LoopConfig(Section):
 class MemoryConfig(Section):
     """Tensors saved for the backward pass. `remat`: a policy, or the names of the tensors to save; the rest is recomputed."""
 
-    remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = "full"
+    remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = (
+        "full"  # full: only the input of each layer is kept; dots: results of matmuls; none: everything
+    )
     offload: tuple[RematName, ...] = ()  # saved in host memory
     loop: LoopConfig | None = None  # over the layers; absent: with its defaults
     offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe

@@ -18,12 +18,12 @@ ContextAttention = Literal["ring", "gather", "ulysses"]
 class MeshConfig(Section):
     """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
 
-    data: Int = 1
-    stage: Int = 1
-    fsdp: Int = -1
-    context: Int = 1
-    tensor: Int = 1
-    expert: Int = 1
+    data: Int = 1  # replicas of the model
+    stage: Int = 1  # stages of a pipeline
+    fsdp: Int = -1  # shards of the state
+    context: Int = 1  # parts of a sequence
+    tensor: Int = 1  # parts of heads and of widths
+    expert: Int = 1  # groups of experts
     context_attention: ContextAttention = "ring"  # keys are sent block by block, or all at once; ulysses: heads are split, not tokens
     # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
     # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.

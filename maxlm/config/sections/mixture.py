@@ -24,7 +24,7 @@ Weights = Annotated[dict[Text, PositiveFloat], Field(min_length=1)]
 class SourceConfig(Section):
     """A token store, or the documents of it that meet conditions."""
 
-    store: StoredPath
+    store: StoredPath  # a folder or gs:// made by `maxlm data prepare`
     where: tuple[Condition, ...] = ()  # on the metadata of its documents, all of which are met, as `language == en`
     by: Text | None = None  # a field of the metadata: each of its values is a source of its own, NAME/VALUE
     weight: PositiveFloat | None = None  # share of the samples, in any unit; None, for all sources: by their tokens

@@ -17,7 +17,7 @@ class LatentConfig(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
 
     q_rank: Positive | None = None  # width that queries are squeezed to; None: they are not
-    kv_rank: Positive
+    kv_rank: Positive  # width that keys and values are squeezed to
     nope_dim: Positive  # of a head's query and key, without position
     rope_dim: Positive  # of a head's query, rotated; of the key that all heads share
     value_dim: Positive  # of a head
@@ -33,14 +33,14 @@ class SoftcapConfig(Section):
     """Soft caps: x becomes cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
 
     attention: PositiveFloat | None = None  # of scaled attention scores
-    logits: PositiveFloat | None = None
+    logits: PositiveFloat | None = None  # of logits
 
 
 class ClampConfig(Section):
     """Bounds of `swiglu_clamped` (gpt-oss, arXiv 2508.10925): min(gate, limit) * sigmoid(slope * gate) * (clip(up, -limit, limit) + 1)."""
 
-    limit: PositiveFloat = 7.0
-    slope: PositiveFloat = 1.702
+    limit: PositiveFloat = 7.0  # largest absolute value
+    slope: PositiveFloat = 1.702  # factor of the gate inside the sigmoid
 
 
 class MultipliersConfig(Section):
@@ -54,18 +54,18 @@ class MultipliersConfig(Section):
 class ModelConfig(Section):
     """A decoder-only transformer."""
 
-    vocab_size: Positive
-    d_model: Positive
-    n_layers: Positive
-    n_heads: Positive
+    vocab_size: Positive  # rows of the embedding table
+    d_model: Positive  # width of hidden states
+    n_layers: Positive  # number of layers
+    n_heads: Positive  # heads of queries in each layer
     n_kv_heads: Positive = 0  # derived: n_heads
     head_dim: Positive = 0  # derived: d_model / n_heads; with latent attention nope_dim + rope_dim
-    d_ff: Positive
+    d_ff: Positive  # width inside a feed-forward layer
     # geglu and gelu in their tanh form, or exact (arXiv 1606.08415); swiglu_clamped: gpt-oss's (arXiv 2508.10925)
     activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "swiglu_clamped"] = "swiglu"
     clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: PositiveFloat = 1e-5  # added to the variance before its root is taken
     norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
     qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
     # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
@@ -78,10 +78,10 @@ class ModelConfig(Section):
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
     softcap: SoftcapConfig | None = None
-    tie_embeddings: Bool = False
+    tie_embeddings: Bool = False  # use the embedding table as unembedding
     scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
     multipliers: MultipliersConfig | None = None
-    init_std: PositiveFloat = 0.02
+    init_std: PositiveFloat = 0.02  # standard deviation of initial weights
     moe: MoeConfig | None = None  # None: every layer is dense
     latent: LatentConfig | None = None  # None: grouped-query attention
     sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)

@@ -19,7 +19,7 @@ class RouterConfig(Section):
     normalize: Bool = True  # a token's weights over the experts it has chosen sum to 1
     scale: PositiveFloat = 1.0  # multiplies those weights
     groups: Positive = 1  # of experts, side by side; a token's experts are all in the `top_groups` best of them (arXiv 2405.04434)
-    top_groups: Positive = 1
+    top_groups: Positive = 1  # groups that the experts of a token are from
     group_score: Literal["best"] | None = None  # score of its best expert (DeepSeek-V2); None: sum of its best two (arXiv 2412.19437)
     capacity: PositiveFloat | None = None  # None: dropless; else an expert takes this many times its even share of a sequence, at most
     jitter: Fraction = 0.0  # what the router reads is multiplied by 1 - jitter to 1 + jitter in training (arXiv 2101.03961)
@@ -32,8 +32,8 @@ class RouterConfig(Section):
 class MoeConfig(Section):
     """Mixture of experts: feed-forward layers of which each token uses `top_k`."""
 
-    n_experts: Positive
-    top_k: Positive
+    n_experts: Positive  # experts in a layer
+    top_k: Positive  # experts that a token uses
     d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
     n_shared: Count = 0  # experts, as one feed-forward layer as wide as all of them, that every token uses (DeepSeekMoE, arXiv 2401.06066)
     n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts

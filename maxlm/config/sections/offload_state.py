@@ -30,7 +30,7 @@ class OffloadStateConfig(Section):
     # Of the matrices of the layers: their gradients, as the backward pass makes them, and the copy that the device computes with, of which
     # it then holds two layers at a time.
     gradients: Literal["host"] | None = None
-    weights: Literal["host"] | None = None
+    weights: Literal["host"] | None = None  # the copy of them that matmuls read
     nvme: NvmeConfig | None = None
 
     @property

@@ -35,8 +35,8 @@ class AdafactorConfig(Section):
 class MuonConfig(Section):
     """Settings of `optimizer.name: muon` (Jordan 2024). Absent: the defaults. All but hidden matrices is Adam's."""
 
-    momentum: Fraction = 0.95
-    nesterov: Bool = True
+    momentum: Fraction = 0.95  # decay of the momentum
+    nesterov: Bool = True  # look ahead by one step of the momentum
     iterations: Annotated[Positive, Field(le=20)] = 5  # of Newton-Schulz
     # Root mean square of an update before the learning rate (arXiv 2502.16982, eq. 4); None: sqrt(max(1, outputs / inputs)) of Jordan.
     update_rms: PositiveFloat | None = 0.2
@@ -67,19 +67,19 @@ class IndependentDecayConfig(Section):
 class OptimizerConfig(Section):
     """The update rule and its learning rate over time."""
 
-    name: Literal["adamw", "muon", "soap", "lion", "adafactor", "ademamix", "schedule_free"] = "adamw"
-    peak_lr: PositiveFloat = 3e-4
+    name: Literal["adamw", "muon", "soap", "lion", "adafactor", "ademamix", "schedule_free"] = "adamw"  # update rule (docs/optimizers.md)
+    peak_lr: PositiveFloat = 3e-4  # learning rate after warm-up
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, linear decay
     warmup_steps: Count | None = None  # or `warmup_tokens`; neither: none
-    warmup_tokens: NoneOrMoreTokens | None = None
+    warmup_tokens: NoneOrMoreTokens | None = None  # or `warmup_steps`
     decay_steps: Positive | None = None  # wsd: length of the decay; neither: a tenth of the run
-    decay_tokens: Tokens | None = None
+    decay_tokens: Tokens | None = None  # or `decay_steps`
     end_lr_fraction: Fraction = 0.1  # of peak_lr
     # Matrices only: never norms, biases or embeddings of positions. A number is multiplied by the learning rate.
     weight_decay: NonNegative | IndependentDecayConfig = 0.1
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: PositiveFloat = 1e-8
+    beta1: Fraction = 0.9  # decay of the first moment
+    beta2: Fraction = 0.95  # decay of the second moment
+    eps: PositiveFloat = 1e-8  # added to the root of the second moment
     muon: MuonConfig | None = None
     soap: SoapConfig | None = None
     ademamix: AdemamixConfig | None = None

@@ -42,7 +42,7 @@ class LossScaleConfig(Section):
     that small ones are above the smallest number of float16, and divided by it in float32. An overflow halves it.
     """
 
-    initial: Positive = 2**16
+    initial: Positive = 2**16  # scale of the first update, a power of two
     grow_after: Positive = 2000  # updates without an overflow, after which it is doubled, up to 2^24
     smallest: Positive = 1  # it is not halved below; an overflow at it is a fault of the run
 

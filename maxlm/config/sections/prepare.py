@@ -16,15 +16,15 @@ class TokenizerConfig(Section):
     path: ReadPath | None = None  # a tokenizer.json
     vocab_size: Positive = 4096  # tokens of the trained BPE
     train_bytes: Positive = 100_000_000  # at most this much text is used to train it
-    end_of_document: Text = "<|endoftext|>"
+    end_of_document: Text = "<|endoftext|>"  # token that ends every document
 
 
 class PromptResponseConfig(Section):
     """Rows of plain texts. The response counts, and the end-of-document token after it."""
 
     kind: Literal["prompt_response"]
-    prompt_field: Text = "prompt"
-    response_field: Text = "response"
+    prompt_field: Text = "prompt"  # field of the prompt
+    response_field: Text = "response"  # field of the response
     special_tokens: Literal["text", "tokens"] = "text"  # whether special tokens that a text holds are text, or those tokens
     too_long: Literal["refuse", "leave_out"] = "refuse"  # longer than data.seq_len
     bad_rows: Literal["refuse", "leave_out"] = "refuse"  # a field missing, no text, nothing to learn ...; those left out are counted
@@ -42,8 +42,8 @@ class ChatConfig(Section):
     date: Text | None = None  # for templates that ask for today's
     turns: Literal["all", "last"] = "all"  # of the assistant, that count
     special_tokens: Literal["text", "tokens"] = "text"  # in messages; as text they cannot be written, so that such a row is a bad one
-    too_long: Literal["refuse", "leave_out"] = "refuse"
-    bad_rows: Literal["refuse", "leave_out"] = "refuse"
+    too_long: Literal["refuse", "leave_out"] = "refuse"  # longer than data.seq_len
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"  # as of prompt_response
 
 
 class PreferencesConfig(Section):
@@ -51,15 +51,15 @@ class PreferencesConfig(Section):
 
     kind: Literal["preferences"]
     prompt_field: Text = "prompt"  # where a row lacks it, the beginning that both responses share
-    chosen_field: Text = "chosen"
-    rejected_field: Text = "rejected"
-    template: ReadPath | None = None
-    chat_template_kwargs: dict[str, JsonValue] = Field(default={}, max_length=100)
-    date: Text | None = None
-    turns: Literal["all", "last"] = "all"
-    special_tokens: Literal["text", "tokens"] = "text"
+    chosen_field: Text = "chosen"  # field of the preferred response
+    rejected_field: Text = "rejected"  # field of the other response
+    template: ReadPath | None = None  # as of chat
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={}, max_length=100)  # as of chat
+    date: Text | None = None  # as of chat
+    turns: Literal["all", "last"] = "all"  # as of chat
+    special_tokens: Literal["text", "tokens"] = "text"  # as of chat
     too_long: Literal["refuse", "leave_out"] = "refuse"  # both responses together, each with the prompt
-    bad_rows: Literal["refuse", "leave_out"] = "refuse"
+    bad_rows: Literal["refuse", "leave_out"] = "refuse"  # as of prompt_response
 
 
 class PrepareConfig(Section):

@@ -13,27 +13,27 @@ class Llama3Scaling(Section):
     """Llama 3.1's RoPE scaling (arXiv 2407.21783): long wavelengths slowed by `factor`, short ones kept, a ramp between."""
 
     kind: Literal["llama3"]
-    factor: AtLeastOne
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_seq_len: Positive
+    factor: AtLeastOne  # by which long wavelengths are slowed
+    low_freq_factor: PositiveFloat = 1.0  # wavelengths above original_seq_len / low_freq_factor are slowed in full
+    high_freq_factor: PositiveFloat = 4.0  # wavelengths below original_seq_len / high_freq_factor are kept
+    original_seq_len: Positive  # context of pretraining, in tokens
 
 
 class LinearScaling(Section):
     """Position interpolation (arXiv 2306.15595): every frequency divided by `factor`."""
 
     kind: Literal["linear"]
-    factor: AtLeastOne
+    factor: AtLeastOne  # new context over the original one
 
 
 class YarnScaling(Section):
     """YaRN (arXiv 2309.00071): interpolates low frequencies, keeps high ones, and scales the attention temperature."""
 
     kind: Literal["yarn"]
-    factor: AtLeastOne
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    original_seq_len: Positive
+    factor: AtLeastOne  # new context over the original one
+    beta_fast: PositiveFloat = 32.0  # rotations in the original context above which a pair is kept
+    beta_slow: PositiveFloat = 1.0  # rotations below which a pair is interpolated
+    original_seq_len: Positive  # context of pretraining, in tokens
     truncate: Bool = True  # the ramp between them begins and ends at whole pairs; false: where it would (gpt-oss)
     # None: rotated q and k are scaled by the paper's 0.1 ln(factor) + 1; else q.k by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek)
     mscale_all_dim: PositiveFloat | None = None
@@ -49,9 +49,9 @@ class LongRopeScaling(Section):
 
     kind: Literal["longrope"]
     factor: AtLeastOne  # context over the original one; read by the attention temperature alone
-    short_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
-    long_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
-    original_seq_len: Annotated[Positive, Field(ge=2)]
+    short_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # factors up to original_seq_len
+    long_factor: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]  # factors beyond it
+    original_seq_len: Annotated[Positive, Field(ge=2)]  # context of pretraining, in tokens
     attention_factor: PositiveFloat | None = None  # of rotated dims; None: (1 + ln(factor) / ln(original_seq_len)) ** 0.5
 
 
@@ -62,14 +62,14 @@ class DynamicScaling(Section):
     """
 
     kind: Literal["dynamic"]
-    factor: AtLeastOne
-    original_seq_len: Positive
+    factor: AtLeastOne  # how fast theta grows with the length
+    original_seq_len: Positive  # context of pretraining, in tokens
 
 
 class RopeConfig(Section):
     """Rotary position embedding (arXiv 2104.09864)."""
 
-    theta: Annotated[Float, Field(gt=1)] = 10000.0
+    theta: Annotated[Float, Field(gt=1)] = 10000.0  # base of the wavelengths
     share: Annotated[Float, Field(gt=0, lt=1)] | None = None  # of a head's dims that are turned (GPT-NeoX, arXiv 2204.06745); None: all
     scaling: (
         Annotated[Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling | DynamicScaling, Field(discriminator="kind")] | None

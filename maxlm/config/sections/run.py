@@ -10,9 +10,9 @@ class RunConfig(Section):
     """Output of the run, in `dir`/`name`/."""
 
     name: Text = "run"  # derived: the config's file name
-    dir: LocalPath = "runs"
-    log_every: Positive = 1
-    tensorboard: Bool = True
+    dir: LocalPath = "runs"  # folder of runs
+    log_every: Positive = 1  # steps between two records
+    tensorboard: Bool = True  # write event files for TensorBoard
     alerts: AlertsConfig | None = None
     profile: ProfileConfig | None = None
 

@@ -11,7 +11,7 @@ from maxlm.config.fields import Bool, Positive, Section, Text
 class SamplesConfig(Section):
     """Texts that the model writes at the end of the run, printed."""
 
-    prompts: Annotated[tuple[Text, ...], Field(min_length=1)]
+    prompts: Annotated[tuple[Text, ...], Field(min_length=1)]  # beginnings of the texts
     tokens: Positive = 64  # of each continuation
     chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
 

@@ -19,17 +19,17 @@ class StartFromConfig(Section):
 
     path: LocalPath  # the folder of the run or of the imported model
     step: Count | None = None  # of its checkpoint; None: the newest
-    weights: WeightsKind = "raw"
+    weights: WeightsKind = "raw"  # parameters, or their moving average
 
 
 class TrainConfig(Section):
     """Length of the training and size of a step."""
 
     steps: Positive | None = None  # or `tokens`
-    tokens: Tokens | None = None
+    tokens: Tokens | None = None  # or `steps`; rounded up to whole steps
     global_batch: Positive  # sequences an update
     microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
-    seed: Seed = 0
+    seed: Seed = 0  # of initial weights and of the data order
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own

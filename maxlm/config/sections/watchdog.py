@@ -14,7 +14,7 @@ class WatchdogConfig(Section):
     Time in which the process did not run counts for nothing. None: learned from the run (docs/watchdog.md).
     """
 
-    enabled: Bool = True
+    enabled: Bool = True  # false: a hang is not found
     step_seconds: PositiveFloat | None = None  # at least, for a step
     step_factor: AtLeastOne = 20.0  # or so many times the 99th percentile of step times, if that is longer
     data_seconds: PositiveFloat | None = None  # for a batch
