@@ -24,6 +24,7 @@ from maxlm.data import marks
 from maxlm.objectives import CONTENT, kind_of, with_reference
 from maxlm.parallel import build_mesh
 from maxlm.training import fits
+from maxlm.training.noise_scale import PART_METRICS
 from maxlm.training.program import Program, build_program
 from maxlm.training.step import TrainState
 
@@ -31,7 +32,7 @@ STEPS, RESUMED_AT = 3, 2
 FLOOR = 1e-5  # largest relative difference: the target of docs/parallelism.md
 NOISE, DRAWS, AMPLIFIED = 2.0**-18, 2, 4  # relative change of every parameter before every update; runs with it; the bound in multiples
 END_OF_DOCUMENT = 0
-PARTS_SEEN = ("part_norm", "noise_scale", "full_norm")  # figures of single microbatches (train.noise_scale)
+PARTS_SEEN = {metric.name for metric in PART_METRICS}  # figures of single microbatches: a mesh decides how many there are
 Figures = list[dict[str, np.ndarray]]  # of every update, as float64
 
 
