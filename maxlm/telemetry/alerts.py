@@ -7,8 +7,8 @@ from typing import Any
 
 from maxlm.config.reliability import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit
-from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.formatting import sentence
+from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 

@@ -17,9 +17,8 @@ from maxlm.hardware.power import POWERS, site_of
 from maxlm.hardware.prices import LIST_PRICES
 from maxlm.hardware.topologies import is_tpu
 from maxlm.hardware.vocabulary import vocabulary
-from maxlm.telemetry.attempts import Attempt
 from maxlm.telemetry.formatting import energy, money
-from maxlm.telemetry.ledger import ledger_of, read_attempts
+from maxlm.telemetry.ledger import Attempt, ledger_of, read_attempts, read_events
 from maxlm.telemetry.lifetime import Process
 from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.observer import Event, StepRecord
@@ -32,7 +31,7 @@ JOULES_PER_TOKEN = Metric("joules_per_token", "Energy of a token", "joules, of t
 
 
 class Counters(Protocol):
-    """Energy counters of some of the chips (`gpu_energy.GpuEnergy`)."""
+    """Energy counters of some of the chips (`gpus.Gpus`)."""
 
     @property
     def count(self) -> int: ...
@@ -179,7 +178,7 @@ class Bill:
 
 def spent_before(run: RunDirectory, rates: Rates) -> Totals:
     """Totals of earlier starts, by what the newest of them recorded; else the time of the ledger at today's rates. Raises OSError."""
-    events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
+    events = read_events(run)
     starts = [number for number, event in enumerate(events) if event.kind == "start"]
     if not starts:
         return Totals(0.0, 0.0, rates.currency, False)

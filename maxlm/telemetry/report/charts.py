@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.report.load import Run, Series
-from maxlm.telemetry.report.style import COLORS
+from maxlm.telemetry.report.load import COLORS, Run, Series
 
 # N points of a series; P points that a page holds of it
 PAGE_POINTS = 120_000  # of all lines together, of about 25 bytes each: a page stays under 5 MB

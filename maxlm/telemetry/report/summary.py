@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.telemetry import process_memory
-from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.course import first_step_since
-from maxlm.telemetry.device_memory import PEAK
+from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import count, duration, figure, percent
+from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
 from maxlm.telemetry.strict_json import is_finite
@@ -233,7 +232,7 @@ def _so_far(run: Run, name: str) -> float | None:
 
 def _peak_memory(run: Run) -> float | None:
     """Peak bytes of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
-    peaks_N, grown_N = (_of_prediction(run, run.get(name)).values_N for name in (PEAK, process_memory.NAME))
+    peaks_N, grown_N = (_of_prediction(run, run.get(name)).values_N for name in (PEAK, PROCESS))
     return float(peaks_N.max()) if len(peaks_N) else float(grown_N.min()) if len(grown_N) else None
 
 
