@@ -27,7 +27,7 @@ class Prompts:
         """The item's own prompt."""
         return template.render(self.config.prompt, item.values, self.task.where(item))
 
-    def of(self, number: int) -> str:
+    def with_shots(self, number: int) -> str:
         """The prompt of an item, after its shots. Raises UserError if there are not enough others to draw from."""
         own, fewshot = self.plain(self.task.items[number]), self.config.fewshot
         if fewshot is None:
@@ -87,5 +87,5 @@ class Prompts:
     def check(self) -> None:
         """Render everything. Raises UserError naming the first item that is wrong."""
         for number, item in enumerate(self.task.items):
-            self.of(number)
+            self.with_shots(number)
             self.answer(item)
