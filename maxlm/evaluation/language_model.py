@@ -180,7 +180,7 @@ class LanguageModel:
 class Rehearsal(LanguageModel):
     """Computes nothing: what a task asks is made and checked, and every answer is a constant."""
 
-    held: Part | None = None  # that devices hold beside what generation takes; None: memory is not checked
+    held: Part | None = None  # memory that devices hold during generation; None: memory is not checked
     asked: list[str] = field(default_factory=list)  # a digest of each call
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
@@ -219,7 +219,7 @@ class Greedy:
 
 
 def check_memory(config: Config, mesh: Mesh, held: Part, prompts: int, longest: int, tokens: int) -> None:
-    """Raise UserError if a device cannot generate `tokens` for so many prompts together, of `longest` tokens, beside what is `held`."""
+    """Raise UserError if a device cannot generate `tokens` for so many prompts of `longest` tokens in the memory that `held` leaves."""
     with jax.set_mesh(mesh):
         slots, rows = cache_slots(longest, tokens), batch_rows(prompts)
     check_generation(config.model, slots, rows, dict(mesh.shape), config.precision.compute, held)

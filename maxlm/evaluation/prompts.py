@@ -45,7 +45,7 @@ class Prompts:
     def _pool(self) -> list[Solved]:
         """All items of the file, whatever the limit: fewer of them are asked, with the same shots."""
         data = (self.config.fewshot and self.config.fewshot.data) or self.config.data
-        return [Solved(self.plain(item), self.answer(item)) for item in read_items(self.task.beside(data))]
+        return [Solved(self.plain(item), self.answer(item)) for item in read_items(self.task.path_of(data))]
 
     def answer(self, item: Item) -> str:
         """The right continuation of an item's prompt."""

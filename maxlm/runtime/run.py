@@ -333,7 +333,7 @@ def _concluded(run: OpenRun) -> bool:
     kinds = {*(["eval"] if run.data.held_out is not None else []), *(["tasks"] if run.tasks is not None else [])}
     path = run.directory.events
     lines = read_objects(path) if run.directory.primary and not run.trains and path.is_file() else ()
-    counted = surviving(list(filter(None, map(Event.of, lines))))  # without those before the last steps were trained again
+    counted = surviving(list(filter(None, map(Event.from_item, lines))))  # without those before the last steps were trained again
     found = {event.kind for event in counted if event.step == run.config.total_steps}
     return multihost.text_from_process_0("yes" if kinds <= found else "no") == "yes"
 

@@ -1,5 +1,5 @@
-"""Memory that arrays and programs hold on the devices of this process: by the backend's own counters, or on CPU devices, whose backend
-counts none, as growth of the process by Linux's counters. jax is imported on use, since the report needs none.
+"""Memory that arrays and programs hold on the devices of this process: by the backend's own counters, or on CPU devices, which have
+no counters, as growth of the process by Linux's counters. jax is imported on use, since the report needs none.
 """
 
 import contextlib

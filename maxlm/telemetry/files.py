@@ -32,7 +32,7 @@ class FileObserver:
         self._metrics, self._routing = _Steps(run.metrics), _Steps(run.routing)
 
     def _record_killed_attempt(self, run: RunDirectory) -> None:
-        """Add an event for an attempt that ended without `stop`, while its records exist: those of repeated steps are dropped."""
+        """Add an event for an attempt that ended without `stop`, before the records of repeated steps are dropped."""
         event = killed_event(read_events(run), read_last_record(run), read_beat(run.heartbeat))
         if event is not None:
             self._events.append(event.to_json().encode() + b"\n")

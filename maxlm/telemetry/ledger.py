@@ -31,7 +31,7 @@ TITLES = {  # the parts, in the order of a report
     "elastic": "changing hosts",
     "down": "nothing ran",
 }
-WAITING = ("wait_hosts", "elastic")  # parts in which a process of one host may be while those of others train
+WAITING = ("wait_hosts", "elastic")  # parts of a process that may wait while processes of other hosts train
 ALIVE_S = 300.0  # after its last sign of life, in which an attempt without an end counts as running: copies of its files may be that old
 OVER = ("done", "nothing_left")  # reasons of a stop after which a run has nothing to do
 ROUNDING_S = 0.1  # by which parts that add up may differ from their sum
@@ -366,7 +366,7 @@ def read_attempts(run: RunDirectory, begins: Event | None = None) -> tuple[list[
 
 def read_events(run: RunDirectory) -> list[Event]:
     """Events of events.jsonl. Raises OSError."""
-    return [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
+    return [event for item in read_objects(run.events) if (event := Event.from_item(item)) is not None] if run.events.is_file() else []
 
 
 def read_last_record(run: RunDirectory) -> LastRecord | None:

@@ -1,4 +1,4 @@
-"""Memory and time of a step that were predicted before the first one, beside those of the run.
+"""Memory and time of a step predicted before the first step, compared with the measured ones.
 
 The event `start` holds them as `predicted`: `memory_bytes` that the compiled step needs on a device, by the compiler, and `step_s`, its
 seconds, if the config names what was measured on such a machine (`cost.calibration`).

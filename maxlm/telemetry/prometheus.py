@@ -85,7 +85,7 @@ class PrometheusObserver(Collector):
         return Ledger({**seconds, "step": seconds["step"] - thrown, "lost": seconds["lost"] + thrown}, self._before.attempts + 1)
 
     def describe(self) -> list[Metric]:
-        """No names, since those of figures depend on the run: registering the collector reads nothing."""
+        """No names in advance: the names of figures depend on the run."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -115,7 +115,7 @@ class PrometheusObserver(Collector):
 
 
 def _gauge(name: str, description: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
-    """A gauge with its values by those of its labels."""
+    """A gauge with its values by label values."""
     gauge = GaugeMetricFamily(name, description, labels=labels)
     for key, value in values.items():
         gauge.add_metric(key, value)

@@ -117,7 +117,7 @@ class Meter:
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
         self._tokens += self.sequences(step) * self._seq_len
         self._since = now
-        balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
+        balance = Balance.from_sums(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
         self._watch(step, metrics, balance)
         if self._noise is not None:
             self._noise.update(metrics.values)

@@ -137,7 +137,7 @@ def test_white_space_at_the_end_of_a_prompt_is_scored_and_counted(write):
 def test_a_text_is_scored_with_its_line_ends(write, tmp_path):
     model = GivenModel(lambda context, text: -len(text) / 2)
     task = write({"kind": "perplexity", "data": "a.txt"})
-    task.beside("a.txt").write_bytes(b"ab\r\ncd\r\n")
+    task.path_of("a.txt").write_bytes(b"ab\r\ncd\r\n")
     assert run_task(task, model).figures["bits_per_byte"].value == pytest.approx(0.5 / np.log(2))
     assert "".join(chr(token) for request in model.asked for token in request.continuation) == "ab\r\ncd\r\n"
 

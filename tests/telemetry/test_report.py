@@ -352,6 +352,7 @@ def test_time_of_a_killed_attempt_is_that_of_its_steps(make):
     path = make("r", reason=None)
     events = [
         Event("start", 0, 1000.0),
+        Event("killed", 60, 1005.0),  # as the next attempt notes it
         Event("start", 0, 1100.0),
         Event("restore", 50, 1101.0),
         Event("stop", 100, 1108.0, {"reason": "done"}),

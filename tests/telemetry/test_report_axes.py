@@ -91,4 +91,4 @@ def test_the_axis_of_any_series_is_finite_and_holds_its_usual_values(evaluate, l
 def test_numbers_are_short(evaluate):
     values = [0, 0.0003, 2.5, 500, 2000, 50_000, 1_500_000, -0.001, 2.5e14, 1e300, -1.23456e-300]
     found = evaluate("values => values.map(value => short(value))", values)
-    assert found == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250T", "1e300", "-1.23e-300"]
+    assert found == ["0", "3e-4", "2.5", "500", "2000", "50k", "1.5M", "-1e-3", "250T", "1e300", "-1.23456e-300"]

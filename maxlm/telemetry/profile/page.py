@@ -30,14 +30,14 @@ Predicted = Mapping[str, Mapping[Phase, float]]  # scope -> phase -> seconds a s
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that the page states beside the trace itself."""
+    """Facts that the trace does not hold."""
 
     title: str
     steps: int = 1  # that the trace covers
     step: int | None = None  # update before the first of them
     hardware: str = ""
     predicted: Predicted | None = None
-    prediction_note: str = "The trace alone is known here, so there is no prediction beside it."
+    prediction_note: str = "The trace alone is known here, so there is no prediction."
     viewer_file: str = "trace.json.gz"
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -76,7 +76,11 @@ def _cards(profile: Profile, facts: Facts) -> str:
         "Exposed communication": sum(device.exposed for device in profile.devices) / window,
         "Idle": 1 - sum(device.busy for device in profile.devices) / window,
     }
-    hints = {"Compute": "operations that are no collective", "Exposed communication": "no compute beside it", "Idle": "nothing runs"}
+    hints = {
+        "Compute": "operations that are no collective",
+        "Exposed communication": "no compute at that time",
+        "Idle": "nothing runs",
+    }
     cards = [("Step", duration(_a_step(window, profile, facts)), "from the first operation to the last, a step")]
     cards += [(name, percent(value), f"of that time; {hints[name]}") for name, value in share.items()]
     cards.append(("Attributed", percent(profile.attributed), "of device time, to a part of the step"))
@@ -84,7 +88,7 @@ def _cards(profile: Profile, facts: Facts) -> str:
 
 
 def _parts(profile: Profile, facts: Facts) -> str:
-    """Time by part of the model and phase, beside the prediction."""
+    """Time by part of the model and phase, compared with the prediction."""
     measured, total = profile.table(), sum(profile.own.values())
     order = sorted(measured, key=lambda scope: -sum(measured[scope].values()))
     drawn = [(TITLES[scope], sum(measured[scope].values())) for scope in order]
@@ -141,7 +145,7 @@ def _busy(profile: Profile, facts: Facts) -> str:
     heads = ["device", "window", "compute", "communication", "hidden", "exposed", "idle"]
     left = len(profile.devices) - len(rows)
     more = f'<p class="note">{left} more devices are not listed.</p>' if left > 0 else ""
-    note = "Wall time a step. Communication: any collective runs. Hidden: compute runs beside it. Exposed: none does. Idle: nothing runs."
+    note = "Wall time a step. Communication: any collective runs. Hidden: compute runs meanwhile. Exposed: none does. Idle: nothing runs."
     return (
         f'<section><h2>Compute, communication, idle time</h2>{table(heads, rows, numbers=True)}{more}<p class="note">{note}</p></section>'
     )
@@ -162,9 +166,9 @@ def _longest_gaps(profile: Profile) -> str:
     rows = []
     for length, start, end, device in sorted(candidates, key=lambda item: -item[0])[:LONGEST_GAPS]:
         gap = Spans(np.array([start]), np.array([end]))
-        beside = {name: spans.clipped_total(gap) for name, spans in profile.host.items() if name.startswith(HOST_MARK)}
-        cause = max(beside, key=lambda name: beside[name], default="")
-        host = f"{_mark(cause)} ({percent(beside[cause] / length)})" if cause and beside[cause] else "–"
+        overlaps = {name: spans.clipped_total(gap) for name, spans in profile.host.items() if name.startswith(HOST_MARK)}
+        cause = max(overlaps, key=lambda name: overlaps[name], default="")
+        host = f"{_mark(cause)} ({percent(overlaps[cause] / length)})" if cause and overlaps[cause] else "–"
         before, after = _drawn_op(profile, device, end=start), _drawn_op(profile, device, start=end)
         rows.append([_short(length / PS), escape(device.name), escape(before), escape(after), escape(host)])
     if not rows:
@@ -263,7 +267,7 @@ def _ops(profile: Profile, facts: Facts) -> str:
 
 
 def _files(facts: Facts) -> str:
-    text = f"{facts.viewer_file}, beside this page, is the timeline: open it at ui.perfetto.dev or in chrome://tracing."
+    text = f"{facts.viewer_file}, in the folder of this page, is the timeline: open it at ui.perfetto.dev or in chrome://tracing."
     return f'<section><p class="note">{escape(text)}</p></section>'
 
 

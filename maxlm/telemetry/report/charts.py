@@ -21,7 +21,7 @@ FEW_RUNS = 3  # up to so many have a column in tables, a paragraph, and both los
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a chart, of the run with that number on the page. `color`: index in the palette of style.py, if not that of the run."""
+    """One series of a chart, of the run with that number on the page. `color`: index in the palette, if not the colour of the run."""
 
     label: str
     series: Series

@@ -15,10 +15,10 @@ from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import encodable
 
-HOST = "127.0.0.1"  # other machines come through a tunnel of ssh, which asks them who they are
-NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # another site whose name resolves to here gets no answer
+HOST = "127.0.0.1"  # other machines connect through a tunnel of ssh, which authenticates them
+NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # a site with another name that resolves to here gets no answer
 LEAST_S = 2.0  # between two pages
-BUSY = 0.1  # of the time, at most, goes into pages: the training beside it keeps the rest
+BUSY = 0.1  # share of the time that goes into pages, at most: training keeps the rest
 ANSWER_S = 60.0  # that a connection may be silent: a slow tunnel takes its time
 
 log = logging.getLogger(__name__)

@@ -139,14 +139,14 @@ class Run:
 
     @cached_property
     def _evaluations(self) -> list[tuple[str, int, Any]]:
-        """(name, step, value) of evaluations whose updates still count."""
+        """(name, step, value) of evaluations of updates that still count."""
         found: list[tuple[str, int, Any]] = [
             (f"tasks/{task}/{metric}", outcome.step, outcome.value)
             for (task, metric), of_task in self.results.items()
             for outcome in of_task
         ]
         for event in surviving(self.events):
-            # What other ends have is the loss of an earlier step, and null is that of a run without evaluations.
+            # A stop for another reason holds the loss of an earlier step; a run without evaluations holds null.
             done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
             figures = {"eval_loss": event.data["eval_loss"]} if done else evaluated(event)
             found += [(name, event.step, value) for name, value in figures.items()]
@@ -192,7 +192,7 @@ def load_run(path: Path) -> Run:
             return _load_model(run, path)
         text, config = _read_config(run.config, notes)
         series, not_finite = _read_metrics(run.metrics, notes)
-        events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
+        events = [event for item in _objects(run.events, notes) if (event := Event.from_item(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
         undone = Undone(events, _last_step(series, events) if events else None)
         results, samples = read_results(run.evaluations, notes, undone), read_samples(run.samples, notes, undone)
@@ -229,7 +229,7 @@ def _last_step(series: Mapping[str, Series], events: Sequence[Event]) -> int:
 
 
 def _load_model(run: RunDirectory, path: Path) -> Run:
-    """A model of `maxlm import` or `average`: its results of tasks. Settings of training in its config.yml are nobody's choice."""
+    """A model of `maxlm import` or `average`: its results of tasks. Training settings of its config.yml are defaults, and left out."""
     notes: list[str] = []
     text, _ = _read_config(run.model, notes)
     _, config = _read_config(run.config, notes)

@@ -42,7 +42,7 @@ class Figures:
     held_out_lost: int | None
     tokens_per_s: float | None  # median, of the newest hardware
     mfu: float | None
-    mfu_peak: str  # format whose peak it is a share of, such as "fp8 "; "" for bf16
+    mfu_peak: str  # the share is of the peak of this format, such as "fp8 "; "" for bf16
     data_wait: float | None  # share of a step
     seconds: float | None  # wall time since the first start
     goodput: float | None  # share of it spent on steps that count
