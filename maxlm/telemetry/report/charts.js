@@ -190,7 +190,8 @@ class Chart {
       scales: {x: {time: false, range: () => this.range}, y: {distr: this.log ? 3 : 1, dir: this.heat ? -1 : 1, range: () => this.values ?? [0, 1]}},
       axes: [
         {...axis, ...ticksOf(this.heat ? 'step' : view.x, this.range[1]), grid: {show: false}, space: 60, size: 28},
-        {...axis, grid: {stroke: css('--rule'), width: 1, show: !this.heat}, size: 58, show: this.values !== null, splits: this.heat && rowNumbers,
+        {...axis, grid: {stroke: css('--rule'), width: 1, show: !this.heat}, size: 58, show: this.values !== null, filter: (_, values) => values,
+          splits: this.heat ? rowNumbers : this.log ? logTicks : undefined,
           values: (_, values) => values.map(value => value === null ? null : short(value))},
       ],
       series: [{}, ...(series.length ? series : [{}])],
@@ -287,6 +288,16 @@ function ticksOf(kind, high) {  // of the horizontal axis: steps are whole numbe
   const [unit, name] = kind === 'seconds' ? unitOf(high) : [1, ''];
   return {label: AXES[kind] + (name && `, ${name}`), values: (_, values) => values.map(value => short(value / unit)),
     incrs: TICKS.map(tick => tick * unit).filter(tick => kind !== 'step' || tick >= 1)};
+}
+
+function logTicks(plot, axis, low, high) {  // powers of ten, or as many of their multiples as it takes to have three, or evenly spaced ones
+  const powers = Array.from({length: Math.ceil(Math.log10(high / low)) + 2}, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
+  for (const factors of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
+    const within = powers.flatMap(power => factors.map(factor => factor * power)).filter(value => low <= value && value <= high);
+    if (within.length >= 3) return within.filter((_, i) => i % Math.ceil(within.length / 12) === 0);
+  }
+  const step = TICKS.concat(TICKS.map(tick => tick * 1e-12)).sort((a, b) => a - b).find(tick => tick >= (high - low) / 6), first = Math.ceil(low / step);
+  return Array.from({length: Math.floor(high / step) - first + 1}, (_, i) => (first + i) * step);
 }
 
 function showTip({clientX, clientY}) {
