@@ -1,6 +1,7 @@
 """Figures of the last record, events by kind, and the ledger of the run, served by prometheus_client."""
 
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
@@ -18,6 +19,8 @@ from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import encodable, is_number
 
+log = logging.getLogger(__name__)
+
 MAX_CAUSES = 100  # of events that are told apart
 LISTEN_AGAIN_S = 30.0
 _FIXED = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s")
@@ -34,12 +37,17 @@ class MetricsPort:
         """Serve, in threads. Raises OSError for a port that is taken and for an address of another machine."""
         if self._server is None:
             self._server, _ = start_http_server(self.port, self.host, self.registry)
+            self._server.handle_error = _log_failure  # type: ignore[method-assign]  # the server's own prints a traceback
 
     def close(self) -> None:
         """End the server and free the port."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+
+
+def _log_failure(request: object, client_address: object) -> None:
+    log.debug("a request from %s failed", client_address, exc_info=True)
 
 
 class PrometheusObserver(Collector):
