@@ -226,7 +226,13 @@ TRUSTED = {
         *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
         *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "runtime/deadline.py"),
     ),
-    "of maxlm itself": ("corpus/filters/personal_data.py", "corpus/filters/quality.py", "telemetry/report/render.py", "data/sources.py"),
+    "of maxlm itself": (
+        "corpus/filters/personal_data.py",
+        "corpus/filters/quality.py",
+        "telemetry/report/render.py",
+        "telemetry/pages.py",
+        "data/sources.py",
+    ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
         *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
         *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "runtime/resume_checks.py"),
