@@ -9,7 +9,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError
-from maxlm.config.schema import WeightsKind
+from maxlm.config.sections.train import WeightsKind
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, check_unused, result_file, table, write_result

@@ -19,9 +19,9 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
-from maxlm.config.loader import dump, flatten
+from maxlm.config.loader import dump
+from maxlm.config.table import identity
 from maxlm.data.tokenizer import open_tokenizer
-from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
 from maxlm.runtime import elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
@@ -45,19 +45,6 @@ from maxlm.training.start_from import begin_from, fingerprint
 from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
-
-# Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
-IDENTITY = (
-    "train.seed",
-    "train.global_batch",
-    "data.seq_len",
-    "data.shuffle",
-    "data.mask_documents",
-    "optimizer.name",
-    "diloco.workers",
-    "compression.kind",
-    "compression.warmup_steps",
-)
 
 
 class OpenTasks(Protocol):
@@ -185,24 +172,6 @@ def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
     except (UserError, OSError) as error:
         problem = frozen.explained(error)
     require_equal({}, problem)
-
-
-def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
-    """Return field -> value of the settings that a checkpoint must match."""
-    values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
-    values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
-    if config.compression is not None and config.diloco is None:
-        values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
-    if config.compression is not None and config.compression.kind != "int8" and config.diloco is None:
-        values["optimizer.beta2"] = config.optimizer.beta2  # second moments stay those of the warm-up, whose weights sum to what it says
-    ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
-    values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
-    values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
-    values |= config.optimizer.identity
-    values |= {"precision.compute": config.precision.compute} if config.precision.scaling is not None else {}  # the loss's scale is state
-    values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
-    fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
-    return {**fixed, "tokenizer": tokenizer_hash}
 
 
 def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from maxlm.config import Config, UserError, load
-from maxlm.config.loader import flatten
+from maxlm.config.fields import flatten
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event

@@ -22,7 +22,7 @@ from typing import Any
 
 from maxlm.config.errors import ExitCode
 from maxlm.config.paths import append_regular, read_file
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
 from maxlm.runtime.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, Limits

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
 from maxlm.config.paths import read_file
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.hardware.host import environment_of_commands
 from maxlm.telemetry.strict_json import dumps, is_number
 

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit
 from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.ledger import OVER

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from maxlm.config.cost import CostConfig
+from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.power import POWERS, site_of
 from maxlm.hardware.prices import LIST_PRICES

@@ -13,7 +13,7 @@ from tiny import tiny_config
 
 from maxlm.config import UserError, load
 from maxlm.config.loader import load_saved, saved_text
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.cost import calibration
 from maxlm.ladder import recommend
 from maxlm.runtime import frozen, limits, progress_file, resume_checks, watchdog

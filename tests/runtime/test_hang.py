@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import stacks, watchdog
 from maxlm.runtime.hang import COMPILE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, RATIO, Limits

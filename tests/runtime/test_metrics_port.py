@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from maxlm.config import ConfigError
-from maxlm.config.reliability import PrometheusConfig
+from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.runtime.open_run import open_metrics_port
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import flatten
+from maxlm.config.fields import flatten
 from maxlm.telemetry.course import Undone, current_step, surviving
 from maxlm.telemetry.ledger import Attempt, LastRecord, Ledger, attempts_of, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes

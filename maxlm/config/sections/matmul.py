@@ -1,19 +1,71 @@
-"""Rules of `precision.matmul`: with itself, with the model, and with the chip."""
+"""Number formats of the model's matmuls (docs/precision.md): the section, and its rules with itself, the model and the chip."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from maxlm.config.errors import ConfigError, Problem
-from maxlm.config.precision import LARGEST_SCALE, MX_TILE, LossScaleConfig, QuantizedConfig
-from maxlm.config.schema import Config, ModelConfig
-from maxlm.hardware import topologies
-from maxlm.hardware.chips import WORTH, MatmulFormat, chip_named
+from pydantic import Field, Strict
+
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import Bool, Count, Section
+from maxlm.config.sections.model import ModelConfig
+from maxlm.hardware.chips import WORTH, Chip, MatmulFormat
+
+# Of one operand. e4m3 and e5m2: 8-bit floating point (arXiv 2209.05433); int4 is emulated.
+ElementFormat = Literal["int8", "int4", "e4m3", "e5m2"]
+# Names as in the parameter tree; `experts`: the three matrices of every expert.
+QuantizedMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down", "experts"]
+MX_TILE = 32  # numbers that share a scale in the MX formats (OCP Microscaling, arXiv 2310.10537)
+
+
+class QuantizedConfig(Section):
+    """Matmuls of layers with 8-bit operands, forward and in the gradient; sums are exact, or float32. Routers stay in float32."""
+
+    # fp8: e4m3. mxfp8: e4m3 with a power of two for every 32 numbers. int4: of weights only.
+    format: Literal["int8", "fp8", "mxfp8", "int4"]
+    # Of gradients in their two matmuls; what they are multiplied by is in `format`. bf16: `precision.compute`, as is what they are
+    # multiplied by. None: int8 for int8; e4m3 for mxfp8 and tiles of fp8; e5m2 for other fp8; bf16 where only weights are quantized.
+    gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None
+    # Numbers that share a scale. tensor: a whole operand; channel: a row or column, all that is summed; tile: `tile` of what is summed.
+    scaling: Literal["tensor", "channel", "tile"] | None = None  # None: channel; of mxfp8 tile
+    tile: Annotated[int, Strict(), Field(ge=16, le=4096)] | None = None  # None: 128 with scaling: tile, 32 for mxfp8
+    weights_only: Bool = False  # quantization-aware training: weights are rounded to the format, matmuls are in `precision.compute`
+    stochastic_rounding: Bool = False  # of gradients, up or down with probabilities that make their mean exact
+    hadamard: Annotated[int, Strict(), Field(ge=2, le=1024)] | None = (
+        None  # rotate operands by Hadamard matrices of this size, a power of two
+    )
+    skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()  # matrices kept in `precision.compute`
+    first_layers: Count = 0  # layers at the beginning whose matrices are all kept so, in whole periods of model.layer_pattern
+    last_layers: Count = 0  # and at the end
+    unembedding: Bool = False  # the matmuls of the loss as well; gradients of logits are rounded stochastically to integers
+    force: Bool = False  # allow a format that the chip is no faster with
+
+    @property
+    def element(self) -> ElementFormat:
+        """Format of both operands of a forward matmul; with `weights_only` of the weights alone."""
+        return self.format if self.format in ("int8", "int4") else "e4m3"
+
+    @property
+    def gradient_element(self) -> ElementFormat | None:
+        """Format of gradients; None: `precision.compute`."""
+        if self.gradients is not None:
+            return None if self.gradients == "bf16" else self.gradients
+        if self.weights_only or self.format == "int4":
+            return None
+        return "e5m2" if self.format == "fp8" and self.tile_size is None else self.element
+
+    @property
+    def tile_size(self) -> int | None:
+        """Numbers of the summed dim that share a scale; None: all of it."""
+        if self.format == "mxfp8":
+            return MX_TILE
+        return (self.tile or 128) if self.scaling == "tile" else None
+
 
 FIELD = "precision.matmul"
 GRADIENTS = {"int8": ("int8", "bf16"), "int4": ("bf16",), "fp8": ("e5m2", "e4m3", "bf16"), "mxfp8": ("e4m3", "e5m2", "bf16")}
 
 
-class Sizes(NamedTuple):
+class Sides(NamedTuple):
     """Numbers that the two sides of a matrix have, and the settings they come from."""
 
     inputs: int
@@ -21,71 +73,34 @@ class Sizes(NamedTuple):
     source: str
 
 
-def problems(config: Config) -> Iterator[Problem]:
-    """Contradictions of the section, and of `precision.dispatch`."""
-    quantized, dispatch = config.precision.matmul, config.precision.dispatch
-    if dispatch is not None and config.model.moe is None:
-        yield "precision.dispatch.format", dispatch.format, "the model has no experts (model.moe)", "remove precision.dispatch"
-    if config.precision.scaling is not None:
-        yield from _float16(config, config.precision.scaling)
-    if quantized is not None:
-        yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized))
-        yield from (*_skip(config, quantized), *_loss(quantized))
+def _problems(config: Config, quantized: QuantizedConfig) -> Problems:
+    yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized))
+    yield from (*_skip(config, quantized), *_loss(quantized))
 
 
-def _float16(config: Config, scale: LossScaleConfig) -> Iterator[Problem]:
-    """Settings of the loss's scale, and what hands gradients on in float16 after they are divided by it."""
-    for name in ("initial", "smallest"):
-        value = getattr(scale, name)
-        if value & (value - 1) or value > LARGEST_SCALE:
-            rule = f"is no power of two up to {LARGEST_SCALE}, by which alone multiplying is exact"
-            yield f"precision.loss_scale.{name}", value, rule, f"use {min(1 << (value.bit_length() - 1), LARGEST_SCALE)}"
-            return
-    if scale.smallest > scale.initial:
-        rule = f"is above precision.loss_scale.initial = {scale.initial}"
-        yield "precision.loss_scale.smallest", scale.smallest, rule, f"use {scale.initial} at most"
-    vanish = ", and in float16 those that the loss's scale has been taken out of would vanish"
-    refused = {
-        "memory.offload_state": (config.memory.offload_state, f"hands gradients on in precision.compute{vanish}"),
-        "compression": (config.compression, f"sums gradients in precision.compute while it warms up{vanish}"),
-        "diloco": (config.diloco, "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting"),
-    }
-    for field, (section, rule) in refused.items():
-        if section is not None:
-            yield field, "set", rule, "remove it, or use precision.compute=bfloat16 or float32"
-    quantized = config.precision.matmul
-    if quantized is not None and quantized.tile_size is not None:
-        rule = "has tiles, which are emulated by powers of two that float16 does not hold"
-        yield FIELD, "set", rule, f"use another {FIELD}.scaling, or precision.compute=bfloat16"
-
-
-def check_chip(config: Config, chip: str, source: str = "") -> None:
-    """Raise ConfigError for a format that is no faster than bfloat16 on the chip called `chip`, one of ours, unless it is forced; and for
-    float16 on a TPU.
-    """
-    if config.precision.compute == "float16" and topologies.is_tpu(chip_named(chip)):
-        raise ConfigError("precision.compute", "float16", f"is for GPUs without bfloat16, and {chip} multiplies in bfloat16", "remove it")
-    quantized = config.precision.matmul
-    if quantized is None or quantized.force or quantized.weights_only:
+def _on_chip(config: Config, quantized: QuantizedConfig, chip: Chip) -> Problems:
+    """A format that is no faster than bfloat16 on this chip, unless it is forced."""
+    if quantized.force or quantized.weights_only:
         return
     formats: dict[str, MatmulFormat] = {"int8": "int8", "fp8": "e4m3"}
-    speeds = {name: chip_named(chip).matmul_speed(format) for name, format in formats.items()}
+    speeds = {name: chip.matmul_speed(format) for name, format in formats.items()}
     faster = [name for name, speed in speeds.items() if speed >= WORTH]
     use = f"use {faster[0]}" if faster else "remove the section"
     fix = f"{use}, or set {FIELD}.force=true"
     if quantized.tile_size is not None:
-        rule = f"has a scale for every {quantized.tile_size} numbers, which is emulated in {config.precision.compute}: no faster on {chip}"
-        raise ConfigError(f"{FIELD}.{'format' if quantized.format == 'mxfp8' else 'scaling'}", _named(quantized), rule, fix, source)
-    if speeds[quantized.format] < WORTH:
-        rule = f"runs at {speeds[quantized.format]:.2f} times the speed of bfloat16 on {chip}"
-        raise ConfigError(f"{FIELD}.format", quantized.format, rule, fix, source)
+        rule = f"has a scale for every {quantized.tile_size} numbers, which is emulated in {config.precision.compute}"
+        rule += f": no faster on {chip.name}"
+        yield f"{FIELD}.{'format' if quantized.format == 'mxfp8' else 'scaling'}", _named(quantized), rule, fix
+    elif speeds[quantized.format] < WORTH:
+        rule = f"runs at {speeds[quantized.format]:.2f} times the speed of bfloat16 on {chip.name}"
+        yield f"{FIELD}.format", quantized.format, rule, fix
 
 
 def _named(quantized: QuantizedConfig) -> str:
     return quantized.format if quantized.format == "mxfp8" else "tile"
 
 
-def _format(quantized: QuantizedConfig) -> Iterator[Problem]:
+def _format(quantized: QuantizedConfig) -> Problems:
     name, gradients = quantized.format, quantized.gradients
     if name == "int4" and not quantized.weights_only:
         yield f"{FIELD}.format", name, "is for weights alone", f"set {FIELD}.weights_only=true, or use int8"
@@ -99,7 +114,7 @@ def _format(quantized: QuantizedConfig) -> Iterator[Problem]:
         yield f"{FIELD}.stochastic_rounding", True, rule, f"remove it, or set {FIELD}.gradients"
 
 
-def _scales(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
+def _scales(config: Config, quantized: QuantizedConfig) -> Problems:
     scaling, tile = quantized.scaling, quantized.tile
     if quantized.format == "mxfp8":
         if scaling not in (None, "tile"):
@@ -113,7 +128,7 @@ def _scales(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
         return
     field = f"{FIELD}.tile" if tile is not None else f"{FIELD}.{'format' if quantized.format == 'mxfp8' else 'scaling'}"
     value = tile if tile is not None else _named(quantized)
-    tokens = [] if quantized.gradient_element is None else [("tokens", Sizes(config.data.seq_len, size, "data.seq_len"))]
+    tokens = [] if quantized.gradient_element is None else [("tokens", Sides(config.data.seq_len, size, "data.seq_len"))]
     for name, (inputs, outputs, source) in (*quantized_matrices(config.model, quantized), *tokens):
         sides = (inputs,) if quantized.gradient_element is None else (inputs, outputs)
         if wrong := [side for side in sides if side % size]:
@@ -123,7 +138,7 @@ def _scales(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
             return
 
 
-def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Iterator[Problem]:
+def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Problems:
     size = quantized.hadamard
     if size is None:
         return
@@ -139,7 +154,7 @@ def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Iterator[Proble
             return
 
 
-def _skip(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
+def _skip(config: Config, quantized: QuantizedConfig) -> Problems:
     model, skip = config.model, quantized.skip
     known = tuple(dict.fromkeys(name for name, _ in matrices(model)))
     if other := [name for name in skip if name not in known]:
@@ -151,7 +166,7 @@ def _skip(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
     yield from _layers_kept(config, quantized)
 
 
-def _loss(quantized: QuantizedConfig) -> Iterator[Problem]:
+def _loss(quantized: QuantizedConfig) -> Problems:
     """The loss has a scale a row or column, and rounds as it must."""
     others = {
         "format": quantized.format in ("int4", "mxfp8"),
@@ -166,7 +181,7 @@ def _loss(quantized: QuantizedConfig) -> Iterator[Problem]:
         yield f"{FIELD}.unembedding", True, rule, "remove one of them"
 
 
-def _layers_kept(config: Config, quantized: QuantizedConfig) -> Iterator[Problem]:
+def _layers_kept(config: Config, quantized: QuantizedConfig) -> Problems:
     model, period = config.model, len(config.model.layer_pattern)
     tail = (model.n_layers - model.n_dense) % period
     for name, count, apart, where in (
@@ -187,32 +202,35 @@ def _layers_kept(config: Config, quantized: QuantizedConfig) -> Iterator[Problem
         yield f"{FIELD}.{field}", getattr(quantized, field), rule, "lower it"
 
 
-def quantized_matrices(model: ModelConfig, quantized: QuantizedConfig) -> list[tuple[str, Sizes]]:
+def quantized_matrices(model: ModelConfig, quantized: QuantizedConfig) -> list[tuple[str, Sides]]:
     """Matrices that are quantized."""
     return [(name, sizes) for name, sizes in matrices(model) if name not in quantized.skip]
 
 
-def matrices(model: ModelConfig) -> Iterator[tuple[str, Sizes]]:
+def matrices(model: ModelConfig) -> Iterator[tuple[str, Sides]]:
     """Matrices of attention and of feed-forward layers by their names in the parameter tree; `experts`: those of each expert."""
     width, heads, latent, moe = model.d_model, model.n_heads, model.latent, model.moe
     if latent is None:
         of_queries, of_keys = heads * model.head_dim, model.n_kv_heads * model.head_dim
-        yield "query", Sizes(width, of_queries, "model.d_model x n_heads head_dim")
-        yield "key", Sizes(width, of_keys, "model.d_model x n_kv_heads head_dim")
-        yield "value", Sizes(width, of_keys, "model.d_model x n_kv_heads head_dim")
-        yield "out", Sizes(of_queries, width, "model.n_heads head_dim x d_model")
+        yield "query", Sides(width, of_queries, "model.d_model x n_heads head_dim")
+        yield "key", Sides(width, of_keys, "model.d_model x n_kv_heads head_dim")
+        yield "value", Sides(width, of_keys, "model.d_model x n_kv_heads head_dim")
+        yield "out", Sides(of_queries, width, "model.n_heads head_dim x d_model")
     else:
         if latent.q_rank is not None:
-            yield "query_down", Sizes(width, latent.q_rank, "model.d_model x latent.q_rank")
-        yield "query", Sizes(latent.q_rank or width, heads * model.head_dim, "model.latent.q_rank or d_model x n_heads head_dim")
-        yield "kv_down", Sizes(width, latent.kv_rank + latent.rope_dim, "model.d_model x latent.kv_rank + rope_dim")
-        yield "kv", Sizes(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), "model.latent.kv_rank x heads")
-        yield "out", Sizes(heads * latent.value_dim, width, "model.n_heads latent.value_dim x d_model")
+            yield "query_down", Sides(width, latent.q_rank, "model.d_model x latent.q_rank")
+        yield "query", Sides(latent.q_rank or width, heads * model.head_dim, "model.latent.q_rank or d_model x n_heads head_dim")
+        yield "kv_down", Sides(width, latent.kv_rank + latent.rope_dim, "model.d_model x latent.kv_rank + rope_dim")
+        yield "kv", Sides(latent.kv_rank, heads * (latent.nope_dim + latent.value_dim), "model.latent.kv_rank x heads")
+        yield "out", Sides(heads * latent.value_dim, width, "model.n_heads latent.value_dim x d_model")
     shared = 0 if moe is None else moe.n_shared * moe.d_ff
     for hidden, source in ((shared, "moe.n_shared moe.d_ff"), (model.d_ff if moe is None or moe.n_dense else 0, "d_ff")):
         if hidden:
-            yield from ((name, Sizes(width, hidden, f"model.d_model x {source}")) for name in ("gate", "up")[not model.gated :])
-            yield "down", Sizes(hidden, width, f"model.{source} x d_model")
+            yield from ((name, Sides(width, hidden, f"model.d_model x {source}")) for name in ("gate", "up")[not model.gated :])
+            yield "down", Sides(hidden, width, f"model.{source} x d_model")
     if moe is not None:
-        yield "experts", Sizes(width, moe.d_ff, "model.d_model x moe.d_ff")
-        yield "experts", Sizes(moe.d_ff, width, "model.moe.d_ff x d_model")
+        yield "experts", Sides(width, moe.d_ff, "model.d_model x moe.d_ff")
+        yield "experts", Sides(moe.d_ff, width, "model.moe.d_ff x d_model")
+
+
+CAPABILITY = Capability(key="precision.matmul", rules=(_problems,), chip_rules=(_on_chip,))

@@ -1,19 +1,56 @@
-"""Rules of `data.mixture` that join several settings."""
+"""A mixture: several sources of training data, their shares, and stages in which the shares are others."""
 
-from collections.abc import Iterator
+import re
+from typing import Annotated
 
-from maxlm.config import paths
-from maxlm.config.errors import Problem
-from maxlm.config.mixture import MixtureConfig, StageConfig
-from maxlm.config.schema import Config
+from pydantic import AfterValidator, Field
+
+from maxlm.config import conditions, paths
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, StoredPath, Text, Tokens
+
+
+def _plain(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", name):
+        paths.refuse(f"have plain names, and {name[:64]} is none", "use letters, digits, `-` and `_`")
+    return name
+
+
+Condition = Annotated[Text, AfterValidator(conditions.checked)]
+Name = Annotated[Text, AfterValidator(_plain)]
+Weights = Annotated[dict[Text, PositiveFloat], Field(min_length=1)]
+
+
+class SourceConfig(Section):
+    """A token store, or the documents of it that meet conditions."""
+
+    store: StoredPath  # a folder or gs:// made by `maxlm data prepare`
+    where: tuple[Condition, ...] = ()  # on the metadata of its documents, all of which are met, as `language == en`
+    by: Text | None = None  # a field of the metadata: each of its values is a source of its own, NAME/VALUE
+    weight: PositiveFloat | None = None  # share of the samples, in any unit; None, for all sources: by their tokens
+    epochs: PositiveFloat | None = None  # at most; then the other sources share what this one had
+
+
+class StageConfig(Section):
+    """Other shares from some token of the run on, until the next stage."""
+
+    from_tokens: Tokens  # of the whole run, rounded up to samples
+    weights: Weights | None = None  # of the sources in this stage, by name: others have no part in it
+    temperature: AtLeastOne | None = None  # instead, or within sources that are split `by` a field
+
+
+class MixtureConfig(Section):
+    """Sources, and their shares of the samples from the beginning on."""
+
+    sources: Annotated[dict[Name, SourceConfig], Field(min_length=1)]
+    temperature: AtLeastOne = 1.0  # where no weights are given shares are as tokens ** (1 / temperature) (arXiv 1907.05019)
+    stages: tuple[StageConfig, ...] = ()
+
 
 FIELD = "data.mixture"
 
 
-def problems(config: Config) -> Iterator[Problem]:
-    mixture = config.data.mixture
-    if mixture is None:
-        return
+def _problems(config: Config, mixture: MixtureConfig) -> Problems:
     yield from _sources(mixture)
     before = 0
     for number, stage in enumerate(mixture.stages):
@@ -30,7 +67,7 @@ def problems(config: Config) -> Iterator[Problem]:
         yield f"{FIELD}.stages.{late}.from_tokens", mixture.stages[late].from_tokens, rule, "begin it earlier, or remove it"
 
 
-def _sources(mixture: MixtureConfig) -> Iterator[Problem]:
+def _sources(mixture: MixtureConfig) -> Problems:
     sources, seen = mixture.sources, dict[tuple[str, tuple[str, ...]], str]()
     weighted = [name for name, source in sources.items() if source.weight is not None]
     if weighted and len(weighted) < len(sources):
@@ -56,7 +93,7 @@ def _sources(mixture: MixtureConfig) -> Iterator[Problem]:
         yield f"{FIELD}.temperature", mixture.temperature, rule, "leave it at 1.0, or remove the weights"
 
 
-def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Iterator[Problem]:
+def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Problems:
     if stage.weights is None and stage.temperature is None:
         yield f"{field}.weights", None, "is not set, and neither is `temperature`, so that no share changes", "set one of them"
         return
@@ -74,3 +111,6 @@ def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Iterator[P
 def _total_tokens(config: Config) -> int | None:
     """Tokens of the whole run; None if its length is not set, which another rule refuses."""
     return None if config.train.steps is None and config.train.tokens is None else config.total_tokens
+
+
+CAPABILITY = Capability(key="data.mixture", rules=(_problems,))

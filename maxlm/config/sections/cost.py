@@ -1,4 +1,4 @@
-"""The section about what a run costs while it trains."""
+"""Price and power of the chips of a run (docs/cost.md)."""
 
 import re
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, model_validator
 
 from maxlm.config import paths
+from maxlm.config.capability import Capability
 from maxlm.config.fields import AtLeastOne, LocalPath, PositiveFloat, Section, Text
 
 
@@ -24,7 +25,7 @@ class CostConfig(Section):
     """
 
     per_chip_hour: PositiveFloat | None = None  # price, host included
-    currency: Currency = "USD"
+    currency: Currency = "USD"  # of per_chip_hour, by its ISO 4217 code
     watts: PositiveFloat | None = None  # that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless
     calibration: LocalPath | None = None  # file of `maxlm plan --calibrate`, by which the time of the step is predicted (docs/observing.md)
     pue: AtLeastOne | None = None  # energy of the data centre over that of its machines
@@ -34,3 +35,6 @@ class CostConfig(Section):
         if self.currency != "USD" and self.per_chip_hour is None:
             paths.refuse("state per_chip_hour in that currency, since list prices are in USD", "set per_chip_hour, or leave currency out")
         return self
+
+
+CAPABILITY = Capability(key="cost")
