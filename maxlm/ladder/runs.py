@@ -16,7 +16,7 @@ from maxlm.ladder.forms import Runs
 from maxlm.ladder.grid import Rung
 from maxlm.runtime.launch import Supervisor
 from maxlm.telemetry.atomic import write_text
-from maxlm.telemetry.attempts import OVER
+from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.report.load import load_run
 
 RESTARTS = 10

@@ -28,13 +28,12 @@ from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
 from maxlm.runtime.message_socket import shared_secret
-from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.phases import Phases
+from maxlm.telemetry.prometheus import LISTEN_AGAIN_S, MetricsPort
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.text_server import TextServer
 from maxlm.training import bit_flips, fits, integrity
 from maxlm.training.bit_flips import BitFlips
 from maxlm.training.branch import branch_off, check_same_branch
@@ -67,7 +66,7 @@ class OpenRun:
     directory: RunDirectory
     tasks: Tasks | None
     checkpoints: Checkpoints
-    server: TextServer | None
+    metrics_port: MetricsPort | None
     journal: Journal
     start: Start
     init: Init
@@ -101,7 +100,7 @@ def open_run(
     if open_tasks is not None:
         opening = functools.partial(open_tasks, goes_on=checkpoints.latest() is not None)
         tasks = _open_tasks_on_all_hosts(opening, config, program, directory)
-    server = metrics_server(config, directory, phases)
+    metrics_port = open_metrics_port(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
     with elastic.waiting_if_too_large(here), checkpoints.one_listing():
@@ -111,7 +110,30 @@ def open_run(
             if phases.primary:
                 _log.warning("%s", line)
         data.train.check_length(config.total_steps)
-    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, server, journal, start, init, flips)
+    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, metrics_port, journal, start, init, flips)
+
+
+def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
+    """Open the port of `prometheus` on the primary process. Raises UserError on all processes if it cannot be opened for a new run.
+
+    A run that has begun before goes on without the port, and tries again meanwhile: the program that took the port must not end it.
+    """
+    settings = config.prometheus
+    if settings is None:
+        return None
+    port, problem = MetricsPort(settings.host, settings.port) if phases.primary else None, None
+    try:
+        if port is not None:
+            port.listen()
+    except OSError as error:
+        rule = f"{settings.host}:{settings.port} cannot be listened at ({error.strerror})"
+        if directory.events.is_file():
+            warning = f"warning: prometheus.port = {settings.port}: {rule}; the run goes on, and tries again every {LISTEN_AGAIN_S:g} s"
+            phases.console.print(warning, markup=False, highlight=False, soft_wrap=True)
+        else:
+            problem = ConfigError("prometheus.port", settings.port, rule, "choose another port, or end what uses it")
+    require_equal({}, problem)
+    return port
 
 
 def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
