@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def picked(self) -> Point | None:
-        """The chosen layout. Where nothing can be compiled: the fastest that is predicted to fit with `MEMORY_MARGIN` left, else the leanest
+        """The chosen layout. Where nothing can be compiled: the fastest predicted to fit with `MEMORY_MARGIN` left, else the leanest
         that is predicted to fit.
         """
         if self.chosen is not None:
