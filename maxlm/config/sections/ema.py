@@ -29,3 +29,6 @@ def _identity(config: Config, ema: EmaConfig) -> dict[str, str]:
 
 def _state(config: Config, ema: EmaConfig, state: State, sizes: Sizes) -> State:
     return state.add("average", FLOAT32, along="masters")
+
+
+CAPABILITY = Capability(key="ema", rules=(_problems,), identity=_identity, state=_state)
