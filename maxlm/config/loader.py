@@ -1,8 +1,8 @@
 """From a name and `key=value` overrides to a checked `Config`, remembering where each value came from.
 
 Files are strict YAML 1.2. `extends` lists other configs, merged left to right; the file's own keys come over them and
-the command line over all. Sections merge key by key; lists are replaced; a section whose `kind` changes is replaced, as is one
-that is `{}` on the command line: by its defaults.
+the command line over all. Sections merge key by key; lists are replaced; a section with another `kind` is replaced, and `{}` on the
+command line replaces a section by its defaults.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 import maxlm
-from maxlm.config import assumed, explain, rules, schedule_rules
+from maxlm.config import assumed, explain, rules
 from maxlm.config.errors import SHOWN, UserError, error_kind, shorten, show
 from maxlm.config.paths import expand_home, irregular, open_regular, read_file
 from maxlm.config.schema import Config
+from maxlm.config.table import config_class
 
 COMMAND_LINE = "command line"
 _WRITTEN_BY = "# Written by maxlm "
@@ -46,16 +47,15 @@ class LoadedConfig:
     notes: tuple[str, ...] = ()
 
     def source(self, key: str) -> str:
-        """Source of `key`; `default` if nobody set it."""
+        """Source of `key`; `default` if it is not set."""
         return self.sources.get(key, "default")
 
 
 def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False, shorten: bool = True) -> LoadedConfig:
     """Read, merge and check the config `name`: a path, a name under `configs/`, or the folder of a run. Raises UserError on any bad input.
 
-    `any_mesh`: the mesh need not match the devices of the cluster. `assume`: for a model alone, whose files have neither `data` nor
-    `train`, required settings of those are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a run whose length is
-    among `overrides`.
+    `any_mesh`: the mesh need not match the devices of the cluster. `assume`: if the files have neither `data` nor `train`, their
+    required settings are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a length of the run in `overrides`.
     """
     path = find(name)
     folder = _run_folder(name, path)
@@ -71,7 +71,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         place = {"run": {"dir": str(folder.parent), "name": folder.name}}
         _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    _override(merged, sources, overrides, files, Config)
+    _override(merged, sources, overrides, files, config_class())
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
@@ -79,7 +79,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         assumed.fill(merged, sources)
     config = validate(merged, sources)
     given = [key for key, source in sources.items() if source == COMMAND_LINE]
-    config, notes = schedule_rules.fit_schedule(config, given) if shorten else (config, {})
+    config, notes = assumed.fit_schedule(config, given) if shorten else (config, {})
     rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources | dict.fromkeys(notes, "shortened to the length of the run"), tuple(notes.values()))
 
@@ -99,7 +99,7 @@ def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequen
 
 def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
     """`values` as a Config; the first thing wrong with their names, types or ranges as a ConfigError."""
-    return _validate(Config, values, sources)
+    return _validate(config_class(), values, sources)
 
 
 def _validate(schema: type[Schema], values: Mapping[str, Any], sources: Mapping[str, str]) -> Schema:
@@ -144,7 +144,7 @@ def _naming_writer(file: Path) -> Iterator[None]:
         version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
         if version == maxlm.__version__:
             raise
-        writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026"
+        writer = f"maxlm {version}" if version else "another version of maxlm"
         fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
         raise UserError(f"{error} {file.name} was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
 
@@ -161,15 +161,6 @@ def _present(section: BaseModel) -> dict[str, Any]:
         elif isinstance(value, dict):
             values[name] = {key: _present(inner) if isinstance(inner, BaseModel) else inner for key, inner in value.items()}
     return values
-
-
-def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested mappings as (dotted key, value); a list is a leaf."""
-    if isinstance(values, Mapping) and values:
-        for key, value in values.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, values
 
 
 def find(name: str) -> Path:
@@ -206,7 +197,7 @@ def _run_folder(name: str, config: Path) -> Path | None:
 
 
 def shipped() -> list[str]:
-    """Names of the configs under `configs/`, where tasks of an evaluation lie beside them."""
+    """Names of the configs under `configs/`, without the tasks of evaluations."""
     names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
     return sorted(name for name in names if not name.startswith("tasks/"))
 

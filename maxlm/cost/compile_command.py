@@ -9,11 +9,12 @@ from pathlib import Path
 from maxlm.config import assumed, load, rules
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import LoadedConfig, flatten
+from maxlm.config.fields import flatten
+from maxlm.config.loader import LoadedConfig
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 
-LOG_WIDTH = 120  # columns of a file or a pipe, whose width is unknown
+LOG_WIDTH = 120  # columns of a file or a pipe, which has no width
 
 
 class NoClusterError(UserError):

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from maxlm.config import axes, integrity_rules, rules
+from maxlm.config import axes, rules
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import AXES, Config, ContextAttention, ModelConfig, PipelineConfig, RematName
+from maxlm.config.schema import Config, ModelConfig, PipelineConfig
+from maxlm.config.sections.memory import RematName
+from maxlm.config.sections.mesh import AXES, ContextAttention
 from maxlm.cost.advice import changed
 from maxlm.parallel.schedule import Schedule
 
@@ -67,7 +69,7 @@ class Layout:
         return Schedule(self.schedule, self.sizes["stage"], self.microbatches, self.chunks)
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """Dotted settings over those of `config`, without axes of size 1 that it leaves at 1."""
+        """Dotted settings that change `config` to this layout, without axes that stay at 1."""
         settings: dict[str, Any] = {
             f"mesh.{axis}": size for axis, size in self.mesh if axis in ALWAYS_NAMED or size > 1 or getattr(config.mesh, axis) != 1
         }
@@ -88,7 +90,7 @@ class Layout:
         }
 
     def _pipeline_settings(self, config: Config) -> dict[str, Any]:
-        """Settings of the section `pipeline`, where they are not those of `config` already."""
+        """The section `pipeline`, unless `config` has it already."""
         wanted = {"schedule": self.schedule, "chunks": self.chunks}
         if self.sizes["stage"] == 1:
             return {} if config.pipeline is None else {"pipeline": None}
@@ -103,7 +105,7 @@ class Layout:
 
 def layout_of(config: Config, devices: int) -> Layout:
     """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
-    sizes = _sizes(config, devices)
+    sizes = rules.check_full_mesh(config, devices)
     remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
     return Layout(
         mesh=tuple(sizes.items()),
@@ -192,18 +194,10 @@ def periods(model: ModelConfig) -> int:
     return math.ceil((model.n_layers - model.n_dense) / len(model.layer_pattern))
 
 
-def _sizes(config: Config, devices: int) -> dict[str, int]:
-    """Mesh axis -> size. Raises ConfigError where a run with this mesh would be refused."""
-    sizes = rules.check_devices(config, devices)
-    for problem in integrity_rules.on_mesh(config, sizes):
-        raise ConfigError(*problem)
-    return sizes
-
-
 def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
     candidate = changed(config, settings)
     try:
-        return candidate is not None and bool(_sizes(candidate, devices))
+        return candidate is not None and bool(rules.check_full_mesh(candidate, devices))
     except ConfigError:
         return False
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from maxlm.config.schedules import NoiseScaleConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric

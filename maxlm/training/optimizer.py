@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from maxlm.config.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, OptimizerConfig, SoapConfig
-from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, OptimizerConfig, SoapConfig
+from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters
 from maxlm.training.factored import adafactor, factored_adam, relative_scale

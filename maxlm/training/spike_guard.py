@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.reliability import HealthConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.health import HealthConfig
 from maxlm.models.parameters import Parameters
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
 from maxlm.training.step import TrainState
