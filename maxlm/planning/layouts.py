@@ -77,8 +77,8 @@ class Layout:
             settings["mesh.context_attention"] = self.attention
         if self.zero != config.mesh.zero:
             settings["mesh.zero"] = self.zero
-        if self.unroll != config.memory.unrolled:
-            settings["memory.loop"] = {"unroll": self.unroll}
+        if self.unroll != config.memory.unroll:
+            settings["memory.unroll"] = self.unroll
         return {
             **settings,
             **self._pipeline_settings(config),
@@ -118,7 +118,7 @@ def layout_of(config: Config, devices: int) -> Layout:
         schedule=pipeline.schedule,
         chunks=pipeline.chunks,
         attention=config.mesh.context_attention if sizes["context"] > 1 else "ring",
-        unroll=config.memory.unrolled,
+        unroll=config.memory.unroll,
     )
 
 
