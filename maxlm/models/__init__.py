@@ -1,8 +1,9 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
+from maxlm.models.context import BlockContext
 from maxlm.models.counts import count_active_parameters, count_parameters, count_trained, counts, mfu_format, step_flops, token_flops
 from maxlm.models.decoder import Caches, Decoder, DecoderOutput, balance_experts
-from maxlm.models.layers import BlockContext, Cache
+from maxlm.models.layers import Cache
 from maxlm.models.parameters import (
     Parameters,
     abstract_model_state,

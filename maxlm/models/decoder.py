@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
+from maxlm.models.context import Angles, BlockContext
+from maxlm.models.layers import Attention, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
 from maxlm.models.linear import BETWEEN, embedding_lookup, enter, over_layers
 from maxlm.models.mla import LatentAttention
 from maxlm.models.moe import Moe
@@ -53,7 +55,7 @@ class Block(nnx.Module):
             y_BSD, aux_loss, routing = self.mlp(self.mlp_norm(x_BSD), context)
             router = aux_loss, routing
         else:
-            y_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
+            y_BSD = self.mlp(enter(self.mlp_norm(x_BSD)), context)
         x_BSD += self.multiplier * (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD))
         return constrain(x_BSD, *BETWEEN), cache, router
 
@@ -111,12 +113,13 @@ class Decoder(nnx.Module):
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
         """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and the value `beside` it."""
-        routers, scan = list[RouterOutput](), partial(jax.lax.scan, unroll=context.memory.unrolled)
+        routers, inside = list[RouterOutput](), replace(context, scan=None)
         for entry in entries:
-            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, context))
+            scan = partial(jax.lax.scan, unroll=context.memory.unrolled)
+            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, inside))
             blocks = getattr(self, entry)
             layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
-            x_BSD, reports = over_layers(self.config, scan, entry, period, x_BSD, layers)
+            x_BSD, reports = over_layers(self.config, context, entry, period, x_BSD, layers)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
         return DecoderOutput(x_BSD, aux_loss, routing)
@@ -172,8 +175,10 @@ class Decoder(nnx.Module):
         normed, norm = self.config.mtp is not None and self.config.mtp.reads == "normed", self.final_norm
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
             read_BSD = norm(x_BSD) if normed else x_BSD
-            x_BSD = module.join(read_BSD, token_BSD)
-            x_BSD, router = over_layers(self.config, jax.lax.scan, "ahead", partial(run_layer, context), x_BSD, (module.block, None))
+            x_BSD = module.join(read_BSD, token_BSD, context)
+            x_BSD, router = over_layers(
+                self.config, context, "ahead", partial(run_layer, replace(context, scan=None)), x_BSD, (module.block, None)
+            )
             norm = module.final_norm
             hidden.append(norm(x_BSD))
             routers.append(router)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
 from maxlm.config.rope import RopeConfig
-from maxlm.config.schema import ClampConfig, ContextAttention, MemoryConfig, ModelConfig
-from maxlm.kernels.attention import Form, Layout, Mask
+from maxlm.config.schema import ClampConfig, ModelConfig
+from maxlm.kernels.attention import Layout, Mask
 from maxlm.kernels.platform import device
+from maxlm.models.context import Angles, BlockContext
 from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, Axes, enter, gated_linear, linear
 from maxlm.models.rope_scaling import rope_gains, scaled_frequencies
 from maxlm.models.saved_tensors import Matmul, matmul_by
@@ -29,31 +30,11 @@ from maxlm.parallel.context import context_attention
 HEADS: Axes = ("batch", "seq", "heads", None)
 GROUPS: Axes = ("batch", "seq", "kv_heads", None)
 _MERGED: Axes = ("batch", "seq", "heads")  # heads side by side
-_STATIC = {"static": True}
 
 
 def parameter(shape: Sequence[int], axes: Sequence[str], std: float = 0.0, *, mean: float = 0.0) -> nnx.Param:
     """Declare a float32 parameter, initially normal with this mean and deviation; `axes` name the logical axis of each dim."""
     return nnx.Param(jnp.empty(tuple(shape), jnp.float32), axes=tuple(axes), mean=mean, std=std)
-
-
-Angles = tuple[Float[Array, "B S F"], Float[Array, "B S F"]]  # cosines and sines
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class BlockContext:
-    """Inputs shared by all blocks, which carry no gradient, and the options of a forward pass."""
-
-    angles: dict[bool, Angles | None]  # rotary angles of global (False) and local (True) layers; None with learned positions
-    segment_ids_BS: Int[Array, "B S"]  # 0 is padding
-    random_BS: UInt32[Array, "B S"] | None = None  # seed of the router's jitter for each token, in training
-    prefix_BS: Bool[Array, "B S"] | None = None  # True in the prefix of a document, for masks of form "prefix"
-    memory: MemoryConfig = field(default=MemoryConfig(remat="none"), metadata=_STATIC)  # what is saved for the backward pass
-    strategy: ContextAttention = field(default="ring", metadata=_STATIC)  # of attention where the mesh splits the sequence
-    form: Form = field(default="causal", metadata=_STATIC)  # of the attention masks
-    summed: tuple[str, ...] = field(default=(), metadata=_STATIC)  # mesh axes that are manual here and split the batch
-    cached_BT: Int[Array, "B T"] | None = None  # segment ids of the positions of the caches, in generation
 
 
 class Norm(nnx.Module):
@@ -161,7 +142,9 @@ class AttentionBase(nnx.Module):
             attended_BSHV = kernels.attention(q_BSHK, k_BSGK, v_BSGV, **ids, layout=layout, **options)
         attended_BSN = constrain(attended_BSHV.reshape(*q_BSHK.shape[:2], -1), *_MERGED)
         out_ND = self.out_HKD[...].reshape(attended_BSN.shape[-1], -1)
-        return linear("BSN,ND->BSD", attended_BSN, out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN, name="attention_out"), cache
+        return linear(
+            context, "BSN,ND->BSD", attended_BSN, out_ND, self.out_bias_D, reads=_MERGED, writes=BETWEEN, name="attention_out"
+        ), cache
 
     def pair_flops(self, seq_len: int, head_dims: int, *, masked: bool) -> float:
         """FLOPs of a training token over its pairs, forward and backward; `head_dims`: the sum of a key's and a value's."""
@@ -201,9 +184,9 @@ class Attention(AttentionBase):
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """The layer's output, and `cache` with this call's keys and values added."""
         x_BSD = enter(x_BSD)
-        q_BSHK = linear("BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, reads=ENTERING, writes=HEADS)
-        k_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, reads=ENTERING, writes=GROUPS)
-        v_BSGK = linear("BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, reads=ENTERING, writes=GROUPS)
+        q_BSHK = linear(context, "BSD,DHK->BSHK", x_BSD, self.query_DHK, self.query_bias_HK, reads=ENTERING, writes=HEADS)
+        k_BSGK = linear(context, "BSD,DGK->BSGK", x_BSD, self.key_DGK, self.key_bias_GK, reads=ENTERING, writes=GROUPS)
+        v_BSGK = linear(context, "BSD,DGK->BSGK", x_BSD, self.value_DGK, self.value_bias_GK, reads=ENTERING, writes=GROUPS)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHK, k_BSGK = self.query_norm(q_BSHK), self.key_norm(k_BSGK)
         if (angles := context.angles[self.local]) is not None:
@@ -243,16 +226,16 @@ class Mlp(nnx.Module):
         self.down_bias_D = parameter((width,), ("embed_act",)) if biased else None
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def __call__(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> Float[Array, "B S D"]:
         if self.gate_DF is not None and self.up_bias_F is None:
             out_BSD = gated_linear(x_BSD, self.gate_DF, self.up_DF, self.down_FD, self.activation)
             if out_BSD is not None:
                 return out_BSD
-        into = partial(linear, "BSD,DF->BSF", x_BSD, reads=ENTERING, writes=HIDDEN)
+        into = partial(linear, context, "BSD,DF->BSF", x_BSD, reads=ENTERING, writes=HIDDEN)
         up_BSF = into(self.up_DF, self.up_bias_F, name="up")
         gate_BSF = None if self.gate_DF is None else into(self.gate_DF, self.gate_bias_F, name="gate")
         hidden_BSF = ACTIVATIONS[self.activation](up_BSF) if gate_BSF is None else gated(self.activation, gate_BSF, up_BSF, self.clamp)
-        return linear("BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN, name="mlp_out")
+        return linear(context, "BSF,FD->BSD", hidden_BSF, self.down_FD, self.down_bias_D, reads=HIDDEN, writes=BETWEEN, name="mlp_out")
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token, forward and backward."""

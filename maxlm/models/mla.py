@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import LatentConfig, ModelConfig
-from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, parameter, rotate
+from maxlm.models.context import BlockContext
+from maxlm.models.layers import HEADS, AttentionBase, Cache, Norm, matrix_size, parameter, rotate
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
@@ -39,15 +40,15 @@ class LatentAttention(AttentionBase):
         """As `Attention`; the cache holds latents, which take the place of keys and values."""
         angles = context.angles[self.local]
         assert angles is not None, "rules.py requires rotary positions"
-        q_BSHK = linear("BSR,RHK->BSHK", enter(self._query_latent(x_BSD)), self.query_RHK, reads=ENTERING, writes=HEADS)
-        compressed_BSR = linear("BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
+        q_BSHK = linear(context, "BSR,RHK->BSHK", enter(self._query_latent(x_BSD, context)), self.query_RHK, reads=ENTERING, writes=HEADS)
+        compressed_BSR = linear(context, "BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
         latent_BSR, position_BSK = jnp.split(compressed_BSR, [self.latent.kv_rank], axis=-1)
         latent_BSR = enter(self.kv_norm(latent_BSR))
         queries_BSHK, rotary_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
         shared_BS1K = rotate(enter(position_BSK)[:, :, None], angles)
         if cache is not None:
             return self._attend_to_latents(queries_BSHK, rotate(rotary_BSHK, angles), latent_BSR[:, :, None], shared_BS1K, context, cache)
-        kv_BSHV = linear("BSR,RHK->BSHK", latent_BSR, self.kv_RHK, reads=ENTERING, writes=HEADS)
+        kv_BSHV = linear(context, "BSR,RHK->BSHK", latent_BSR, self.kv_RHK, reads=ENTERING, writes=HEADS)
         keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(rotary_BSHK, angles)], axis=-1)
@@ -64,10 +65,10 @@ class LatentAttention(AttentionBase):
         q_BSHR = jnp.concatenate([jnp.einsum("BSHK,RHK->BSHR", q_BSHK, keys_RHK), rotary_BSHK], axis=-1)
         return self.attend(q_BSHR, jnp.concatenate([latent_BS1R, shared_BS1K], axis=-1), latent_BS1R, context, cache, values_RHV)
 
-    def _query_latent(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
+    def _query_latent(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:
             return x_BSD
-        return self.query_norm(linear("BSD,DR->BSR", x_BSD, self.query_down_DR, reads=BETWEEN, writes=BETWEEN))
+        return self.query_norm(linear(context, "BSD,DR->BSR", x_BSD, self.query_down_DR, reads=BETWEEN, writes=BETWEEN))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""

@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import BlockContext, Mlp, gated, matrix_size, parameter, state_constant
+from maxlm.models.context import BlockContext
+from maxlm.models.layers import Mlp, gated, matrix_size, parameter, state_constant
 from maxlm.models.linear import BETWEEN, dispatched, enter, grouped_linear, linear
 from maxlm.models.router import Choice, Routing, route
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
@@ -51,7 +52,7 @@ class Moe(nnx.Module):
         routed_BS = context.segment_ids_BS != 0
         x_BSD = constrain(x_BSD, *BETWEEN)
         bias_E = None if self.balancing_E is None else self.balancing_E[...]
-        choice, penalty, routing = route(self.config, self.logits(x_BSD, context.random_BS), bias_E, routed_BS, context)
+        choice, penalty, routing = route(self.config, self.logits(x_BSD, context), bias_E, routed_BS, context)
         named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
         y_BSD = through_experts(
@@ -62,12 +63,12 @@ class Moe(nnx.Module):
             choice.experts_BSK,
             choice.weights_BSK,
             self.config.n_experts,
-            dispatched(),
+            dispatched(context.precision),
         )
         if self.down_bias_ED is not None:
             y_BSD += self._biases(choice).astype(y_BSD.dtype)
         if self.shared is not None:
-            y_BSD += self.shared(enter(x_BSD))
+            y_BSD += self.shared(enter(x_BSD), context)
         return checkpoint_name(constrain(y_BSD, *BETWEEN), "mlp_out"), penalty, routing
 
     def _biases(self, choice: Choice) -> Float[Array, "B S D"]:
@@ -77,12 +78,12 @@ class Moe(nnx.Module):
         weights_BSE = jnp.sum(jnp.where(hits_BSKE, choice.weights_BSK[..., None], 0), axis=2)
         return constrain(jnp.einsum("BSE,ED->BSD", weights_BSE, self.down_bias_ED[...]), *BETWEEN)
 
-    def logits(self, x_BSD: Float[Array, "B S D"], random_BS: UInt32[Array, "B S"] | None) -> Float[Array, "B S E"]:
-        """Router logits of every expert, float32 from x on; `random_BS`: the seed of each token's jitter, in training."""
+    def logits(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> Float[Array, "B S E"]:
+        """Router logits of every expert, float32 from x on, with jitter in training."""
         x_BSD = x_BSD.astype(jnp.float32)
-        if self.config.router.jitter and random_BS is not None:
-            x_BSD *= 1 + self.config.router.jitter * _uniform(random_BS, x_BSD.shape[-1])
-        return linear("BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
+        if self.config.router.jitter and context.random_BS is not None:
+            x_BSD *= 1 + self.config.router.jitter * _uniform(context.random_BS, x_BSD.shape[-1])
+        return linear(context, "BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token in the experts it is routed to, forward and backward."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxlm.config.schema import MoeConfig
 from maxlm.kernels.platform import logged
-from maxlm.models.layers import BlockContext
+from maxlm.models.context import BlockContext
 from maxlm.parallel.context import in_sequence
 
 # B batch, S sequence, E experts, G groups of them, K choices of a token

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
+from maxlm.models.context import BlockContext
 from maxlm.models.decoder import Block, run_layer
-from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import Parameters, parameter_specs
 from maxlm.models.router import Routing
 from maxlm.models.stack import PATTERN, by_group, cut_periods, layer_groups, pad_periods, split_layers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import MoeConfig
-from maxlm.models.layers import BlockContext
+from maxlm.models.context import BlockContext
 from maxlm.models.router import expert_capacity, route
 
 B, S, E = 2, 16, 8
