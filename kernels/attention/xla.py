@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import multiplied
 
-# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, V that of values, N query blocks
+# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K and V head dims, N query blocks
 
 QUERY_BLOCK = 1024  # scores of at most this many queries exist at a time
 At = tuple[Int[Array, "B S"], Int[Array, "B S"]]  # segment ids, positions

@@ -126,7 +126,7 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
 
 @dataclass(frozen=True)
 class Job:
-    """A program for the compiler. `key`: of everything its result depends on; `resident`: bytes that are on a device beside the program."""
+    """A program for the compiler. `key`: of everything its result depends on; `resident`: further bytes in use."""
 
     lowered: "jax.stages.Lowered"
     topology: Topology
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def available(self) -> int:
-        """Bytes of HBM that it may use with what is beside it."""
+        """Bytes of HBM that it may use, with `resident` bytes taken off."""
         return available_hbm(self.topology)
 
 

@@ -35,6 +35,7 @@ from maxlm.config.fields import (
     Tokens,
     whole,
 )
+from maxlm.config.layer_parts import PatternEntry, ResidualRule
 from maxlm.config.memory import OffloadStateConfig
 from maxlm.config.mixture import MixtureConfig, of_list
 from maxlm.config.optimizer import OptimizerConfig
@@ -161,7 +162,7 @@ class ModelConfig(Section):
     clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5
-    norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
+    norm_position: ResidualRule = "pre"  # sandwich: before and after each sublayer (Gemma)
     qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
     # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
@@ -169,7 +170,7 @@ class ModelConfig(Section):
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
     # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
-    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1, max_length=256)] = ("global",)
+    layer_pattern: Annotated[tuple[PatternEntry, ...], Field(min_length=1, max_length=256)] = ("global",)
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
     softcap: SoftcapConfig | None = None

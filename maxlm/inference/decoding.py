@@ -123,11 +123,8 @@ def grow(state: State, length: int) -> State:
     """The same state with room for `length` slots; old and new caches are there together."""
     more = length - state.tokens_BT.shape[1]
 
-    def pad(leaf: Any, dim: int) -> Any:
-        return None if leaf is None else jnp.pad(leaf, [(0, more if i == dim else 0) for i in range(leaf.ndim)])
-
-    caches = tuple(cache._replace(k_BGTK=pad(cache.k_BGTK, 2), v_BGTV=pad(cache.v_BGTV, 2)) for cache in state.caches)
-    return _whole(state._replace(tokens_BT=pad(state.tokens_BT, 1), caches=caches))
+    tokens_BT = jnp.pad(state.tokens_BT, ((0, 0), (0, more)))
+    return _whole(state._replace(tokens_BT=tokens_BT, caches=tuple(cache.grown(more) for cache in state.caches)))
 
 
 def _advance(

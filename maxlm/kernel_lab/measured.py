@@ -45,8 +45,8 @@ class Row:
     milliseconds: float = 0.0
     tflops: float = 0.0  # TFLOP/s
     peak: float | None = None  # share of it
-    temporaries_mib: float | None = None  # memory beside operands and results
-    ratio: float | None = None  # of its median time to that of ours
+    temporaries_mib: float | None = None  # memory, operands and results not counted
+    ratio: float | None = None  # of its median time to our median time
 
 
 def present() -> str:

@@ -1,4 +1,4 @@
-"""Matrices of the layer stack whose weights or gradients are in host memory (`memory.offload_state`), while a program is traced.
+"""Matrices of the layer stack with weights or gradients in host memory (`memory.offload_state`), while a program is traced.
 
 A gradient is in the memory of what is differentiated. So where weights and gradients are in different memories, an array that is never read
 stands for the weights in the tree of parameters, and the weights come by themselves.
@@ -18,7 +18,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.memory.layer_stream import empty_on_host, scan_layers
 from maxlm.memory.pieces import fold
 from maxlm.memory.spaces import is_on_host
-from maxlm.models.context import Scan
+from maxlm.models.layers import Scan
 from maxlm.models.parameters import Parameters, declarations
 from maxlm.models.stack import LayerGroup, group_of
 from maxlm.parallel import partition_spec
@@ -43,7 +43,7 @@ class HostedLayers:
         return nested(flat_params(params) | self._differentiated)
 
     def taken(self, grads: Parameters) -> Parameters:
-        """The inverse of `joined` for gradients; those of the stack's matrices are kept in `gradients`."""
+        """The inverse of `joined` for gradients; the gradients of the stack's matrices are kept in `gradients`."""
         flat = flat_params(grads)
         self.gradients = {name: flat.pop(name) for name in self._names}
         return nested(flat)

@@ -25,7 +25,7 @@ from maxlm.interop.layouts import FROM_ONE
 from maxlm.interop.tensor_files import TensorFiles
 from maxlm.kernels.linear_cross_entropy import logits as unembed
 from maxlm.models import abstract_model_state, abstract_parameters, bind
-from maxlm.models.context import BlockContext
+from maxlm.models.layers import BlockContext
 from maxlm.parallel import build_mesh
 
 GOLDEN = Path(__file__).parent / "golden"

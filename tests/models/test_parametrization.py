@@ -6,7 +6,7 @@ import pytest
 from tiny import tiny_batch, tiny_config
 
 from maxlm.models import abstract_model_state, abstract_parameters, init_parameters
-from maxlm.models.context import BlockContext
+from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import bind, declarations
 from maxlm.models.parametrization import factors, folded, standard
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from maxlm.config.precision import DispatchConfig, QuantizedConfig
 from maxlm.config.schema import AXES
 from maxlm.hlo.parser import read
-from maxlm.models.layers import gated
-from maxlm.models.moe import _compute
+from maxlm.models.feed_forward.dense import gated
+from maxlm.models.feed_forward.experts import _compute
 from maxlm.parallel.experts import through_experts
 from maxlm.parallel.quantized_rows import RowFormats
 from maxlm.precision import expert_weight

@@ -9,7 +9,7 @@ import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, drawn_parameters, steps_on, tiny_batch, tiny_config
 
 from maxlm.models import bind, init_model_state
-from maxlm.models.context import BlockContext
+from maxlm.models.layers import BlockContext
 from maxlm.objectives import build_objective
 
 SECTIONS = {
