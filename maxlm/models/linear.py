@@ -121,7 +121,7 @@ def unembedding_loss(
     **options: Any,
 ) -> kernels.CrossEntropySums:
     """Cross-entropy of x w^T against the targets, summed over tokens; `options`: of `maxlm.kernels.linear_cross_entropy`."""
-    options["formats"] = loss_formats(precision)
+    options["formats"] = precision.matmul and loss_formats(precision.matmul)
     return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=unembedding_layout(), **options)
 
 
@@ -135,7 +135,7 @@ def unembedding_scores(
     precision: PrecisionConfig, x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
 ) -> kernels.TokenScores:
     """Likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_scores`."""
-    options["formats"] = loss_formats(precision)
+    options["formats"] = precision.matmul and loss_formats(precision.matmul)
     return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
-from maxlm.config.schema import ModelConfig, PrecisionConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.kernels import GatedLayout, LossFormats
 from maxlm.kernels.quantize import MOST_SUMMED
 from maxlm.parallel import constrain, split_axes
@@ -158,10 +158,9 @@ def _row_major(reads: Axes, writes: Axes, x: Array, parts: tuple[str | None, ...
     return jax.shard_map(pinned, in_specs=split, out_specs=split, check_vma=False)(x)
 
 
-def loss_formats(precision: PrecisionConfig) -> LossFormats | None:
+def loss_formats(quantized: QuantizedConfig) -> LossFormats | None:
     """Formats of the matmuls of the loss; None: as they come."""
-    quantized = precision.matmul
-    if quantized is None or not quantized.unembedding:
+    if not quantized.unembedding:
         return None
     assert quantized.gradient_element is not None, "the rules say so"
     return LossFormats(quantization(quantized.element), quantization(quantized.gradient_element))
