@@ -113,6 +113,7 @@ def masked_scores(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G R S T"]:
+    """Scaled, capped scores in float32, plus the bias of the mask."""
     batch, queries, heads, head_dim = q_BSHK.shape
     groups = k_BTGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)

@@ -76,6 +76,7 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
+        """True if the program fits into the HBM of a device."""
         return self.memory is not None
 
     @property

@@ -25,6 +25,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
+        """Bytes of HBM; 0 for a buffer in another memory."""
         return self.shape.bytes if self.shape.memory_space == HBM else 0
 
     @property

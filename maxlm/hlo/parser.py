@@ -67,6 +67,7 @@ class Shape:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -110,6 +111,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all results."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
@@ -133,6 +135,7 @@ class Computation:
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
+        """Operations by name."""
         return {op.name: op for op in self.ops}
 
     def operand(self, op: Op, place: int) -> Op:

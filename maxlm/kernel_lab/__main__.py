@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
+    """Compile the kernels of one shape, and print a JSON line for each."""
     bundles.write_to(folder)
     leave_chips_alone()
     # These load jax, which reads the environment.

@@ -58,6 +58,7 @@ class Row:
 
     @property
     def total(self) -> int:
+        """Cycles, waits included."""
         return self.cycles + self.waited
 
 

@@ -123,6 +123,7 @@ def _time(programs: Mapping[str, Callable[..., Any]], operands: Sequence[jax.Arr
 
 
 def show(results: Sequence[Row], console: Console) -> None:
+    """Print a table of the timings."""
     shown = table("shape", "kernel", "ms", "TFLOP/s", "of peak", "ratio")
     for row in results:
         figures = (f"{row.milliseconds:.3f}", f"{row.tflops:.1f}", percent(row.peak), "" if row.ratio is None else f"{row.ratio:.2f}")

@@ -52,6 +52,7 @@ Candidates = Mapping[str, Callable[..., jax.Array]]
 
 
 def shape_names(operation: str) -> tuple[str, ...]:
+    """Names of an operation's shapes."""
     return tuple(shape.name for shape in SHAPES[operation])
 
 

@@ -31,10 +31,12 @@ class AdaptedMatrix(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of W."""
         return tuple(self.base.shape)
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Logical axes of W."""
         axes: tuple[str, ...] = self.base.axes
         return axes
 

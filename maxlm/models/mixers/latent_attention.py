@@ -87,6 +87,7 @@ class LatentAttention(AttentionBase):
         return 6 * matrices + self.pair_flops(seq_len, masked=masked)
 
     def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
         rank, heads, _ = self.kv_RHK.shape[-3:]
         return (
             *(() if self.query_down_DR is None else (matmul_by("query_latent", self.query_down_DR, "rows", matrix="query_down"),)),
