@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
         """Rotary angles by the mixers' names in the layer pattern. `ids_BS`: of segments; None: each row is one."""
         config = self.config
         rotary = {name: mixer_class(config, name).rotary(config, name) for name in mixers_of(config)}
-        made = {key: rope_angles(*key, positions_BS, ids_BS) for key in dict.fromkeys(rotary.values()) if key is not None}
+        made = {key: rope_angles(key[0], key[1], positions_BS, ids_BS) for key in dict.fromkeys(rotary.values()) if key is not None}
         return {name: None if key is None else made[key] for name, key in rotary.items()}
 
     def run(

@@ -95,12 +95,12 @@ class Moe(nnx.Module):
     def matmuls(self) -> tuple[Matmul, ...]:
         """Matmuls in the order in which they run: the router's, the experts', the shared experts'."""
         width, experts, hidden = self.up_DEF.shape[-3:]
-        of_experts = {"experts": experts, "meets": self.config.top_k, "matrix": "experts"}
+        of_experts = partial(Matmul, experts=experts, meets=self.config.top_k, matrix="experts")
         return (
             matmul_by(ROUTER, self.router_DE, "rows"),
-            Matmul("gate", width, hidden, "out", **of_experts),
-            Matmul("up", width, hidden, "out", **of_experts),
-            Matmul("mlp_out", hidden, width, "in", **of_experts),
+            of_experts("gate", width, hidden, "out"),
+            of_experts("up", width, hidden, "out"),
+            of_experts("mlp_out", hidden, width, "in"),
             *(() if self.shared is None else self.shared.matmuls()),
         )
 

@@ -74,8 +74,8 @@ class Cache(NamedTuple):
 
     def grown(self, more: int) -> "Cache":
         """The same cache with room for so many further positions."""
-        k_BGTK, v_BGTV = (None if a is None else jnp.pad(a, ((0, 0), (0, 0), (0, more), (0, 0))) for a in (self.k_BGTK, self.v_BGTV))
-        return Cache(k_BGTK, v_BGTV, self.length)
+        pad = partial(jnp.pad, pad_width=((0, 0), (0, 0), (0, more), (0, 0)))
+        return Cache(pad(self.k_BGTK), None if self.v_BGTV is None else pad(self.v_BGTV), self.length)
 
 
 class AttentionBase(nnx.Module):
@@ -103,11 +103,12 @@ class AttentionBase(nnx.Module):
     @classmethod
     def empty_cache(cls, config: ModelConfig, batch: int, length: int, dtype: Any) -> Cache:
         """Cache for `length` positions of generation."""
-        heads, *dims = cls.cache_dims(config)
-        k_BGTK, v_BGTV = (
-            constrain(jnp.zeros((batch, heads, length, dim), dtype), "batch", "kv_heads", None, None) if dim else None for dim in dims
-        )
-        return Cache(k_BGTK, v_BGTV, jnp.int32(0))
+        heads, key_dim, value_dim = cls.cache_dims(config)
+
+        def empty(dim: int) -> Array:
+            return constrain(jnp.zeros((batch, heads, length, dim), dtype), "batch", "kv_heads", None, None)
+
+        return Cache(empty(key_dim), empty(value_dim) if value_dim else None, jnp.int32(0))
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         width, heads = config.d_model, config.n_heads
