@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from maxlm.config.schema import LoraConfig, LoraMatrix
+from maxlm.config.sections.lora import LoraConfig, LoraMatrix
 from maxlm.models.layers import StateVariable
 
 INPUTS = {"out": 2}  # dims that a matrix reads, if not one

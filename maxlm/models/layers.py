@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from maxlm.config.schema import ContextAttention, MemoryConfig, ModelConfig, PrecisionConfig
+from maxlm.config.schema import MemoryConfig, ModelConfig, PrecisionConfig
+from maxlm.config.sections.mesh import ContextAttention
 from maxlm.kernels.attention import Form
 
 # B batch, S sequence, T cached positions, D width, F half the rotary dims

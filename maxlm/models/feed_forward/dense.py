@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import ClampConfig, ModelConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.model import ClampConfig
 from maxlm.models.layers import BlockContext, matrix_size, parameter
 from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, enter, gated_linear, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by

@@ -1,6 +1,7 @@
 """Softmax attention with rotary positions: the mixer behind `global` and `local` in the layer pattern."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxlm import kernels
-from maxlm.config.rope import RopeConfig
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.rope import RopeConfig
 from maxlm.hardware.chips import LANES
 from maxlm.kernels.attention import Layout, Mask
 from maxlm.kernels.attention.mask import CAUSAL
