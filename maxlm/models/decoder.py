@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and its entry of `values`."""
         routers, inside = list[RouterOutput](), replace(context, scan=None)
         for entry in entries:
-            scan = partial(jax.lax.scan, unroll=context.memory.unrolled)
+            scan = partial(jax.lax.scan, unroll=context.memory.unroll)
             period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, inside))
             blocks = getattr(self, entry)
             layers = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))
@@ -236,7 +236,7 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
             offload_dst="pinned_host",
         )
     # Inside a loop the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
-    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unrolled)
+    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unroll)
 
 
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:

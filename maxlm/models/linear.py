@@ -105,7 +105,7 @@ def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], act
 
 def over_layers(config: ModelConfig, context: BlockContext, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
     """Run `period` over the blocks of an entry: the blocks of the layer pattern by `context.scan`, or by `jax.lax.scan`."""
-    scan = partial(jax.lax.scan, unroll=context.memory.unrolled)
+    scan = partial(jax.lax.scan, unroll=context.memory.unroll)
     if (quantized := context.precision.matmul) is not None:
         return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)
     return (context.scan or scan)(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
