@@ -22,6 +22,7 @@ from maxlm.memory.layer_stream import empty_on_host
 from maxlm.memory.pieces import add_up
 from maxlm.memory.spaces import is_on_host
 from maxlm.models import parameter_axes
+from maxlm.models.layers import Scan
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import split_layers
 from maxlm.objectives import Objective, Sums
@@ -36,15 +37,15 @@ Axes = tuple[str | None, ...]
 Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
-def build_gradients(objective: Objective, sizes: Mapping[str, int]) -> GradFn:
-    """How the gradients of a batch are computed and reduced, chosen once, for a mesh of `sizes`.
+def build_gradients(objective: Objective, sizes: Mapping[str, int], scan: Scan | None = None) -> GradFn:
+    """How the gradients of a batch are computed and reduced, chosen once, for a mesh of `sizes`. `scan`: of layers in host memory.
 
     computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
     reduced    once an update (`reduction_axes`), over `data` by a transform where it is compressed; as layers are done, with whole weights
                (ZeRO stage 2); by the partitioner
     """
     config, axes = objective.config, reduction_axes(objective.config, sizes)
-    loss = partial(objective.loss, summed=axes)
+    loss = partial(objective.loss, summed=axes, scan=scan)
     measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
     grad_fn: GradFn = measured(partial(in_one_pass, loss))
     if sizes.get("stage", 1) > 1:

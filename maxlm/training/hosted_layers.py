@@ -1,7 +1,5 @@
 """Tracing of a layer stack with weights or gradients in host memory (`memory.offload_state`)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -9,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.memory.layer_stream import scan_layers
-from maxlm.models.linear import layers_scanned
+from maxlm.models.layers import Scan
 from maxlm.models.parameters import declarations
 from maxlm.models.stack import LayerGroup, group_of
 from maxlm.parallel import partition_spec
@@ -18,20 +16,18 @@ from maxlm.training.state_paths import Leaves, Name
 STACK = "layers"  # entry of the parameters that is scanned
 
 
-@contextmanager
-def streamed_layers(config: Config, read: Leaves | None = None) -> Iterator[None]:
-    """Trace the model with one layer of its stack at a time on the device. `read`: matrices that are not in the tree of parameters."""
+def layer_scan(config: Config, read: Leaves) -> Scan:
+    """Scan over a stack of which one layer at a time is on the device. `read`: matrices that are read in place of parameters."""
     leaves = _of_stack(config.model)
 
     def scan(period: Any, x_BSD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
         mesh, shapes = jax.sharding.get_abstract_mesh(), [leaf.shape[1:] for leaf in jax.tree.leaves(layers)]
         named = zip(shapes, leaves, strict=True)
         specs = [PartitionSpec() if mesh.empty else partition_spec(axes, dims, mesh, ".".join(name)) for dims, (name, axes) in named]
-        weights = [(read or {}).get(name) for name, _ in leaves]
+        weights = [read.get(name) for name, _ in leaves]
         return scan_layers(period, x_BSD, layers, weights=weights, specs=specs, inputs_on_host="layer_input" in config.memory.offload)
 
-    with layers_scanned(scan):
-        yield
+    return scan
 
 
 def _of_stack(model: ModelConfig) -> list[tuple[Name, tuple[str, ...]]]:

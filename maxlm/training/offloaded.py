@@ -5,7 +5,6 @@ step, runs for a group of parameters at a time: the state of the group is fetche
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -24,7 +23,8 @@ from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import group_of, split_layers
 from maxlm.objectives import Sums
-from maxlm.training.hosted_layers import STACK, streamed_layers
+from maxlm.training.gradients import build_gradients
+from maxlm.training.hosted_layers import STACK, layer_scan
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
@@ -206,10 +206,10 @@ class StreamedUpdate:
         gradients_on_host = settings is not None and settings.gradients == "host"
         apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
-        plain = self.plain
-        hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, plain.gradients, plain.transforms)
-        with streamed_layers(self.config, apart) if self.config.memory.layers_on_host else nullcontext():
-            pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
+        plain, scan = self.plain, layer_scan(self.config, apart) if self.config.memory.layers_on_host else None
+        gradients = build_gradients(plain.objective, jax.sharding.get_abstract_mesh().shape, scan)
+        hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, gradients, plain.transforms)
+        pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
 

@@ -1,7 +1,6 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +26,7 @@ from maxlm.training.compression import CompressedSums
 from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import MovingAverage
 from maxlm.training.gradients import build_gradients, cast_frozen
-from maxlm.training.hosted_layers import streamed_layers
+from maxlm.training.hosted_layers import layer_scan
 from maxlm.training.layer_figures import LayerFiguresOfUpdates
 from maxlm.training.layer_probe import LayerProbe, probe_metrics
 from maxlm.training.loss_scale import LossScaling
@@ -255,8 +254,8 @@ class Program:
         state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            with streamed_layers(self.config) if self.config.memory.layers_on_host else nullcontext():
-                return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
+            scan = layer_scan(self.config, {}) if self.config.memory.layers_on_host else None
+            return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, scan=scan, training=False)[1]
 
         params = jax.tree.map(on_device, state.params) if self.streamed is None else self.streamed.computed_shardings
         split = params, state.model_state, self.batch_sharding
