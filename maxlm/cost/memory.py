@@ -55,11 +55,13 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     """Parameters, frozen ones, optimizer state and batch on one device, to the byte."""
     state = program.abstract_state
     residual = state.extra.get(RESIDUAL)
+    apart = (RESIDUAL, *(one.name for one in program.update.transforms if not one.by_parameter))
+    averages = {name: own for name, own in state.extra.items() if name not in apart}
     frozen = (MemoryPart("state", "frozen model (float32)", _bytes(state.model_state)),)
     return (
         *(frozen if program.config.model.lora is not None else ()),
         MemoryPart("state", f"parameters ({_masters(program)})", _bytes(state.params) + _bytes(residual)),
-        MemoryPart("state", f"optimizer ({_optimizer(program)})", _bytes((state.opt_state, state.extra)) - _bytes(residual)),
+        MemoryPart("state", f"optimizer ({_optimizer(program)})", _bytes((state.opt_state, averages))),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
 
