@@ -286,12 +286,11 @@ class Analytic:
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor, parts, passes = self.config.model, layout.sizes["tensor"], layout.microbatches, self.passes(layout)
         sizes, chunked = layout.sizes, layout.attention != "ulysses"
-        together = model.qk_norm or model.latent is not None
-        common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
             share = passes if kind.pattern else 1
             merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            common = MODEL_WIDE * model.d_model + NORMED_WIDE * kind.rewritten
             wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
@@ -469,7 +468,7 @@ class Analytic:
         if layout.remat in ("none", "dots"):
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
-        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
+        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths[0] < self.config.model.n_layers])
         return self._least_with_stack(layout, self._waits_bytes(layout, stack))
 
     def _least_with_stack(self, layout: Layout, stack: int) -> int:
