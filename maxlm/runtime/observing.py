@@ -3,10 +3,11 @@
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from maxlm.config import Config
 from maxlm.config.console import Console
-from maxlm.runtime import progress_file
+from maxlm.runtime import frozen, progress_file
 from maxlm.telemetry.alerts import AlertObserver
 from maxlm.telemetry.bill import Bill
 from maxlm.telemetry.console import ConsoleObserver
@@ -18,12 +19,18 @@ from maxlm.telemetry.wandb_observer import WandbObserver
 
 
 class _ProgressObserver:
-    """Records each logged step for the supervisor; nothing else, and keeps nothing open."""
+    """Records each logged step for the supervisor, and that the run has a checkpoint; keeps nothing open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def on_step(self, record: StepRecord) -> None:
         progress_file.record(step=record.step)
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: Event) -> None:
+        if event.kind == "save" or (event.kind == "start" and event.step > 0):
+            frozen.note_saved(self._folder)
+
     def close(self) -> None: ...
 
 
@@ -38,7 +45,7 @@ def observing(
     if primary:
         active.append(FileObserver(directory))
     if progress_file.VARIABLE in os.environ:
-        active.append(_ProgressObserver())
+        active.append(_ProgressObserver(directory.path))
     if config.run.tensorboard and primary:
         active.append(TensorBoardObserver(directory))
     if config.run.alerts is not None and primary:

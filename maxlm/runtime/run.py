@@ -404,6 +404,8 @@ def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         problem = None
         try:
             seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
+            if directory.primary:
+                frozen.check_folder(directory)
             for folder, field in folders.values() if directory.primary else ():
                 locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
         except UserError as error:

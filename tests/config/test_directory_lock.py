@@ -176,6 +176,14 @@ def second_writer(folder, monkeypatch, how):
     lock.release()
 
 
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch):
+    without_locks(monkeypatch, errno.ENOSYS)
+    said = []
+    run, checkpoints = (directory_lock.locked(tmp_path / name, "run.dir", 0, said.append, "") for name in ("run", "run/checkpoints"))
+    with run, checkpoints:
+        assert len(said) == 1 and "the file system has no locks" in said[0]
+
+
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, "removed"], ids=str)
 def how(request, monkeypatch):
     """Two processes can hold a folder: its file system has no locks, or somebody has removed the file."""
