@@ -17,9 +17,9 @@ import jax
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
-from maxlm.runtime import cluster_env, coordination, deadline, progress_file, rendezvous
+from maxlm.runtime import cluster_env, deadline, progress_file, rendezvous
 from maxlm.runtime.accelerators import find_accelerators
-from maxlm.runtime.cluster_env import ProcessSpec, process_label
+from maxlm.runtime.cluster_env import ProcessSpec, process_label, service_address
 from maxlm.runtime.deadline import Stopped
 from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.process_group import ProcessGroup
@@ -30,6 +30,7 @@ from maxlm.runtime.signals import beside_preemption_service
 # name none. The process group does its work. A clock of process 0's host that is set back ends them all the same, as jax 0.10 takes the
 # difference of unsigned numbers; `maxlm launch` says so.
 JAX_HEARTBEAT_SECONDS = 10 * 365 * 86400
+INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
 SHOWN = 4  # processes named in a line
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
@@ -134,7 +135,7 @@ def joined(
         if group.configured != tuple(range(spec.count)):
             _tell_slices(spec, group.configured, os.environ)
         if now.count > 1:
-            _initialize(now, group.name, secret, say)
+            _initialize(group)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
         codes = {str(number): code for number, code in group.codes_before.items()}
         progress_file.record(absent=tuple(absent), codes_before=codes)
@@ -194,17 +195,28 @@ def stdout_to_stderr() -> Iterator[TextIO]:
             os.dup2(stdout.fileno(), 1)
 
 
-def _initialize(spec: ProcessSpec, name: str, secret: bytes, say: Callable[[str], None]) -> None:
-    """Start jax's own service, which only the processes of the group `name` reach."""
-    with coordination.service_address(spec, name, secret, say) as address, beside_preemption_service():
+def _initialize(group: ProcessGroup) -> None:
+    """Start jax's own service at process 0, and connect to it."""
+    spec = group.spec
+    with _without_proxies(os.environ), beside_preemption_service():
         jax.distributed.initialize(
-            coordinator_address=address,
+            coordinator_address=service_address(spec.address),
             num_processes=spec.count,
             process_id=spec.process,
             local_device_ids=spec.devices,
             cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-            initialization_timeout=coordination.INITIALIZE_SECONDS,
-            coordinator_bind_address=address,
+            initialization_timeout=INITIALIZE_SECONDS,
+            coordinator_bind_address=service_address(spec.address, group.service_bind),
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
     deadline.delay_aborts()
+
+
+@contextlib.contextmanager
+def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hide the variables by which gRPC would look for process 0 behind a proxy."""
+    hidden = {name: environ.pop(name) for name in list(environ) if name.lower().endswith("_proxy")}
+    try:
+        yield
+    finally:
+        environ.update(hidden)

@@ -132,10 +132,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def service_ports(address: str) -> tuple[int, int]:
-    """Ports of process 0 at `address`: that of our process group, and that of the way to jax's own service, one above."""
-    _, port = host_and_port(address)
-    return port, port + 1
+def service_address(address: str, bind: str = "") -> str:
+    """Address of jax's own service for the process group at `address`: one port above, on the same host or at its address `bind`."""
+    host, port = host_and_port(address)
+    host = bind or host
+    return f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
 
 
 def metadata(name: str, seconds: float = 2.0) -> str | None:

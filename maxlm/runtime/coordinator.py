@@ -1,7 +1,7 @@
 """Process 0 of the rendezvous: accept connections, admit one process of each number, and refuse everybody else.
 
-Every connection has a task: it reads the hello, decides on admission, and then reads answers to pings. Connections that are not admitted
-are bounded in time and in number, in total and per address.
+Every connection has a task: it reads the hello, decides on admission, and then reads answers to pings. Connections without a hello are
+bounded in time and in number.
 
 With a `Quorum`, another process may coordinate in place of process 0, and some processes may go on without the others. While they run,
 their coordinator keeps accepting connections, on which those that come back wait.
@@ -11,12 +11,10 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import secrets
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from maxlm.config.errors import ExitCode, UserError
@@ -24,29 +22,28 @@ from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.message_socket import (
     MAX_CODES,
+    MAX_HELLO_BYTES,
     AuthenticationError,
     ConnectionLostError,
+    Hello,
     Message,
     MessageSocket,
     ipv4_if_mapped,
+    read_hello,
     sendable,
 )
 from maxlm.runtime.quorum import Quorum, candidates
 
-HELLO_SECONDS = 5.0  # until a connection must have sent its hello
+HELLO_SECONDS = 2.0  # until a connection must have sent its hello
 MIN_SECONDS = 0.5  # granted to every connection, however many follow it
-MAX_PENDING = 512  # connections that are not admitted
-MAX_PER_ADDRESS = 64
+MAX_PENDING = 512  # connections without a hello
 PING_SECONDS = 2.0  # for a waiting process to answer a ping
 MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
 POLL_SECONDS = 1.0
 SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
-# While a run goes on, so that a flood costs the trainer beside it little time, and yet keeps no process away that comes back:
-PACE_SECONDS = 0.02  # between two connections that are served; others meanwhile are closed at once
-ADDRESS_PACE_SECONDS = 0.2  # between two of one address
-_BATCH = 32  # connections that are accepted at a time, with `PACE_SECONDS` between
-_MAX_KNOWN = 1024  # addresses
+CLOSE_SECONDS = 5.0  # for the thread of `ReturningProcesses` to end
+_BATCH, _REST_SECONDS = 8, 0.02  # connections that are accepted between two rests while a run goes on: a flood must not slow its trainer
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -64,14 +61,13 @@ class SupersededError(Exception):
 @dataclass(frozen=True)
 class Meeting:
     """The processes that go on: the numbers they were started with, this one's first, by units; hosts; by those numbers sockets, and exit
-    codes of the attempts before where known, signals first, `MAX_CODES` at most; and a random name of the group, in hex digits.
+    codes of the attempts before where known, signals first, `MAX_CODES` at most.
     """
 
     numbers: tuple[int, ...]
     hosts: tuple[str, ...]
     sockets: dict[int, MessageSocket]
     codes: dict[int, int]
-    group: str
 
 
 @dataclass
@@ -108,12 +104,11 @@ class Coordinator:
         self._began = self._settled_since if began is None else began
         self._running: frozenset[int] = frozenset()  # numbers of the processes of a run that goes on: others wait
         self._members: dict[int, _Member] = {}
-        self._pending: dict[asyncio.Task[None], tuple[str, float]] = {}  # oldest first; address, and time of `time.monotonic`
+        self._pending: dict[asyncio.Task[None], float] = {}  # connections without a hello, oldest first; time of `time.monotonic`
         self._changed = asyncio.Event()  # a process was admitted or lost, or there is a problem
         self._ended = False
         self._problem: UserError | None = None  # why no process can go on
         self._accepted = 0  # connections
-        self._served: dict[str, float] = {}  # beside a run: when an address was served last, and under "" when any was
         self._refused: list[str] = []  # the first few refused connections, with reasons
 
     async def meet(self, listeners: list[socket.socket], seconds: float) -> Meeting:
@@ -143,7 +138,7 @@ class Coordinator:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
         sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
-        return Meeting(numbers, hosts, sockets, self._codes(numbers), secrets.token_hex(message_socket.GROUP_BYTES))
+        return Meeting(numbers, hosts, sockets, self._codes(numbers))
 
     def _codes(self, numbers: Collection[int]) -> dict[int, int]:
         own = {self._spec.process: progress_file.last_code()}
@@ -240,52 +235,37 @@ class Coordinator:
         while True:
             self._accepted += 1
             rests = self._running and self._accepted % _BATCH == 0
-            await asyncio.sleep(PACE_SECONDS if rests else 0)  # at least, so that the others are served too, however many connections wait
+            await asyncio.sleep(_REST_SECONDS if rests else 0)  # at least, so that the others are served too, however many connections wait
             try:
                 connection, address = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # closed by the peer before it was accepted, or:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    if self._pending:
-                        self._evict(next(iter(self._pending)))
+                    self._evict_oldest()
                     await asyncio.sleep(_NO_FILE_SECONDS)
                 continue
-            name = ipv4_if_mapped(address[0])
             try:
-                if not self._make_space(name):
+                if len(self._pending) >= MAX_PENDING and not self._evict_oldest():
                     raise ConnectionRefusedError
-                task = asyncio.create_task(self._serve(MessageSocket(connection, self._secret, server=True), name))
+                task = asyncio.create_task(self._serve(MessageSocket(connection, MAX_HELLO_BYTES), ipv4_if_mapped(address[0])))
             except OSError:
                 connection.close()
                 continue
-            self._pending[task] = name, time.monotonic()
+            self._pending[task] = time.monotonic()
 
     async def _serve(self, connection: MessageSocket, address: str) -> None:
         """Admit a connection or refuse it; of a member, read answers to pings until it is closed."""
-        task, number, member = asyncio.current_task(), 0, None
+        task, hello, member = asyncio.current_task(), None, None
         assert task is not None
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = await _receive(connection)
-            if hello["kind"] != "hello":
-                raise AuthenticationError("its first message was not a hello")
-            number = hello["process"]
-            if hello["asks"] and not self._running:
-                connection.try_send("meeting")
-                return
-            if self._running and self._quorum is not None and hello["digest"] != self._quorum.digest:
-                reason = f"{hello['host']} has other code or another config than the run that goes on: give it those of {self._own}."
-                self._refuse(connection, f"{address}: {reason}", reason)
-                return
-            if hello["count"] != self._spec.count:
-                self._reject(connection, address, self._other_count(hello["host"], hello["count"]))
-                return
-            if reason := await self._taken(number, hello["host"]):
-                self._turn_away(connection, address, reason)
-                return
-            member = self._members[number] = _Member(connection, hello["host"], hello["code"], task)
+                message = await _receive(connection)
+            hello = read_hello(message, self._secret)
             del self._pending[task]
-            self._note_change()
             connection.limit = message_socket.MAX_BYTES
+            if not await self._admits(connection, address, hello):
+                return
+            member = self._members[hello.process] = _Member(connection, hello.host, hello.code, task)
+            self._note_change()
             if self._running:
                 connection.try_send("running")
             while True:
@@ -293,19 +273,33 @@ class Coordinator:
                     member.answered.set()
         except AuthenticationError as error:
             if member is None:
-                self._refuse(connection, f"a connection from {address}: {error}")
+                connection.try_send("stranger")
+                self._report(f"a connection from {address}: {error}")
         except (ConnectionLostError, TimeoutError):
             pass
         finally:
             self._pending.pop(task, None)
-            if member is None:
+            if member is None or hello is None:
                 connection.close()
             elif not self._ended:
-                self._remove(number, member)
+                self._remove(hello.process, member)
                 connection.close()
 
-    def _other_count(self, host: str, count: int) -> str:
-        return f"{host} was started for {count} processes, and {self._own} for {self._spec.count}: start all with the same number."
+    async def _admits(self, connection: MessageSocket, address: str, hello: Hello) -> bool:
+        """True if this process may take part; else it has been told why not."""
+        if hello.asks and not self._running:
+            connection.try_send("meeting")
+        elif self._running and self._quorum is not None and hello.digest != self._quorum.digest:
+            reason = f"{hello.host} has other code or another config than the run that goes on: give it those of {self._own}."
+            self._refuse(connection, address, reason)
+        elif hello.count != self._spec.count:
+            started = f"{hello.host} was started for {hello.count} processes, and {self._own} for {self._spec.count}"
+            self._reject(connection, address, f"{started}: start all with the same number.")
+        elif reason := await self._taken(hello.process, hello.host):
+            self._turn_away(connection, address, reason)
+        else:
+            return True
+        return False
 
     async def _taken(self, number: int, host: str) -> str:
         """Return why a process cannot have its number; "" if it can. A member that does not answer loses its number to it."""
@@ -348,13 +342,12 @@ class Coordinator:
         if self._secret:
             self._problem = UserError(reason)
             self._changed.set()
-        self._refuse(connection, f"{address}: {reason}", reason)
+        self._refuse(connection, address, reason)
 
-    def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
-        """Send `reason`, which is empty for strangers, to a connection that is closed then; report `line` here."""
-        if connection.handshake_done:
-            connection.try_send("refused", reason=sendable(reason), wrong=True)
-        self._report(line)
+    def _refuse(self, connection: MessageSocket, address: str, reason: str) -> None:
+        """Tell a process, and report here, why it cannot take part."""
+        connection.try_send("refused", reason=sendable(reason), wrong=True)
+        self._report(f"{address}: {reason}")
 
     def _report(self, line: str) -> None:
         """Print a refusal, one of the first few, once."""
@@ -363,32 +356,10 @@ class Coordinator:
             if self._problem is None:
                 self._say(f"refused {line}{' (further ones are not printed)' if len(self._refused) == MAX_REPORTED else ''}")
 
-    def _make_space(self, address: str) -> bool:
-        """Close the oldest connection of the address with the most if a bound is reached; False if that is too recent."""
-        if self._running and not self._is_due(address):
-            return False
-        counts = Counter(other for other, _ in self._pending.values())
-        if counts[address] >= MAX_PER_ADDRESS:
-            full = address
-        elif len(self._pending) >= MAX_PENDING:
-            full = counts.most_common(1)[0][0]
-        else:
-            return True
-        return self._evict(next(task for task, (other, _) in self._pending.items() if other == full))
-
-    def _is_due(self, address: str) -> bool:
-        """True if a connection of this address may be served now, beside a run."""
-        now = time.monotonic()
-        if now < max(self._served.get("", 0.0) + PACE_SECONDS, self._served.get(address, 0.0) + ADDRESS_PACE_SECONDS):
-            return False
-        if len(self._served) >= _MAX_KNOWN:
-            self._served.clear()
-        self._served[address] = self._served[""] = now
-        return True
-
-    def _evict(self, task: "asyncio.Task[None]") -> bool:
-        """Close a pending connection if it had time to authenticate."""
-        if time.monotonic() <= self._pending[task][1] + MIN_SECONDS:
+    def _evict_oldest(self) -> bool:
+        """Close the oldest connection without a hello, if it had time to send one."""
+        task, since = next(iter(self._pending.items()), (None, 0.0))
+        if task is None or time.monotonic() <= since + MIN_SECONDS:
             return False
         del self._pending[task]
         task.cancel()
@@ -404,6 +375,42 @@ class Coordinator:
             f"process {', '.join(missing[:8])}{' and others' if len(missing) > 8 else ''} did not come: see the logs of those hosts, "
             f"that {spec.count} is right, and that {spec.address} leads them to {addresses} here.{refused}"
         )
+
+
+class ReturningProcesses:
+    """Accepts processes that come back while a run goes on without them, in a thread: they wait until the run may grow, or is done."""
+
+    def __init__(self, coordinator: Coordinator, listeners: Sequence[socket.socket], numbers: tuple[int, ...]) -> None:
+        """`coordinator`: as it was when `numbers` began to run; `listeners`: closed in the end."""
+        self._coordinator, self._listeners, self._numbers = coordinator, list(listeners), numbers
+        self._grow: Callable[[tuple[int, ...]], None] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="maxlm-returning", daemon=True)
+        self._thread.start()
+
+    def when_larger(self, grow: Callable[[tuple[int, ...]], None]) -> None:
+        """Have `grow` called, once, in that thread, with the numbers of the larger group that could run."""
+        self._grow = grow
+
+    def close(self, reason: str = "") -> None:
+        """End the thread, and tell those that wait that the run is done, or for which `reason` it would fail again. Where this is not
+        called they look for a coordinator once this process ends.
+        """
+        self._ended.set()
+        self._thread.join(CLOSE_SECONDS)
+        self._coordinator.finish(reason)
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as listeners:
+            for one in self._listeners:
+                listeners.enter_context(one)
+            asyncio.run(self._coordinator.wait_for_returning(self._listeners, self._numbers, self._ended, self._is_larger))
+
+    def _is_larger(self, numbers: tuple[int, ...]) -> bool:
+        if self._grow is None:  # the run has not begun yet
+            return False
+        self._grow(numbers)
+        return True
 
 
 async def _receive(connection: MessageSocket) -> Message:

@@ -1,9 +1,8 @@
-"""Authenticated, bounded messages between two processes of a cluster over one TCP connection.
+"""Messages between two processes of a run over a TCP connection: lines of JSON, bounded in length.
 
-Handshake: both ends send a line with a random nonce. Every message after that is a line `MAC JSON`, where MAC is HMAC-SHA256 under a key
-derived from the shared secret and both nonces, over direction, sequence number and text: the secret is never sent, and a recorded message
-is not valid on another connection, in the other direction or a second time. Nothing is encrypted. Without a secret anybody can compute
-the key, and the MAC detects corruption only. A message is parsed only after its MAC was checked.
+The first line of the process that connects, the hello, has a token that is derived from the shared secret. Whoever does not show it is sent
+away; later messages are trusted, and nothing is encrypted. So the network of a run must be private, as jax's own service, Slurm and
+Kubernetes assume. Without a secret the token is known to anybody.
 """
 
 import contextlib
@@ -12,8 +11,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
-import secrets
 import selectors
 import socket
 import sys
@@ -22,11 +19,10 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import relay
+from maxlm.config.errors import UserError
 
 SECRET = "MAXLM_CLUSTER_SECRET"  # noqa: S105 -- the name of the environment variable
 MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32)"  # once, and the same on all hosts
@@ -37,13 +33,39 @@ MAX_BYTES = 2**21  # of a line after that: the names and numbers of all hosts
 MAX_PROCESSES = 15_000  # their names fit in such a line
 MAX_CODES = 64  # exit codes that are sent to all
 MAX_NAME = 64  # characters of a host's name: Linux's limit
-GROUP_BYTES = 16  # of the random name of a group
 MAX_LINE = 1000  # characters of a line in a message
-_SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded message
-_PROTOCOL = "maxlm-rendezvous/1"
 OTHER_PROTOCOL = "another program answers there"
-_NONCE_BYTES = 32
+_SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a recorded token
 _RTT_OFFSET = 68  # bytes, of tcpi_rtt in struct tcp_info (linux/tcp.h)
+Message = dict[str, Any]
+
+FIELDS: Mapping[str, frozenset[str]] = {  # of each kind of message
+    "hello": frozenset({"token", "process", "count", "host", "asks", "digest", "code"}),
+    "stranger": frozenset(),  # the answer to a wrong token
+    "ping": frozenset(),  # is the peer still alive?
+    "pong": frozenset(),
+    # Processes that go on: their hosts, and the numbers they were started with, the coordinator's first. codes: some exit codes of the
+    # attempts before, by number in digits.
+    "members": frozenset({"hosts", "numbers", "codes"}),
+    "meeting": frozenset(),  # the answer to one that asks: this process coordinates, too, and no run goes on
+    "elsewhere": frozenset(),  # another process coordinates: look for it
+    "running": frozenset(),  # a run goes on without the receiver, which is told when it may join
+    "finished": frozenset(),  # the run that the receiver waited for is done
+    "regroup": frozenset({"reason"}),  # save, end in order and join anew
+    "taken": frozenset({"reason"}),  # another process has that number: try again, since it may be lost
+    "refused": frozenset({"reason", "wrong"}),  # wrong: because of an error in the input
+    # suspects: numbers of processes from which process 0 had no recent heartbeat; limits: of the watchdog, from process 0; the others are
+    # for process 0 alone: see `Watchdog.heartbeat`.
+    "heartbeat": frozenset({"suspects", "operation", "times", "lengths", "limits"}),
+    "hang": frozenset({"reason"}),  # from process 0: show your stacks, and answer with:
+    "stack": frozenset({"where", "waits", "sends"}),  # see `hang.Frame`
+    # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
+    "symptom": frozenset({"peer"}),
+    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass; final: a
+    # launcher has given up, and the others would wait for its process in vain
+    "abort": frozenset({"reason", "code", "lost", "passing", "final"}),
+    "leave": frozenset(),
+}
 
 
 def _printable(text: str) -> str:
@@ -52,78 +74,18 @@ def _printable(text: str) -> str:
     return text
 
 
-_Number = Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]  # of a process
-_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]  # of a host
-_Digest = Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]  # of code and config, "" where nobody compares it
-_Code = Annotated[int, Field(gt=-65, lt=256)]  # of an exit; negative: by that signal
-_Group = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * GROUP_BYTES}}}$")]
-_Digits = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
-_EXACT = ConfigDict(strict=True, extra="forbid")
-_Amount = Annotated[int, Field(ge=0, lt=2**53)]  # of updates, seconds or milliseconds
-_Line = Annotated[str, Field(max_length=MAX_LINE), AfterValidator(_printable)]
-# Of a training loop, beside a heartbeat: see `hang.Operation`, and `own_time.OwnTime` for the figures since its beginning.
-_Operation = create_model(
-    "operation", __config__=_EXACT,
-    dispatched=_Amount, finished=_Amount, part=Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], seconds=_Amount, overdue=bool,
-)  # fmt: skip
-_FIGURES: dict[str, Any] = dict.fromkeys(("steps", "wall_ms", "stepped_ms", "waited_ms", "stopped_ms", "sending_ms"), _Amount)
-_Times = create_model("times", __config__=_EXACT, **_FIGURES)
-_Seconds = Annotated[dict[Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")], _Amount], Field(max_length=16)]  # by operation, see `limits`
-_FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
-    # code: exit code of the sender's attempt before, negative: by that signal; None if there was none
-    # asks: the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
-    "hello": {
-        "process": _Number,
-        "count": Annotated[int, Field(le=MAX_PROCESSES)],
-        "host": _Name,
-        "asks": bool,
-        "digest": _Digest,
-        "code": _Code | None,
-    },
-    "ping": {},  # is the peer still alive?
-    "pong": {},
-    # Those that go on, in the order of the numbers they were started with; codes: of their hellos, by those numbers, of so many; group:
-    # random, by which they alone are admitted when they connect again.
-    "members": {
-        "hosts": list[_Name],
-        "numbers": list[_Number],
-        "codes": Annotated[dict[_Digits, _Code], Field(max_length=MAX_CODES)],
-        "group": _Group,
-    },
-    "meeting": {},  # the answer to one that asks: this process coordinates, too, and no run goes on
-    "elsewhere": {},  # another process coordinates: look for it
-    "running": {},  # a run goes on without the receiver, which is told when it may join
-    "finished": {},  # the run that the receiver waited for is done
-    "regroup": {"reason": _Line},  # save, end in order and join anew
-    "taken": {"reason": _Line},  # another process has that number: try again, since it may be lost
-    "refused": {"reason": _Line, "wrong": bool},  # wrong: because of an error in the input
-    # suspects: process numbers from which process 0 had no recent heartbeat; limits: of the watchdog, from process 0; the others are to
-    # process 0 alone. lengths: the longest operations since the heartbeat before
-    "heartbeat": {
-        "suspects": list[_Number],
-        "operation": _Operation | None,
-        "times": _Times | None,
-        "lengths": _Seconds,
-        "limits": _Seconds,
-    },
-    "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
-    "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
-    # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
-    "symptom": {"peer": Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]},
-    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass; final: a
-    # launcher has given up, and the others would wait for its process in vain
-    "abort": {
-        "reason": _Line,
-        "code": Annotated[int, Field(gt=ExitCode.DONE, le=max(ExitCode))],
-        "lost": _Line,
-        "passing": bool,
-        "final": bool,
-    },
-    "leave": {},
-    "frames": {},  # the last message to process 0 on a connection of `relay`
-}
-_SCHEMAS = {kind: create_model(kind, __config__=_EXACT, kind=str, **fields) for kind, fields in _FIELDS.items()}
-Message = dict[str, Any]
+class Hello(BaseModel):
+    """First message of a process that connects."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    token: Annotated[str, Field(max_length=MAX_NAME)]
+    process: Annotated[int, Field(ge=0, lt=MAX_PROCESSES)]
+    count: Annotated[int, Field(le=MAX_PROCESSES)]
+    host: Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]
+    asks: bool  # the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
+    digest: Annotated[str, Field(max_length=MAX_NAME)]  # of code and config, "" where nobody compares it
+    code: Annotated[int, Field(gt=-65, lt=256)] | None  # exit code of the attempt before, negative: by that signal
 
 
 class ConnectionLostError(Exception):
@@ -144,27 +106,41 @@ def shared_secret(environ: Mapping[str, str]) -> bytes:
     return secret.encode(errors="surrogateescape")
 
 
+def token(secret: bytes) -> str:
+    """Return the token of a hello."""
+    return hmac.digest(secret, b"maxlm-rendezvous/2", hashlib.sha256).hex()
+
+
+def other_secret(secret: bytes) -> AuthenticationError:
+    """Error for a peer with another secret than this process."""
+    if secret:
+        return AuthenticationError(f"it does not share this process's {SECRET}, or belongs to another run")
+    return AuthenticationError(f"it has a {SECRET}, and this process has none")
+
+
+def read_hello(message: Message, secret: bytes) -> Hello:
+    """Check the first message of a connection. Raises AuthenticationError."""
+    try:
+        hello = Hello.model_validate({name: value for name, value in message.items() if name != "kind"})
+    except ValidationError:
+        raise AuthenticationError(OTHER_PROTOCOL) from None
+    if not hmac.compare_digest(hello.token.encode(), token(secret).encode()):
+        raise other_secret(secret)
+    if hello.process >= hello.count:
+        raise AuthenticationError(OTHER_PROTOCOL)
+    return hello
+
+
 class MessageSocket:
     """One end of a connection. Any thread may send; one thread at a time may receive."""
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, server: bool) -> None:
-        """Send our half of the handshake. `server`: this end accepted the connection. Raises OSError."""
-        self.connection = connection
-        self.limit = MAX_HELLO_BYTES  # of a received line
-        self._secret, self._server = secret, server
-        self._nonce = secrets.token_hex(_NONCE_BYTES)
-        self._key = b""
-        self._sent = self._received = 0  # messages
+    def __init__(self, connection: socket.socket, limit: int = MAX_BYTES) -> None:
+        """`limit`: bytes of a received line. Raises OSError."""
+        self.connection, self.limit = connection, limit
         self._buffer = b""
         self._sending = threading.Lock()
         _keep_alive(connection)
         connection.setblocking(False)
-        self._write(f"{_PROTOCOL} {self._nonce}\n".encode())
-
-    @property
-    def handshake_done(self) -> bool:
-        """True once the peer's nonce has arrived; nothing can be sent before."""
-        return bool(self._key)
 
     def peer_address(self) -> str:
         """Address of the other end. Raises OSError."""
@@ -184,18 +160,17 @@ class MessageSocket:
     def close(self) -> None:
         self.connection.close()
 
-    def handed_over(self) -> relay.Connection:
-        """This connection for `relay`, once all messages are received: frames follow, under a key of their own."""
-        key = hmac.digest(self._key, b"relay", hashlib.sha256)
-        return relay.Connection(self.fileno(), key.hex(), self._server, self._buffer.hex())
-
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message. Raises OSError: the connection is broken, or its buffer is full for `SEND_SECONDS`."""
-        assert self.handshake_done, "the key is derived from both nonces"
-        text = json.dumps({"kind": kind, **fields}).encode()
+        data = json.dumps({"kind": kind, **fields}).encode() + b"\n"
         with self._sending:
-            number, self._sent = self._sent, self._sent + 1
-            self._write(self._mac(self._server, number, text) + b" " + text + b"\n")
+            until = time.monotonic() + SEND_SECONDS
+            while data:
+                try:
+                    data = data[self.connection.send(data) :]
+                except BlockingIOError:
+                    if not _ready(self.connection, selectors.EVENT_WRITE, until - time.monotonic()):
+                        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
 
     def try_send(self, kind: str, **fields: Any) -> None:
         """Send a message if the connection is still open."""
@@ -204,36 +179,13 @@ class MessageSocket:
 
     def poll(self) -> Message | None:
         """Return the next message that has arrived, or None; never waits. Raises ConnectionLostError."""
-        while (line := self._next_line()) is not None:
-            if self.handshake_done:
-                return self._verified(line)
-            self._derive_key(line)
-        return None
-
-    def receive(self, until: float) -> Message:
-        """Return the next message. Raises ConnectionLostError, also if none arrives by `until`, a time of `time.monotonic`."""
-        began = time.monotonic()
-        while (message := self.poll()) is None:
-            if not _ready(self.connection, selectors.EVENT_READ, until - time.monotonic()):
-                raise ConnectionLostError(f"no message from it for {max(0.0, until - began):.0f} s")
-        return message
-
-    def finish_handshake(self, until: float) -> None:
-        """Wait until messages can be sent. Raises ConnectionLostError."""
-        while (line := self._next_line()) is None:
-            if not _ready(self.connection, selectors.EVENT_READ, until - time.monotonic()):
-                raise ConnectionLostError("no handshake from it")
-        self._derive_key(line)
-
-    def _next_line(self) -> bytes | None:
-        """Return the next complete line, without its end, without waiting; None if there is none."""
         while True:
             line, end, rest = self._buffer.partition(b"\n")
             if len(line) > self.limit:
                 raise AuthenticationError(OTHER_PROTOCOL)
             if end:
                 self._buffer = rest
-                return line
+                return _parse(line)
             try:
                 data = self.connection.recv(min(2**16, self.limit))
             except (BlockingIOError, InterruptedError):
@@ -246,37 +198,18 @@ class MessageSocket:
                 raise ConnectionLostError("connection closed")
             self._buffer += data
 
-    def _derive_key(self, handshake: bytes) -> None:
-        match = re.fullmatch(rf"{_PROTOCOL} ([0-9a-f]{{{2 * _NONCE_BYTES}}})".encode(), handshake)
-        if match is None:
-            raise AuthenticationError(OTHER_PROTOCOL)
-        peer_nonce = match[1].decode()
-        nonces = f"{_PROTOCOL} {self._nonce} {peer_nonce}" if self._server else f"{_PROTOCOL} {peer_nonce} {self._nonce}"
-        self._key = hmac.digest(self._secret, nonces.encode(), hashlib.sha256)
+    def receive(self, until: float) -> Message:
+        """Return the next message. Raises ConnectionLostError, also if none arrives by `until`, a time of `time.monotonic`."""
+        began = time.monotonic()
+        while (message := self.poll()) is None:
+            if not _ready(self.connection, selectors.EVENT_READ, until - time.monotonic()):
+                raise ConnectionLostError(f"no message from it for {max(0.0, until - began):.0f} s")
+        return message
 
-    def _verified(self, line: bytes) -> Message:
-        mac, _, text = line.partition(b" ")
-        if not hmac.compare_digest(mac, self._mac(not self._server, self._received, text)):
-            raise AuthenticationError(
-                f"it does not share this process's {SECRET}, or belongs to another run"
-                if self._secret
-                else f"it has a {SECRET}, and this process has none"
-            )
-        self._received += 1
-        return _parse(text)
 
-    def _mac(self, from_server: bool, number: int, text: bytes) -> bytes:
-        header = b"server %d " % number if from_server else b"client %d " % number
-        return hmac.new(self._key, header + text, hashlib.sha256).hexdigest().encode()
-
-    def _write(self, data: bytes) -> None:
-        until = time.monotonic() + SEND_SECONDS
-        while data:
-            try:
-                data = data[self.connection.send(data) :]
-            except BlockingIOError:
-                if not _ready(self.connection, selectors.EVENT_WRITE, until - time.monotonic()):
-                    raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
+def own_name() -> str:
+    """Name of this host, as it may be sent."""
+    return "".join(char for char in socket.gethostname() if char.isprintable())[:MAX_NAME] or "unnamed"
 
 
 def sendable(text: str) -> str:
@@ -289,14 +222,14 @@ def ipv4_if_mapped(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def _parse(text: bytes) -> Message:
+def _parse(line: bytes) -> Message:
     """Parse a message, which must have exactly the fields of its kind. Raises AuthenticationError."""
     try:
-        message: Message = from_json(text, allow_inf_nan=False)
-        _SCHEMAS[message["kind"]].model_validate(message)
-    except (ValueError, TypeError, KeyError):
-        raise AuthenticationError(OTHER_PROTOCOL) from None
-    if message["kind"] == "hello" and message["process"] >= message["count"]:
+        message: Message = from_json(line, allow_inf_nan=False)
+        known = message.keys() - {"kind"} == FIELDS[message["kind"]]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        known = False
+    if not known:
         raise AuthenticationError(OTHER_PROTOCOL)
     return message
 

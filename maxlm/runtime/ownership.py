@@ -15,7 +15,7 @@ from maxlm.checkpoint import multihost
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.paths import check_regular
 from maxlm.config.transient import is_storage_error, retried
-from maxlm.runtime.lookout import own_name
+from maxlm.runtime.message_socket import own_name
 
 FILE = "owner"  # in the folder of the checkpoints
 _log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 from maxlm.config.errors import ExitCode
 from maxlm.runtime import progress_file
 from maxlm.runtime.cluster_env import ProcessSpec, process_label
+from maxlm.runtime.coordinator import ReturningProcesses
 from maxlm.runtime.message_socket import MAX_NAME, ConnectionLostError, MessageSocket, ipv4_if_mapped, sendable
-from maxlm.runtime.returning import ReturningProcesses
 
 SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
 CLOSE_SETTLE_SECONDS = 0.5  # after a connection has closed, in which those of other lost processes close, and reports of errors arrive
@@ -72,7 +72,7 @@ class ProcessGroup:
         self.configured = tuple(range(spec.count)) if configured is None else tuple(configured)
         self.returning: ReturningProcesses | None = None  # at process 0, while others are absent
         self.codes_before: Mapping[int, int] = {}  # by process: how the attempt before ended there, where that was sent
-        self.name = ""  # random, in hex digits: the same in all processes, and in no other group
+        self.service_bind = ""  # at process 0: the address at which jax's service is to listen, without its port
         self.regrouping = ""  # why all are to save and join anew
         self._spec, self._sockets = spec, dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end

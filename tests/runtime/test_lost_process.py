@@ -14,7 +14,6 @@ from maxlm.runtime import message_socket, progress_file
 from maxlm.runtime.message_socket import MessageSocket
 from maxlm.runtime.process_group import peer_named
 
-SECRET = b"a secret of the tests, long enough"
 HOSTS = ["host0", "host1", "host2", "host3"]
 # Process 0 of four, alone in its Python process; the test plays the others, whose addresses differ.
 HUB = f"""
@@ -28,9 +27,7 @@ with socket.create_server(("0.0.0.0", 0)) as listener:
     print(listener.getsockname()[1], flush=True)
     for _ in range(3):
         connection, address = listener.accept()
-        sockets[int(address[0].rpartition(".")[2])] = MessageSocket(connection, {SECRET!r}, server=True)
-for one in sockets.values():
-    one.finish_handshake(time.monotonic() + 5)
+        sockets[int(address[0].rpartition(".")[2])] = MessageSocket(connection)
 group = process_group.ProcessGroup(ProcessSpec(4, 0, "host0:1", "a test"), {HOSTS}, sockets)
 if len(sys.argv) > 1:
     time.sleep(0.2)
@@ -52,10 +49,7 @@ def group():
             port, others = int(hub.stdout.readline()), {}
             for number in (1, 2, 3):
                 there = socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0))
-                others[number] = stack.enter_context(there) and MessageSocket(there, SECRET, server=False)
-                others[number].limit = message_socket.MAX_BYTES
-            for one in others.values():
-                one.finish_handshake(time.monotonic() + 5)
+                others[number] = stack.enter_context(there) and MessageSocket(there)
             return hub, others
 
         yield make

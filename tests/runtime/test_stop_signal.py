@@ -72,7 +72,7 @@ with cluster.joined(named, lambda text: None):
 
 
 def test_processes_agree_where_to_stop_while_jax_holds_pythons_lock():
-    """It does while they agree, over the coordination service: what relays that connection must not need the lock (`relay`)."""
+    """It does while they agree, over the coordination service."""
     port = free_port()
     both = [
         subprocess.Popen(

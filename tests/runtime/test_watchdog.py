@@ -45,10 +45,7 @@ def groups(monkeypatch):
     with socket.create_server(("localhost", 0)) as server:
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
-    ends = [MessageSocket(accepted, b"s" * 16, server=True), MessageSocket(client, b"s" * 16, server=False)]
-    for end in ends:
-        end.limit = 2**20
-        end.finish_handshake(time.monotonic() + 10)
+    ends = [MessageSocket(accepted), MessageSocket(client)]
     made = [ProcessGroup(ProcessSpec(2, n, "localhost:1", "a test"), ["host0", "host1"], {1 - n: ends[n]}) for n in (0, 1)]
     yield made
     for group in made:
@@ -96,7 +93,7 @@ def test_observers_that_hang_on_the_same_storage_do_not_keep_the_others_from_bei
     monkeypatch.setattr(groups[0], "end_all", lambda *how, **more: told.append((how[1], more)))
     monkeypatch.setattr(watchdog.os, "_exit", told.append)
     with Watchdog(LIMITS, groups[0]) as dog:
-        monkeypatch.setattr(dog, "_frame", lambda: Frame("", False, 0, False))
+        monkeypatch.setattr(dog, "_frame", lambda: Frame("", False, False))
         monkeypatch.setattr(dog, "_report", lambda *_, **__: never.wait(60))
         dog.observers = Observers([])
         behind = Operation(3, 2, "data_wait", 900, True)
