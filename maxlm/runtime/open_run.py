@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +31,10 @@ from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.text_server import TextServer
@@ -70,14 +73,48 @@ class OpenTasks(Protocol):
 
 
 @dataclass(frozen=True)
-class OpenRun:
-    """`config`: `asked`, that for all hosts, on those that are present. `init` makes the first state. `flips`: bits to flip on purpose."""
+class RunContext:
+    """Shared by all parts of a run. `asked`: the config for all hosts; `config`: for those that are present; `observers`: once there are
+    some; `compilations`: of this process.
+    """
 
     asked: Config
     config: Config
+    cluster: Cluster
+    phases: Phases
+    goodput: Goodput
+    watchdog: Watchdog
+    compilations: Compilations
+    observers: Observers
+
+    @property
+    def primary(self) -> bool:
+        """True for the process that writes the run directory, once the processes have joined."""
+        return self.phases.primary
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory."""
+        return RunDirectory(Path(self.config.run.dir) / self.config.run.name, self.primary)
+
+    def say(self, line: str) -> None:
+        """Print a line on the console."""
+        self.phases.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def follow(self) -> None:
+        """Let the watchdog follow the run. Its operations take as long as in earlier attempts with the same config on the same devices."""
+        device = jax.devices()[0].device_kind
+        layout = digest(f"{jax.device_count()} {device} {jax.process_count()} {dump(self.config)}")
+        self.watchdog.follow(self.goodput, self.directory, layout)
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Everything that a run works with. `init` makes the first state. `flips`: bits to flip on purpose."""
+
+    context: RunContext
     data: OpenedData
     program: Program
-    directory: RunDirectory
     tasks: Tasks | None
     checkpoints: Checkpoints
     server: TextServer | None
@@ -87,27 +124,36 @@ class OpenRun:
     flips: BitFlips | None
 
     @property
+    def config(self) -> Config:
+        """The config for the hosts that are present."""
+        return self.context.config
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory."""
+        return self.context.directory
+
+    @property
     def trains(self) -> bool:
         """True if steps are left."""
         return self.start.step < self.config.total_steps
 
 
-def open_run(
-    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[Config], None]
-) -> OpenRun:
-    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called with the config for them once the data is open.
-    Raises UserError, in all processes alike.
-    """
-    config = elastic.on_present(asked, here)
+def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
+    """Open the run on the hosts that are present. Raises UserError, in all processes alike."""
+    here, phases = context.cluster, context.phases
+    config = elastic.on_present(context.asked, here)
     with elastic.waiting_if_too_large(here):
         _check_machine(config, phases, here)
     if here.absent and phases.primary:
-        phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
+        context.say(elastic.summary(context.asked, config, here))
     data = open_data_on_all_hosts(config, phases)
-    on_data(config)
+    context = replace(context, config=config)
+    context.follow()
     program = build_program(config, build_mesh(config))
     config = _with_possible_checks(config, program, here, phases)
-    directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    context = replace(context, config=config)
+    directory = context.directory
     flips = bit_flips.from_environment(directory.path)
     checkpoints = _checkpoints(config, directory, data.train.tokenizer_hash, here)
     tasks = None
@@ -118,13 +164,13 @@ def open_run(
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
     with elastic.waiting_if_too_large(here), checkpoints.one_listing():
-        start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput, directory)
+        start, init = _start(context, program, checkpoints, journal)
     if start.step < config.total_steps:
         for line in data.train.go_on(start.position, start.left_out):
             if phases.primary:
                 _log.warning("%s", line)
         data.train.check_length(config.total_steps)
-    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, server, journal, start, init, flips)
+    return OpenRun(context, data, program, tasks, checkpoints, server, journal, start, init, flips)
 
 
 def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
@@ -193,23 +239,16 @@ def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int)
     require_equal({}, problem)
 
 
-def _start(
-    config: Config,
-    phases: Phases,
-    program: Program,
-    checkpoints: Checkpoints,
-    journal: Journal,
-    local_processes: int,
-    goodput: Goodput,
-    directory: RunDirectory,
-) -> tuple[Start, Init]:
+def _start(context: RunContext, program: Program, checkpoints: Checkpoints, journal: Journal) -> tuple[Start, Init]:
     """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
     anything is written beside it.
     """
+    config, goodput, local_processes = context.config, context.goodput, context.cluster.local_processes
     init, reading = _first_state(config, program, checkpoints)
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
-    with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
-        start = restore_or_init(program, checkpoints, functools.partial(begin_anew, init, checkpoints, directory), journal, goodput)
+    with context.phases(f"{restoring}compiling the step"), goodput.measure("compile"):
+        anew = functools.partial(begin_anew, init, checkpoints, context.directory)
+        start = restore_or_init(program, checkpoints, anew, journal, goodput)
         check_same_branch(config.train.branch_from, start)
         if start.step < config.total_steps:
             program.compile_from(start.step)

@@ -16,7 +16,7 @@ from maxlm.config import UserError, load
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import LoadedConfig, shipped, validate
-from maxlm.runtime import frozen, observing, open_data, open_run, run
+from maxlm.runtime import frozen, open_data, open_run, ownership, run
 from maxlm.runtime.launch import Supervisor
 from maxlm.runtime.progress_file import FROZEN_VARIABLE
 from maxlm.telemetry.observer import Event
@@ -181,17 +181,17 @@ def test_a_restart_does_not_begin_a_saved_run_anew_where_its_folder_is_away(tmp_
     monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
     config = tiny_config(run={"dir": str(tmp_path / "mount"), "name": "r"})
     directory = RunDirectory.create(tmp_path / "mount", "r")
-    observer = observing._ProgressObserver(directory.path)
+    observer = run._ProgressObserver(directory.path)
     for event, away in ((Event("start", 0), False), (Event("save", 10), True)):
         directory.events.write_text(event.to_json() + "\n")
         observer.on_event(event)
-        with run._locked(config, print):
+        with ownership.locked(config, print):
             pass
         (tmp_path / "mount").rename(tmp_path / "elsewhere")
         expected = pytest.raises(UnavailableError, match="is its file system mounted") if away else contextlib.nullcontext()
-        with expected, run._locked(config, print):
+        with expected, ownership.locked(config, print):
             pass
         assert not (tmp_path / "mount").exists()
         (tmp_path / "elsewhere").rename(tmp_path / "mount")
-    with run._locked(config, print):
+    with ownership.locked(config, print):
         pass
