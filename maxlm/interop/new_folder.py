@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.checkpoint.multihost import from_process_0
+from maxlm.cluster.agree import from_process_0
 from maxlm.config.errors import UserError, error_kind
 from maxlm.interop.hosts import Agree, alone, on_all
 
@@ -34,7 +34,7 @@ def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
     first = jax.process_index() == 0
     held = ExitStack()
     mine = on_all(agree, lambda: _make(out, held) if first else None, lambda made: {"--out": str(out)})
-    made = out.parent / "".join(map(chr, from_process_0([ord(letter) for letter in mine.name] if mine else [])))
+    made = out.parent / from_process_0(mine.name if mine else "")
     try:
         on_all(agree, lambda: _wait_for(made, out))
         yield made

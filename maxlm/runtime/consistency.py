@@ -5,7 +5,6 @@ shared storage.
 import contextlib
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -19,12 +18,12 @@ from pathlib import Path
 import jax
 
 import maxlm
+from maxlm.cluster.agree import agree
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import UnavailableError, as_user_error, shorten
 from maxlm.config.paths import is_remote, open_regular, read_file
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime.cluster_env import process_label
-from maxlm.runtime.host_allgather import allgather_text
 
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
 
@@ -119,7 +118,7 @@ def require_equal(facts: Mapping[str, str], problem: UserError | None = None) ->
             raise problem
         return
     mine = {"host": socket.gethostname(), "unavailable": isinstance(problem, UnavailableError), "problem": str(problem or "")}
-    answers = [json.loads(text) for text in allgather_text(json.dumps({**mine, "facts": dict(facts)}))]
+    answers = agree({**mine, "facts": dict(facts)})
     hosts = [process_label(answer["host"], number) for number, answer in enumerate(answers)]
     for host, answer in zip(hosts, answers, strict=True):
         if answer["problem"]:
@@ -164,7 +163,7 @@ def check_shared(folder: str, field: str) -> None:
             probe = parent / f".shared-{os.getpid()}-{time.time_ns()}"
             probe.touch()
             name = str(probe)
-    name = allgather_text(name)[0]
+    name = agree(name)[0]
     problem = None
     until = time.monotonic() + SHARED_SECONDS
     while name and not Path(name).exists():

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import multihost
+from maxlm.cluster import agree
 from maxlm.config import Config, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
@@ -47,7 +47,7 @@ class Ownership:
         """
         self._file, self._own = folder / FILE, {"token": secrets.token_hex(16), "host": own_name()}
         self._kind = kind
-        multihost.only_process_0(lambda: retried(self._take, f"writing {self._file}"), f"writing {self._file}")
+        agree.on_process_0(lambda: retried(self._take, f"writing {self._file}"), f"writing {self._file}")
 
     def _take(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)

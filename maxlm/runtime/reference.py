@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.objectives import LogProbabilities, with_reference
 from maxlm.runtime import reference_file
 from maxlm.runtime.consistency import require_equal
-from maxlm.runtime.host_allgather import allgather
 from maxlm.runtime.reference_file import Pairs, Reference
 from maxlm.telemetry.phases import Phases
 from maxlm.training.program import Program
@@ -126,8 +126,8 @@ def _shared(pipeline: Pipeline, pairs: Pairs | None) -> Pairs:
         assert pairs is not None, "this is process 0"
         return pairs
     own = pairs or Pairs(np.zeros((pipeline.n_documents, 2), np.float32), 0, pipeline.fingerprint, 0)
-    numbers = allgather(np.array([own.batches, own.damaged], np.int32))[0]
-    return Pairs(allgather(own.table)[0], int(numbers[0]), own.fingerprint, int(numbers[1]))
+    numbers = agree.gather(np.array([own.batches, own.damaged], np.int32))[0]
+    return Pairs(agree.gather(own.table)[0], int(numbers[0]), own.fingerprint, int(numbers[1]))
 
 
 def _in_process_0(do: Callable[[], Result]) -> Result | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import secrets
@@ -15,8 +14,8 @@ from typing import Any, Protocol
 import jax
 
 import maxlm
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
+from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode
@@ -148,7 +147,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
         outcome = _train(run, stop, bill, predict, concluded=concluded)
         with goodput.measure("save"):
             checkpoints.close(remove_copies=outcome.status == "corrupted")
-            done_everywhere = not multihost.max_over_processes(int(EXIT_CODES[outcome.status] != ExitCode.DONE))
+            done_everywhere = not agree.max_over_processes(int(EXIT_CODES[outcome.status] != ExitCode.DONE))
         watchdog.stop()
         progress_file.record(regroup=_regroups(outcome, here), concluded=done_everywhere)
         if directory.primary:
@@ -292,8 +291,8 @@ def _integrity(run: OpenRun) -> Integrity | None:
     if run.config.integrity is None or not run.trains:
         return None
     hosts, observers = run.context.cluster.hosts, run.context.observers
-    record = multihost.text_from_process_0(json.dumps(findings.read(run.directory) if run.directory.primary else {}))
-    found = findings.Findings(json.loads(record), run.directory)
+    record = agree.from_process_0(findings.read(run.directory) if run.directory.primary else {})
+    found = findings.Findings(record, run.directory)
     marked = to_replace(run.directory) if run.directory.primary else {}
     for host, reason in marked.items():
         if host in hosts:
@@ -329,7 +328,7 @@ def _concluded(run: OpenRun) -> bool:
     lines = read_objects(path) if run.directory.primary and not run.trains and path.is_file() else ()
     counted = surviving(list(filter(None, map(Event.of, lines))))  # without those before the last steps were trained again
     found = {event.kind for event in counted if event.step == run.config.total_steps}
-    return multihost.text_from_process_0("yes" if kinds <= found else "no") == "yes"
+    return agree.from_process_0(kinds <= found)
 
 
 def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:

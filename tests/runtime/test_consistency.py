@@ -45,7 +45,7 @@ def beside_another(monkeypatch, facts, problem=""):
     """This process and another, of the host `other`, which sends `facts` and `problem`."""
     other = json.dumps({"host": "other", "unavailable": False, "problem": problem, "facts": facts})
     monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(consistency, "allgather_text", lambda text: [text, other])
+    monkeypatch.setattr(consistency, "agree", lambda mine: [mine, json.loads(other)])
 
 
 def test_what_one_host_cannot_find_is_told_to_all(monkeypatch):

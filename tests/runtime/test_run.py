@@ -175,9 +175,7 @@ def test_the_last_save_is_watched_and_then_what_is_done_everywhere_is_on_record(
         monkeypatch.setattr(run, name, value)
     monkeypatch.setattr(run.deadline, "stacks_to", lambda _: None)
     monkeypatch.setattr(run.progress_file, "record", lambda **changes: seen.append(changes))
-    monkeypatch.setattr(
-        run.multihost, "max_over_processes", lambda code: seen.append(f"agreed in {goodput.current[0]}") or max(code, undone)
-    )
+    monkeypatch.setattr(run.agree, "max_over_processes", lambda code: seen.append(f"agreed in {goodput.current[0]}") or max(code, undone))
     here = SimpleNamespace(hosts=(), regrouping=lambda: "")
     log = SimpleNamespace(write_to=lambda _: None)
     run._run(context(config, here, goodput, watchdog), None, None, None, log)

@@ -1,0 +1,1 @@
+"""Processes of a run, and how they agree."""

@@ -1,0 +1,117 @@
+"""Agreement among the processes of a run, so that none waits for a collective that others never start.
+
+Every process makes the same calls, in the same order; processes may have different numbers of devices.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxlm.config.errors import UnavailableError, UserError
+from maxlm.config.transient import first_line, is_storage_error
+
+Value = TypeVar("Value")
+_WIDTH = 1024  # bytes of which the width of a text is a multiple: each width is a program of its own
+
+
+def agree(mine: Value) -> list[Value]:
+    """Return the values of all processes, by number. Each must be JSON."""
+    if jax.process_count() == 1:
+        return [mine]
+    data = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    lengths = gather(np.array([data.size], np.int32))[:, 0]
+    padded = np.zeros(-(-int(lengths.max()) // _WIDTH) * _WIDTH, np.uint8)
+    padded[: data.size] = data
+    return [json.loads(bytes(row[:length])) for row, length in zip(gather(padded), lengths, strict=True)]
+
+
+def from_process_0(mine: Value) -> Value:
+    """Return the value of process 0, which must be JSON: listings of a network folder may differ for a while."""
+    return agree(mine if jax.process_index() == 0 else None)[0]  # type: ignore[return-value]
+
+
+def max_over_processes(code: int) -> int:
+    """Return the largest `code` of all processes."""
+    return code if jax.process_count() == 1 else int(gather(np.array([code], np.int32)).max())
+
+
+def on_process_0(do: Callable[[], Value], what: str) -> Value:
+    """Return the result, which must be JSON, of `do()` in process 0, which must not communicate. `what` it does, in words.
+
+    If it raises, all processes do: UnavailableError if storage failed; else process 0 raises the same error.
+    """
+    result, problem = None, None
+    if jax.process_index() == 0:
+        try:
+            result = do()
+        except Exception as error:  # any: the other processes must learn of it
+            problem = error
+    if max_over_processes(int(problem is not None)):
+        if isinstance(problem, UserError) or (problem is not None and not is_storage_error(problem)):
+            raise problem
+        reason = "see process 0" if problem is None else first_line(problem)
+        raise UnavailableError(f"{what} failed: {reason}; try again when the cause is gone. Nothing was changed.") from problem
+    return from_process_0(result)  # type: ignore[return-value]
+
+
+def gather(values: np.ndarray) -> np.ndarray:
+    """Return `values` of all processes, stacked by process number; the same shape everywhere. Floats are returned as float32."""
+    if jax.process_count() == 1:  # without a program to compile
+        return np.asarray(values[None], jax.dtypes.canonicalize_dtype(values.dtype))
+    return fetched(_run(_copy, start_row(values)))
+
+
+def largest(values: np.ndarray) -> np.ndarray:
+    """Return the largest value of all processes at each place of `values` (8- or 32-bit integers, the same shape everywhere).
+
+    With zeros in all processes but one it sends that one's values to all.
+    """
+    return fetched(start_largest(values))
+
+
+def start_largest(values: np.ndarray) -> Any:
+    """Begin to compute `largest`, and do not wait. Returns an array for `fetched`."""
+    return values if jax.process_count() == 1 else _run(_largest, start_row(values))
+
+
+def start_row(values: np.ndarray) -> Any:
+    """Return an array with a row for each process on a device of its own, of which `values` is this one's."""
+    rows = _one_device_a_process()
+    assert isinstance(rows.mesh, Mesh), "of devices"
+    mine = jax.device_put(values[None], rows.mesh.local_devices[0])
+    return jax.make_array_from_single_device_arrays((jax.process_count(), *values.shape), rows, [mine])
+
+
+def fetched(started: Any) -> np.ndarray:
+    """Return the part of a result that is here. In any thread: it only waits and copies."""
+    return started if isinstance(started, np.ndarray) else np.asarray(started.addressable_data(0))
+
+
+def _run(compute: Callable[[Any], Any], rows: Any) -> Any:
+    with jax.set_mesh(rows.sharding.mesh):  # training may have set its own
+        return _program(compute, NamedSharding(rows.sharding.mesh, PartitionSpec()))(rows)
+
+
+def _copy(rows: Any) -> Any:
+    return rows
+
+
+def _largest(rows: Any) -> Any:
+    return rows.max(0)
+
+
+@functools.cache
+def _one_device_a_process() -> NamedSharding:
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([firsts[number] for number in sorted(firsts)]), ("process",))
+    return NamedSharding(mesh, PartitionSpec("process"))
+
+
+@functools.cache
+def _program(compute: Callable[[Any], Any], everywhere: NamedSharding) -> Any:
+    return jax.jit(compute, out_shardings=everywhere)
