@@ -10,11 +10,11 @@ their coordinator keeps accepting connections, on which those that come back wai
 import asyncio
 import contextlib
 import errno
-import ipaddress
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from maxlm.config.errors import ExitCode, UserError
@@ -111,22 +111,21 @@ class Coordinator:
         self._accepted = 0  # connections
         self._refused: list[str] = []  # the first few refused connections, with reasons
 
-    async def meet(self, listeners: list[socket.socket], seconds: float) -> Meeting:
+    async def meet(self, listener: socket.socket, seconds: float) -> Meeting:
         """Wait for all processes, up to `seconds`; with a quorum, for enough of them once its time is up.
 
         Raises UserError, after it was sent to the processes that were admitted; SupersededError, after they were told to look elsewhere.
         """
-        accepting = [asyncio.create_task(self._accept(one)) for one in listeners]
+        accepting = asyncio.create_task(self._accept(listener))
         numbers: tuple[int, ...] = ()
         try:
             async with asyncio.timeout(seconds):
                 while self._problem is None and not self.superseded.is_set() and not (numbers := await self._complete()):
                     await self._wait_for_change()
         except TimeoutError:
-            self._problem = self._problem or RendezvousError(self._missing(listeners, seconds))
+            self._problem = self._problem or RendezvousError(self._missing(listener, seconds))
         self._ended = True
-        for task in accepting:
-            task.cancel()
+        accepting.cancel()
         if self._problem is not None:
             for member in self._members.values():
                 member.socket.try_send("refused", reason=sendable(str(self._problem)), wrong=not isinstance(self._problem, RendezvousError))
@@ -147,7 +146,7 @@ class Coordinator:
         return {number: code for code, number in known[:MAX_CODES]}
 
     async def wait_for_returning(
-        self, listeners: list[socket.socket], numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
+        self, listener: socket.socket, numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
     ) -> None:
         """Accept processes that come back while `numbers` run, until that has `ended`; a second process of one of these is turned away.
 
@@ -156,7 +155,7 @@ class Coordinator:
         assert self._quorum is not None, "without one nobody goes on without the others"
         self._running, self._ended, began, told = frozenset(numbers), False, time.monotonic(), False
         self._members, self._pending, self._changed = {}, {}, asyncio.Event()  # those before belong to the event loop of `meet`
-        tasks = [asyncio.create_task(self._accept(one)) for one in listeners]
+        accepting = asyncio.create_task(self._accept(listener))
         while not ended.is_set():
             await asyncio.sleep(POLL_SECONDS)
             await self._drop_silent(tuple(self._members))
@@ -166,8 +165,7 @@ class Coordinator:
             )
             told = told or (due and larger(group))
         self._ended = True
-        for task in tasks:
-            task.cancel()
+        accepting.cancel()
 
     def finish(self, reason: str = "") -> None:
         """Tell processes that wait for their return that the run is done, or for which `reason` it would fail again. Call it once
@@ -365,24 +363,23 @@ class Coordinator:
         task.cancel()
         return True
 
-    def _missing(self, listeners: list[socket.socket], seconds: float) -> str:
+    def _missing(self, listener: socket.socket, seconds: float) -> str:
         spec = self._spec
         missing = [str(number) for number in range(spec.count) if number != spec.process and number not in self._members]
         refused = f" Refused: {'; '.join(self._refused)}" if self._refused else ""
-        addresses = " or ".join(str(one.getsockname()[0]) for one in listeners)
         return (
             f"{spec.count - len(missing)} of {spec.count} processes met at {spec.address} within {seconds:.0f} s; "
             f"process {', '.join(missing[:8])}{' and others' if len(missing) > 8 else ''} did not come: see the logs of those hosts, "
-            f"that {spec.count} is right, and that {spec.address} leads them to {addresses} here.{refused}"
+            f"that {spec.count} is right, and that {spec.address} leads them to {listener.getsockname()[0]} here.{refused}"
         )
 
 
 class ReturningProcesses:
     """Accepts processes that come back while a run goes on without them, in a thread: they wait until the run may grow, or is done."""
 
-    def __init__(self, coordinator: Coordinator, listeners: Sequence[socket.socket], numbers: tuple[int, ...]) -> None:
-        """`coordinator`: as it was when `numbers` began to run; `listeners`: closed in the end."""
-        self._coordinator, self._listeners, self._numbers = coordinator, list(listeners), numbers
+    def __init__(self, coordinator: Coordinator, listener: socket.socket, numbers: tuple[int, ...]) -> None:
+        """`coordinator`: as it was when `numbers` began to run; `listener`: closed in the end."""
+        self._coordinator, self._listener, self._numbers = coordinator, listener, numbers
         self._grow: Callable[[tuple[int, ...]], None] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="maxlm-returning", daemon=True)
@@ -401,10 +398,8 @@ class ReturningProcesses:
         self._coordinator.finish(reason)
 
     def _run(self) -> None:
-        with contextlib.ExitStack() as listeners:
-            for one in self._listeners:
-                listeners.enter_context(one)
-            asyncio.run(self._coordinator.wait_for_returning(self._listeners, self._numbers, self._ended, self._is_larger))
+        with self._listener as listener:
+            asyncio.run(self._coordinator.wait_for_returning(listener, self._numbers, self._ended, self._is_larger))
 
     def _is_larger(self, numbers: tuple[int, ...]) -> bool:
         if self._grow is None:  # the run has not begun yet
@@ -431,41 +426,19 @@ def _same_number(number: int, first: str, second: str) -> str:
     return f"{first} and {second} were both started as process {number}: give each process a number of its own, from 0 on."
 
 
-def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Return sockets that listen at the addresses of `host` if they are this machine's, else at all of its addresses.
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at `host` if it is localhost or an address of this machine, else at all addresses: the name by which
+    others reach this machine may lead to loopback here.
 
-    A name that resolves to loopback, as many machines resolve their own, does not tell at which address others connect, except `localhost`.
     Raises OSError: the port is taken, or may not be used.
     """
-    with contextlib.ExitStack() as undo:
-        sockets, foreign = [], False
-        for family, address in _addresses(host, port):
-            try:
-                sockets.append(undo.enter_context(socket.create_server((address, port), family=family, backlog=backlog)))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-                foreign = foreign or host != "localhost"  # which has an IPv6 address also where there is no IPv6
-        if sockets and not foreign:
-            undo.pop_all()
-            return sockets
+    if host == "localhost" or re.fullmatch(r"[0-9.]+|.*:.*", host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server(("127.0.0.1" if host == "localhost" else host, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
     if socket.has_dualstack_ipv6():
-        return [socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)]
-    return [socket.create_server(("", port), backlog=backlog)]
-
-
-def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
-    """Return families and addresses of `host`; none if it does not resolve, or resolves to loopback and is not localhost."""
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    addresses: list[tuple[socket.AddressFamily, str]] = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in infos))
-    literal = host == "localhost" or _is_address(host)
-    return addresses if literal or not any(ipaddress.ip_address(address).is_loopback for _, address in addresses) else []
-
-
-def _is_address(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return False
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", port), backlog=backlog)

@@ -117,23 +117,21 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
     _raise_file_limit(spec)
     with contextlib.ExitStack() as open_sockets:
         until = time.monotonic() + seconds
-        listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
+        listener = open_sockets.enter_context(_open_listener(spec, until))
         service = replace(spec, address=service_address(spec.address))
-        with contextlib.ExitStack() as held:  # until nobody else, such as an attempt that is about to end, can have the port
-            held_ports = [held.enter_context(one) for one in _open_listeners(service, until, met_before=True)]
-            bound = held_ports[0].getsockname()[0]
-            met = _meet(listeners, coordinator, until)
+        with _open_listener(service, until, met_before=True):  # else an attempt that is about to end may still have the port
+            met = _meet(listener, coordinator, until)
         group = _group(spec, met)
-        group.service_bind = bound
+        group.service_bind = listener.getsockname()[0]
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
-            group.returning = ReturningProcesses(coordinator, listeners, met.numbers)
+            group.returning = ReturningProcesses(coordinator, listener, met.numbers)
     return group
 
 
-def _meet(listeners: list[socket.socket], coordinator: Coordinator, until: float) -> Meeting:
+def _meet(listener: socket.socket, coordinator: Coordinator, until: float) -> Meeting:
     """The meeting, of which all members have been told."""
-    met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
+    met = asyncio.run(coordinator.meet(listener, until - time.monotonic()))
     for one in met.sockets.values():
         codes = {str(number): code for number, code in met.codes.items()}
         one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes)
@@ -307,7 +305,7 @@ def _is_valid(members: Message, spec: ProcessSpec) -> bool:
     return unique and spec.process in numbers[1:] and max(numbers) < spec.count
 
 
-def _open_listeners(spec: ProcessSpec, until: float, *, met_before: bool = False) -> list[socket.socket]:
+def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False) -> socket.socket:
     """Listen at the address of `spec`, once it is free. `met_before`: the port is that of jax's service, one above the run's own.
 
     Raises UserError; UnavailableError if that may help.

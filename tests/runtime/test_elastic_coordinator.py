@@ -48,14 +48,13 @@ def meet(own, present, *, count, together, seconds=5.0):
     spec = specification(count)
     quorum = Quorum(count, together, 1, lambda units: True, wait_s=0.3, grow_after_s=0.1)
     one = Coordinator(replace(spec, process=own), "h", SECRET, lambda text: None, quorum)
-    listeners = coordinator.listen("127.0.0.1", int(spec.address.rpartition(":")[2]), count)
+    listener = coordinator.listen("127.0.0.1", int(spec.address.rpartition(":")[2]), count)
     with contextlib.ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(listener)
+        stack.enter_context(listener)
         pool = stack.enter_context(ThreadPoolExecutor(count))
         others = [pool.submit(first_message, replace(spec, process=number)) for number in present if number != own]
         try:
-            met = asyncio.run(one.meet(listeners, seconds))
+            met = asyncio.run(one.meet(listener, seconds))
         except SupersededError:
             assert one.gave_way
             return (), {other.result() for other in others}
@@ -120,8 +119,7 @@ def test_after_an_end_without_a_restart_nobody_waits_on(monkeypatch, end):
     quorum = Quorum(3, 1, 1, lambda units: True, wait_s=0.3, grow_after_s=60.0)
     one = Coordinator(spec, "h", SECRET, lambda text: None, quorum)
     group = ProcessGroup(replace(spec, count=2), ("h", "h"), {}, configured=(0, 1))
-    listeners = coordinator.listen("127.0.0.1", int(spec.address.rpartition(":")[2]), 3)
-    group.returning = ReturningProcesses(one, listeners, (0, 1))
+    group.returning = ReturningProcesses(one, listen(*host_and_port(spec.address), 3), (0, 1))
     with ThreadPoolExecutor(1) as pool:
         back = pool.submit(rendezvous.join, replace(spec, process=2), 3.0, SECRET, lambda text: waits.set(), quorum)
         assert waits.wait(10)
@@ -159,9 +157,9 @@ def test_a_second_process_of_a_number_ends_no_run_that_has_met_before(monkeypatc
         monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, code_before)
     spec = specification(3)
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(one) for one in listen(*host_and_port(spec.address), 3)]
+        listener = stack.enter_context(listen(*host_and_port(spec.address), 3))
         pool = stack.enter_context(ThreadPoolExecutor(3))
-        meeting = pool.submit(asyncio.run, Coordinator(spec, "h", SECRET, lambda text: None).meet(listeners, 5.0))
+        meeting = pool.submit(asyncio.run, Coordinator(spec, "h", SECRET, lambda text: None).meet(listener, 5.0))
         first = stack.enter_context(contextlib.closing(connect(replace(spec, process=1), spec.address, SECRET, 5.0, "")))
         second = pool.submit(first_message, replace(spec, process=1))
         assert first.receive(time.monotonic() + 5)["kind"] == "ping"
