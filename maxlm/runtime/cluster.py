@@ -48,7 +48,7 @@ QuorumOf = Callable[[ClusterPlace], Quorum | None]
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that this process has joined: a description, and the host of each process by number. `absent`: labels of those of the
+    """The cluster that this process has joined: a description, and the host of each process by number. `absent`: labels of the
     `configured` processes without which it goes on by the rules of `quorum`.
     """
 
@@ -106,7 +106,7 @@ def joined(
 ) -> Iterator[Cluster]:
     """Join the cluster that this process was started in, for the length of the block; enter it before any device is used.
 
-    If one process raises, or is lost, all end without leaving the block: with exit code 1, that of a UserError, STOPPED by a signal, or
+    If one process raises, or is lost, all end without leaving the block: with exit code 1, the code of a UserError, STOPPED by a signal, or
     HOST_LOST, and a line with the reason.
 
     `named`: settings of the command line, see `cluster_env.find`; `say`: prints how this process joins, before it waits for the others up
@@ -160,7 +160,7 @@ def joined(
 
 
 def _count_devices(spec: ProcessSpec, accelerators: Collection[str], n_gpus: int) -> int | None:
-    """Devices of this process, without jax; None for TPUs, whose number `cluster.topology` gives."""
+    """Devices of this process, without jax; None for TPUs: `cluster.topology` gives their number."""
     if "tpu" in accelerators and os.environ.get("JAX_PLATFORMS", "tpu") != "cpu":
         return None
     if n_gpus and os.environ.get("JAX_PLATFORMS", "cuda") != "cpu":

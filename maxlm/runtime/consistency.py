@@ -60,8 +60,8 @@ def code_digest(folder: Path | None = None) -> str:
 def machine_facts() -> dict[str, str]:
     """Versions of the libraries and of Python, compiler flags and environment variables that decide what a process computes, by name.
 
-    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA. An option whose
-    value is a file counts by its content, such as results of autotuning: hosts may keep it in different places.
+    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA. An option with
+    a file as its value counts by its content, such as results of autotuning: hosts may keep it in different places.
     """
     facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for distribution in importlib.metadata.distributions():

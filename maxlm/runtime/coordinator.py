@@ -152,7 +152,7 @@ class Coordinator:
 
         `larger`: called with the numbers of a larger group that could run, until it returns True.
         """
-        assert self._quorum is not None, "without one nobody goes on without the others"
+        assert self._quorum is not None, "without one no process goes on without the others"
         self._running, self._ended, began, told = frozenset(numbers), False, time.monotonic(), False
         self._members, self._pending, self._changed = {}, {}, asyncio.Event()  # those before belong to the event loop of `meet`
         accepting = asyncio.create_task(self._accept(listener))
@@ -221,7 +221,7 @@ class Coordinator:
         return ()
 
     async def _drop_silent(self, numbers: Collection[int]) -> None:
-        """Remove those of these members that do not answer."""
+        """Remove the members of these numbers that do not answer."""
         members = {number: self._members[number] for number in numbers if number in self._members}
         alive = await asyncio.gather(*(member.is_alive() for member in members.values()))
         for (number, member), answered in zip(members.items(), alive, strict=True):
@@ -288,7 +288,7 @@ class Coordinator:
         if hello.asks and not self._running:
             connection.try_send("meeting")
         elif self._running and self._quorum is not None and hello.digest != self._quorum.digest:
-            reason = f"{hello.host} has other code or another config than the run that goes on: give it those of {self._own}."
+            reason = f"{hello.host} has other code or another config than the run that goes on: give it the same as {self._own}."
             self._refuse(connection, address, reason)
         elif hello.count != self._spec.count:
             started = f"{hello.host} was started for {hello.count} processes, and {self._own} for {self._spec.count}"
@@ -315,7 +315,7 @@ class Coordinator:
         return ""
 
     def _turn_away(self, connection: MessageSocket, address: str, reason: str) -> None:
-        """Refuse a process whose number is taken. At the first start that is an error in the input; later the run has had one process of
+        """Refuse a process whose number is taken. At the first start this is an error in the input; later the run has had one process of
         each number, and must not end for another one. That tries again: its host may be new, and the old one not yet known to be lost.
         """
         if not self._running and progress_file.last_code() is None:

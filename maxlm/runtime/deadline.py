@@ -3,8 +3,8 @@
 SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread. That does not interrupt a thread that computes in C or waits for a disk, and
 no Python thread runs while another holds the interpreter lock. So the deadline is kept by a small child process, the monitor: Python's C
 signal handler writes each signal to its pipe, which needs neither the lock nor a thread. At the deadline the monitor has the stacks of all
-threads printed, if the process hangs, and ends it with the right exit code. It also ends a process whose watchdog has fallen silent. What
-the process wants it to know is in memory that both share.
+threads printed, if the process hangs, and ends it with the right exit code. It also ends a process when its watchdog falls silent. The
+process tells it all else in memory that both share.
 """
 
 import atexit
@@ -186,7 +186,7 @@ def alive() -> None:
 def hung(seconds: float) -> bool:
     """Show the stacks of all threads now, and end this process as hung in `seconds`, whatever it does. False: there is no monitor.
 
-    The stacks are taken here, under the interpreter's lock: a signal handler would read those of threads that run meanwhile, and may crash.
+    The stacks are taken here, under the interpreter's lock: a signal handler would read stacks of running threads, and may crash.
     """
     if _monitor is None:
         return False

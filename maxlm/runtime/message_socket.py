@@ -61,7 +61,7 @@ FIELDS: Mapping[str, frozenset[str]] = {  # of each kind of message
     "stack": frozenset({"where", "waits", "sends"}),  # see `hang.Frame`
     # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
     "symptom": frozenset({"peer"}),
-    # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass; final: a
+    # lost: label of the lost process that is the reason, or ""; passing: the cause is outside of the run, and may pass; final: a
     # launcher has given up, and the others would wait for its process in vain
     "abort": frozenset({"reason", "code", "lost", "passing", "final"}),
     "leave": frozenset(),
@@ -84,7 +84,7 @@ class Hello(BaseModel):
     count: Annotated[int, Field(le=MAX_PROCESSES)]
     host: Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_printable)]
     asks: bool  # the sender coordinates processes itself, and only asks whether it should; else it wants to be admitted
-    digest: Annotated[str, Field(max_length=MAX_NAME)]  # of code and config, "" where nobody compares it
+    digest: Annotated[str, Field(max_length=MAX_NAME)]  # of code and config, "" where they are not compared
     code: Annotated[int, Field(gt=-65, lt=256)] | None  # exit code of the attempt before, negative: by that signal
 
 

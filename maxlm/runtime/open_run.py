@@ -50,7 +50,7 @@ from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
 
-# Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
+# Settings that a checkpoint must share with the run that continues it, in addition to the model: the data order and the state's shape.
 IDENTITY = (
     "train.seed",
     "train.global_batch",
@@ -218,7 +218,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
     if config.compression is not None and config.diloco is None:
         values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
     if config.compression is not None and config.compression.kind != "int8" and config.diloco is None:
-        values["optimizer.beta2"] = config.optimizer.beta2  # second moments stay those of the warm-up, whose weights sum to what it says
+        values["optimizer.beta2"] = config.optimizer.beta2  # second moments stay as of the warm-up, and it decides how their weights sum
     ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
     values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
     values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
@@ -241,7 +241,7 @@ def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int)
 
 def _start(context: RunContext, program: Program, checkpoints: Checkpoints, journal: Journal) -> tuple[Start, Init]:
     """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
-    anything is written beside it.
+    anything is written next to it.
     """
     config, goodput, local_processes = context.config, context.goodput, context.cluster.local_processes
     init, reading = _first_state(config, program, checkpoints)
@@ -258,7 +258,7 @@ def _start(context: RunContext, program: Program, checkpoints: Checkpoints, jour
 
 
 def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) -> TrainState | Start:
-    """The first state of a run that has no checkpoint, or only those of steps that were taken back. Raises UserError in all processes if it
+    """The first state of a run that has no checkpoint, or only of steps that were taken back. Raises UserError in all processes if the run
     has saved before: a copy in memory can hide that until it turns out not to be usable.
     """
     _refuse_if_lost(checkpoints, directory)

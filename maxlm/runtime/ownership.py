@@ -2,7 +2,7 @@
 before its next save, and ends.
 
 Locks of local folders (`config.directory_lock`) do that for runs in one folder. A bucket has no locks, and the lock of an elastic run may
-be held by a host that was only stopped or cut off, so these also have a token beside the checkpoints.
+be held by a host that was only stopped or cut off, so these also have a token in the folder of the checkpoints.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ class Progress:
     hosts: tuple[str, ...] = ()  # by process number, once all processes have joined
     step: int | None = None  # the last one logged; None before the first
     error: str = ""  # one line; "" where none is on record
-    lost: tuple[str, ...] = ()  # labels of the processes whose loss ended the run
+    lost: tuple[str, ...] = ()  # labels of the lost processes that ended the run
     process: int | None = None  # number of this one; None outside a cluster
     folder: str = ""  # the run directory, once this process writes it
     attempt: str = ""  # id in its `start` event

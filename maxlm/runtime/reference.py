@@ -39,7 +39,7 @@ def attach_reference(
 ) -> None:
     """Make every batch of the pipelines, by name, carry the reference's log-probabilities.
 
-    While no checkpoint was restored they are those of `start`, and always computed: whatever lies in `folder`, the checkpoints' own, may be
+    While no checkpoint was restored, `start` is the reference, and always computed: whatever lies in `folder`, the checkpoints' own, may be
     of other weights. Afterwards they are those in `folder`. Process 0 alone reads and writes it, and all learn of its failure. `touch` is
     called after each batch.
 
@@ -61,7 +61,7 @@ def attach_reference(
 
 
 def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
-    """Batches of the pipeline in order whose pairs are read: all to train on, and of held-out ones as many as an evaluation reads."""
+    """Number of batches to read, in order: all of the training pairs, and as many held-out ones as an evaluation reads."""
     return pipeline.n_batches if name == "train" else min(config.train.eval_batches, pipeline.n_batches)
 
 

@@ -1,12 +1,12 @@
 """Rendezvous of the processes of a run at process 0, before jax starts, so that a missing or misconfigured process is named.
 
 jax's own service would abort all processes, with pages of output that name a number. Here each process identifies itself over a message
-socket. With a shared secret nobody else takes part, and a process with another configuration ends all. Without one, its claim cannot be
-trusted: it is refused, and process 0 goes on waiting. jax's service listens one port above, which is known to be free once all have met.
+socket. With a shared secret no other process takes part, and a process with another configuration ends all. Without a secret its claim
+cannot be trusted: it is refused, and process 0 goes on waiting. jax's service listens one port above, which is known to be free once all have met.
 
 With a `Quorum` the lowest of a few candidates that is there coordinates in place of process 0. A process is a member of one group at a
-time: a candidate that finds another gives its own group up first. One whose unit is incomplete gives way to the next once the others may go
-on: it no longer listens, and joins as those do that are no candidates.
+time: a candidate that finds another gives its own group up first. A candidate with an incomplete unit gives way to the next once the
+others may go on: it no longer listens, and joins as those do that are no candidates.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from maxlm.runtime.process_group import ProcessGroup
 from maxlm.runtime.quorum import Quorum, candidates
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
-OWN_FILES = 1024  # that process 0 may open beside its sockets
+OWN_FILES = 1024  # that process 0 may open in addition to its sockets
 ROUND_TRIP_SECONDS = 5.0  # for a connection
 ASK_SECONDS = 2.0  # for a connection to another candidate, and for its answer
 PAUSE_SECONDS = 1.0  # between two rounds of such questions
 FOUND_SECONDS = 15.0  # for a coordinator that has just answered; it sends a ping every SIGN_SECONDS while it waits for others
-SILENCE_SECONDS = 60.0  # of a coordinator whose run a process waits for; it sends a ping every second
+SILENCE_SECONDS = 60.0  # of a coordinator, for a process that waits for its run; it sends a ping every second
 
 
 class FinishedError(UserError):
@@ -306,7 +306,7 @@ def _is_valid(members: Message, spec: ProcessSpec) -> bool:
 
 
 def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False) -> socket.socket:
-    """Listen at the address of `spec`, once it is free. `met_before`: the port is that of jax's service, one above the run's own.
+    """Listen at the address of `spec`, once it is free. `met_before`: for the port of jax's service, one above the run's own.
 
     Raises UserError; UnavailableError if that may help.
     """
@@ -319,7 +319,7 @@ def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False)
                 time.sleep(RETRY_SECONDS)
                 continue
             hint = "is another run on this host?" if error.errno == errno.EADDRINUSE else "choose another port."
-            where = f"port {port}, one above that of this run" if met_before else f"port {port}"
+            where = f"port {port}, one above the port of this run" if met_before else f"port {port}"
             passes = met_before or (error.errno == errno.EADDRINUSE and progress_file.last_code() is not None)  # the port was right before
             kind = UnavailableError if passes and error.errno not in WRONG_PATH else UserError
             raise kind(f"this is {spec}, and cannot wait for the others at {where}: {error.strerror}; {hint}") from error

@@ -67,7 +67,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def beside_preemption_service() -> Iterator[None]:
-    """Wrap `jax.distributed.initialize`, whose service takes SIGTERM: restore our handler, and let `StopSignal` call jax's."""
+    """Wrap `jax.distributed.initialize`, which takes SIGTERM for its service: restore our handler, and let `StopSignal` call jax's."""
     handler = signal.getsignal(signal.SIGTERM)
     ours = deadline.set_c_handler(signal.SIGTERM, int(signal.SIG_IGN))
     deadline.set_c_handler(signal.SIGTERM, ours)

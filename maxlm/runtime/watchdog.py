@@ -2,8 +2,8 @@
 
 Each process judges its own operation by its limit, and its heartbeats carry that to process 0. Process 0 alone decides: a run hangs if the
 processes that are behind all others are overdue. It then has all processes show their stacks, names the one that is behind, and ends all
-with `HUNG`. The last guard is outside of the process: `deadline`'s monitor, which needs no interpreter lock, ends a process whose watchdog
-is silent. It is a child of every process that trains, also of one without a supervisor, and it can show the stacks.
+with `HUNG`. The last guard is outside of the process: `deadline`'s monitor, which needs no interpreter lock, ends a process when its
+watchdog is silent. It is a child of every process that trains, also of one without a supervisor, and it can show the stacks.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ END_SECONDS = 30.0  # from the verdict to the end of the process, whatever hangs
 
 
 class Watchdog:
-    """Use it in a `with`, whose end ends it. It does nothing before `follow`."""
+    """Context manager; inactive until `follow`."""
 
     def __init__(self, settings: WatchdogConfig | None, group: ProcessGroup | None) -> None:
         """`settings`: None for the defaults; `group`: None for a process that is alone."""
@@ -72,7 +72,7 @@ class Watchdog:
 
     def follow(self, goodput: Goodput, run: RunDirectory | None = None, layout: str = "") -> None:
         """Watch the loop that `goodput` measures, from now on. `run`: with the lengths of operations of earlier attempts; `layout`: id of
-        its config and mesh, since those of another one say nothing.
+        its config and mesh, since lengths of another layout say nothing.
         """
         if not self._settings.enabled:
             return
@@ -190,7 +190,7 @@ class Watchdog:
         return self._operation.overdue or any((report.fields["operation"] or {}).get("overdue") for report in reports)
 
     def _operations(self) -> dict[int, Operation]:
-        """Operations of all processes, without those whose loop is over. One that was not heard of lately is not overdue: the process group
+        """Operations of all processes with a running loop. A process that was not heard of lately is not overdue: the process group
         finds out whether it is lost.
         """
         operations = {0: self._operation}

@@ -473,7 +473,7 @@ def test_the_port_of_jaxs_service_that_stays_taken_is_said(start):
     with socket.create_server(("", start.port + 1)):
         code, line = end(start(0, 2, seconds=1))
     assert code == 7
-    assert f"port {start.port + 1}, one above that of this run" in line
+    assert f"port {start.port + 1}, one above the port of this run" in line
 
 
 def test_a_port_that_is_taken_at_a_restart_may_be_free_later(monkeypatch):

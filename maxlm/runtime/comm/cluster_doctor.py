@@ -92,12 +92,12 @@ def diagnose_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
 
 
 def device_findings(names: Sequence[str], devices: Sequence[str]) -> Iterator[Finding]:
-    """Report hosts whose devices differ from the majority's; all hosts if there is none."""
+    """Report hosts with other devices than the majority; all hosts if there is none."""
     ((usual, count), *_) = Counter(devices).most_common()
     for name, found in zip(names, devices, strict=True):
         fix = "see `maxlm doctor` there, and that it is started as the others are"
         if 2 * count <= len(names):
-            yield Finding("devices", "problem", f"{name} has {found}, and no kind is that of most hosts", fix)
+            yield Finding("devices", "problem", f"{name} has {found}, and most hosts have no kind in common", fix)
         elif found != usual:
             yield Finding("devices", "problem", f"{name} has {found}, and {count} other{'s' * (count > 1)} {usual}", fix)
     if count == len(names):

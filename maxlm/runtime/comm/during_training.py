@@ -113,7 +113,7 @@ def _samplers(here: Cluster) -> tuple[list[Sampler], bool | None]:
 
 
 def _check(config: Config) -> None:
-    """Raise ConfigError for an objective whose batches need more than the data."""
+    """Raise ConfigError for an objective that needs more than the data for its batches."""
     if config.objective is not None and config.objective.kind == "dpo":
         rule, fix = "needs the figures of a reference model, which this command does not compute", "use sft, which sends the same"
         raise ConfigError("objective.kind", "dpo", rule, fix)

@@ -1,6 +1,6 @@
 """Collectives, each as a loop in one compiled program, and their timing: the median of several runs, on the clock of the slowest process.
 
-Sizes and bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so figures are comparable.
+Sizes and bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so figures are comparable.
 """
 
 import math
@@ -180,7 +180,7 @@ def times_by_process(run: TimedLoop) -> np.ndarray:
 
 
 def fitting_sizes(mesh: Mesh, sizes: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Return those of `sizes`, in bytes, that fit the memory of every device; `names`: the host of each process."""
+    """Return the `sizes`, in bytes, that fit the memory of every device; `names`: the host of each process."""
     sharing = jax.local_device_count() * names.count(names[jax.process_index()])
     free = min(_free_memory(device, sharing) for device in mesh.local_devices)
     free = float(agree.gather(np.array([free], np.float32)).min())
