@@ -2,7 +2,7 @@
 
 jax's own service would abort all processes, with pages of output that name a number. Here each process identifies itself over a message
 socket. With a shared secret no other process takes part, and a process with another configuration ends all. Without a secret its claim
-cannot be trusted: it is refused, and process 0 goes on waiting. jax's service listens one port above, which is known to be free once all have met.
+cannot be trusted: it is refused, and process 0 goes on waiting. jax's service listens one port above, which is free once all have met.
 
 With a `Quorum` the lowest of a few candidates that is there coordinates in place of process 0. A process is a member of one group at a
 time: a candidate that finds another gives its own group up first. A candidate with an incomplete unit gives way to the next once the
