@@ -176,7 +176,7 @@ read_secrets() {
 is_process_0() {
   "$1" - "${@:2}" <<'PYTHON'
 import os, sys
-from maxlm.runtime import cluster_env
+from maxlm.cluster import environment as cluster_env
 named, _ = cluster_env.split_arguments(sys.argv[1:])
 metadata = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else cluster_env.metadata
 spec = cluster_env.find(named, os.environ, metadata, 0)

@@ -30,9 +30,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from maxlm.cluster import cluster
+from maxlm.cluster.environment import split_arguments
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster, host_allgather
-from maxlm.runtime.cluster_env import split_arguments
+from maxlm.runtime import host_allgather
 from maxlm.runtime.comm.measure import OPERATIONS, Operation, TimedLoop, make_input, timed_loop
 from maxlm.runtime.comm.sizes import format_size, parse
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform

@@ -19,11 +19,11 @@ import jax
 
 import maxlm
 from maxlm.cluster.agree import agree
+from maxlm.cluster.environment import process_label
 from maxlm.config import Config, UserError, rules
 from maxlm.config.errors import UnavailableError, as_user_error, shorten
 from maxlm.config.paths import is_remote, open_regular, read_file
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
-from maxlm.runtime.cluster_env import process_label
 
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxlm.cluster.progress_file import FROZEN_VARIABLE
 from maxlm.config.errors import MissingError, UnavailableError, UserError, as_user_error
 from maxlm.config.loader import LoadedConfig, load, validate
 from maxlm.config.paths import read_file
-from maxlm.runtime.progress_file import FROZEN_VARIABLE
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.run_dir import RunDirectory
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from maxlm.cluster import deadline, progress_file
+from maxlm.cluster.progress_file import Progress
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
-from maxlm.runtime import deadline, progress_file
 from maxlm.runtime.end_log import EndLog
-from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.lifetime import Process
 
 NO_RESTART: dict[int, str] = {  # exit code -> why a restart is no help

@@ -17,17 +17,18 @@ from jax.sharding import Mesh
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
+from maxlm.cluster import progress_file
+from maxlm.cluster.cluster import Cluster
+from maxlm.cluster.message_socket import shared_secret
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump, flatten
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import elastic, frozen, progress_file
-from maxlm.runtime.cluster import Cluster
+from maxlm.runtime import elastic, frozen
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
-from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints

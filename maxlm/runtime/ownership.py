@@ -15,14 +15,14 @@ from pathlib import Path
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.cluster import agree
+from maxlm.cluster import agree, deadline
+from maxlm.cluster.message_socket import own_name
 from maxlm.config import Config, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.transient import is_storage_error, retried
-from maxlm.runtime import deadline, frozen
+from maxlm.runtime import frozen
 from maxlm.runtime.consistency import require_equal
-from maxlm.runtime.message_socket import own_name
 from maxlm.runtime.open_run import OpenRun
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 

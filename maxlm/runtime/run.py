@@ -15,7 +15,9 @@ import jax
 
 import maxlm
 from maxlm.checkpoint.errors import first_line
-from maxlm.cluster import agree
+from maxlm.cluster import agree, cluster, deadline, progress_file
+from maxlm.cluster.cluster import Cluster
+from maxlm.cluster.signals import StopSignal
 from maxlm.config import Config, UserError
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode
@@ -26,8 +28,7 @@ from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
-from maxlm.runtime import cluster, deadline, elastic, frozen, progress_file
-from maxlm.runtime.cluster import Cluster
+from maxlm.runtime import elastic, frozen
 from maxlm.runtime.consistency import require_equal
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.runtime.launch import NO_RESTART
@@ -35,7 +36,6 @@ from maxlm.runtime.open_run import OpenRun, OpenTasks, RunContext, open_run, pre
 from maxlm.runtime.ownership import locked, owning
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
-from maxlm.runtime.signals import StopSignal
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry import gpu_energy, predicted
 from maxlm.telemetry.alert_delivery import check_alerts

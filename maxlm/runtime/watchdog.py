@@ -20,14 +20,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from maxlm.cluster import deadline, progress_file
+from maxlm.cluster.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.config.errors import ExitCode
 from maxlm.config.paths import append_regular, read_file
 from maxlm.config.reliability import WatchdogConfig
-from maxlm.runtime import deadline, progress_file, stacks
+from maxlm.runtime import stacks
 from maxlm.runtime.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, Limits
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
-from maxlm.runtime.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.runtime.slow_hosts import SlowHosts, Times
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.goodput import Goodput

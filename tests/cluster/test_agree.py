@@ -20,7 +20,7 @@ use_virtual_devices(2 - number)
 import jax
 from maxlm.cluster.agree import agree, from_process_0, gather, largest, max_over_processes, on_process_0
 from maxlm.config.errors import UnavailableError, UserError
-from maxlm.runtime import cluster
+from maxlm.cluster import cluster
 
 def fail(error):
     raise error

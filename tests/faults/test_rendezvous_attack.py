@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 from small_run import environment, free_port
 
-from maxlm.runtime.message_socket import SECRET, ConnectionLostError, MessageSocket, token
+from maxlm.cluster.message_socket import SECRET, ConnectionLostError, MessageSocket, token
 
 COUNT, LIMIT_SECONDS, AT_ONCE = 3, 120, 48
 PROGRAM = """
 import json, os, socket, sys, time
-from maxlm.runtime import message_socket, rendezvous
-from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.cluster import message_socket, rendezvous
+from maxlm.cluster.environment import ProcessSpec
 number, count, port, seconds = map(int, sys.argv[1:])
 socket.gethostname = lambda: f"real{number}"
 print("ready", flush=True)

@@ -12,13 +12,13 @@ from small_run import child, events, finish, make_workspace, metrics, start, wai
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.cluster.progress_file import FROZEN_VARIABLE
 from maxlm.config import UserError, load
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import LoadedConfig, shipped, validate
 from maxlm.runtime import frozen, open_data, open_run, ownership, run
 from maxlm.runtime.launch import Supervisor
-from maxlm.runtime.progress_file import FROZEN_VARIABLE
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory

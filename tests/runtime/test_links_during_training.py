@@ -14,9 +14,9 @@ from tiny import tiny_config
 
 from maxlm import cli
 from maxlm.cluster.agree import agree
+from maxlm.cluster.cluster import Cluster
 from maxlm.config import UserError, load
 from maxlm.models import count_parameters
-from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.comm import during_training
 from maxlm.telemetry.link_counters import Link
 from maxlm.telemetry.link_use import LinkUse

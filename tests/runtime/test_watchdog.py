@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from maxlm.cluster import process_group
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import MessageSocket
+from maxlm.cluster.process_group import ProcessGroup, Report
 from maxlm.config.errors import ExitCode
 from maxlm.config.reliability import WatchdogConfig
-from maxlm.runtime import process_group, stacks, watchdog
-from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime import stacks, watchdog
 from maxlm.runtime.hang import Frame, Operation, hung
-from maxlm.runtime.message_socket import MessageSocket
-from maxlm.runtime.process_group import ProcessGroup, Report
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers

@@ -16,11 +16,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from maxlm.cluster import agree
+from maxlm.cluster import agree, cluster
+from maxlm.cluster.cluster import Cluster
+from maxlm.cluster.environment import process_label
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster
-from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.comm.measure import OPERATIONS, RUN_SECONDS, RUNS, Operation, Row, fitting_sizes, measure, timed_loop, times_by_process
 from maxlm.runtime.comm.sizes import format_seconds, format_size
 from maxlm.runtime.doctor import Finding, Report, as_text

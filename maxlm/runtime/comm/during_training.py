@@ -10,14 +10,13 @@ from pathlib import Path
 
 import jax
 
-from maxlm.cluster import agree
+from maxlm.cluster import agree, cluster
+from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config
 from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError
 from maxlm.hardware.chips import chip_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster
-from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.open_data import open_data_on_all_hosts

@@ -14,17 +14,17 @@ from typing import TextIO
 
 import jax
 
+from maxlm.cluster import deadline, environment, progress_file, rendezvous
+from maxlm.cluster.accelerators import find_accelerators
+from maxlm.cluster.deadline import Stopped
+from maxlm.cluster.environment import ProcessSpec, process_label, service_address
+from maxlm.cluster.message_socket import shared_secret
+from maxlm.cluster.process_group import ProcessGroup
+from maxlm.cluster.quorum import Quorum
+from maxlm.cluster.signals import beside_preemption_service
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
-from maxlm.runtime import cluster_env, deadline, progress_file, rendezvous
-from maxlm.runtime.accelerators import find_accelerators
-from maxlm.runtime.cluster_env import ProcessSpec, process_label, service_address
-from maxlm.runtime.deadline import Stopped
-from maxlm.runtime.message_socket import shared_secret
-from maxlm.runtime.process_group import ProcessGroup
-from maxlm.runtime.quorum import Quorum
-from maxlm.runtime.signals import beside_preemption_service
 
 # Timeout of jax's own heartbeat, ten years: it is measured by the wall clock, so a clock that is set forward would end all processes, and
 # name none. The process group does its work. A clock of process 0's host that is set back ends them all the same, as jax 0.10 takes the
@@ -109,13 +109,13 @@ def joined(
     If one process raises, or is lost, all end without leaving the block: with exit code 1, the code of a UserError, STOPPED by a signal, or
     HOST_LOST, and a line with the reason.
 
-    `named`: settings of the command line, see `cluster_env.find`; `say`: prints how this process joins, before it waits for the others up
+    `named`: settings of the command line, see `environment.find`; `say`: prints how this process joins, before it waits for the others up
     to `seconds`. `quorum_of`: rules by which some go on without the others. Raises UserError: the cluster is incomplete or unreachable.
     """
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ
     n_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    spec = cluster_env.find(named, os.environ, functools.cache(cluster_env.metadata) if on_tpu else lambda name: None, n_gpus)
+    spec = environment.find(named, os.environ, functools.cache(environment.metadata) if on_tpu else lambda name: None, n_gpus)
     if spec is None:
         yield Cluster("one process", (socket.gethostname(),))
         return

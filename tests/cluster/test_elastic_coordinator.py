@@ -11,16 +11,16 @@ from dataclasses import replace
 import pytest
 from small_run import free_port
 
+from maxlm.cluster import coordinator, process_group, progress_file, rendezvous
+from maxlm.cluster.cluster import Cluster
+from maxlm.cluster.coordinator import Coordinator, ReturningProcesses, SupersededError, listen
+from maxlm.cluster.environment import ProcessSpec, host_and_port
+from maxlm.cluster.message_socket import ConnectionLostError
+from maxlm.cluster.process_group import ProcessGroup
+from maxlm.cluster.quorum import Quorum, candidates
+from maxlm.cluster.rendezvous import ASK_SECONDS, connect
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import coordinator, process_group, progress_file, rendezvous
-from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.cluster_env import ProcessSpec, host_and_port
-from maxlm.runtime.coordinator import Coordinator, ReturningProcesses, SupersededError, listen
 from maxlm.runtime.launch import NO_RESTART
-from maxlm.runtime.message_socket import ConnectionLostError
-from maxlm.runtime.process_group import ProcessGroup
-from maxlm.runtime.quorum import Quorum, candidates
-from maxlm.runtime.rendezvous import ASK_SECONDS, connect
 
 SECRET = b"a secret of the tests"
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from small_run import environment, free_port
 
-from maxlm.runtime import signals
-from maxlm.runtime.signals import StopSignal
+from maxlm.cluster import signals
+from maxlm.cluster.signals import StopSignal
 
 
 @pytest.mark.parametrize("other", [False, True])
@@ -26,7 +26,7 @@ def test_a_signal_that_another_process_received_is_known_here(monkeypatch, other
 SIGNALLED = """
 import sys, time
 import jax
-from maxlm.runtime import signals
+from maxlm.cluster import signals
 with signals.beside_preemption_service():
     jax.distributed.initialize(f"localhost:{sys.argv[1]}", 1, 0, cluster_detection_method="deactivate")
 signals.jax.process_count = lambda: 2
@@ -54,7 +54,7 @@ def test_what_is_asked_before_the_first_step_of_a_resumed_run_is_not_lost(before
 TOGETHER = """
 import sys, time
 import jax
-from maxlm.runtime import cluster, signals
+from maxlm.cluster import cluster, signals
 named = {"coordinator": f"localhost:{sys.argv[1]}", "process_count": "2", "process_id": sys.argv[2]}
 with cluster.joined(named, lambda text: None):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -9,10 +9,10 @@ from itertools import repeat
 
 import pytest
 
-from maxlm.runtime import message_socket, rendezvous
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import MessageSocket
-from maxlm.runtime.rendezvous import Lookout
+from maxlm.cluster import message_socket, rendezvous
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import MessageSocket
+from maxlm.cluster.rendezvous import Lookout
 
 SECRET = b"a secret of the tests, long enough"
 ASK_SECONDS = 0.4

@@ -21,10 +21,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
-from maxlm.runtime import message_socket, progress_file
-from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label, service_address
-from maxlm.runtime.coordinator import (
+from maxlm.cluster import message_socket, progress_file
+from maxlm.cluster.coordinator import (
     MAX_PENDING,
     PING_SECONDS,
     Coordinator,
@@ -35,9 +33,11 @@ from maxlm.runtime.coordinator import (
     SupersededError,
     listen,
 )
-from maxlm.runtime.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket, own_name
-from maxlm.runtime.process_group import ProcessGroup
-from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.cluster.environment import ProcessSpec, host_and_port, process_label, service_address
+from maxlm.cluster.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket, own_name
+from maxlm.cluster.process_group import ProcessGroup
+from maxlm.cluster.quorum import Quorum, candidates
+from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
 OWN_FILES = 1024  # that process 0 may open in addition to its sockets

@@ -10,17 +10,17 @@ from contextlib import ExitStack
 import pytest
 from small_run import environment
 
-from maxlm.runtime import message_socket, progress_file
-from maxlm.runtime.message_socket import MessageSocket
-from maxlm.runtime.process_group import peer_named
+from maxlm.cluster import message_socket, progress_file
+from maxlm.cluster.message_socket import MessageSocket
+from maxlm.cluster.process_group import peer_named
 
 HOSTS = ["host0", "host1", "host2", "host3"]
 # Process 0 of four, alone in its Python process; the test plays the others, whose addresses differ.
 HUB = f"""
 import json, socket, sys, time
-from maxlm.runtime import process_group
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import MessageSocket
+from maxlm.cluster import process_group
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import MessageSocket
 process_group.DRAIN_SECONDS = 0.2
 sockets = {{}}
 with socket.create_server(("0.0.0.0", 0)) as listener:
@@ -174,7 +174,7 @@ def test_a_reason_of_any_length_and_content_reaches_the_others(group):
 
 ABORTS = """
 import ctypes, os, sys, threading, time
-from maxlm.runtime import deadline
+from maxlm.cluster import deadline
 deadline.delay_aborts()
 threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
 time.sleep(float(sys.argv[1]))

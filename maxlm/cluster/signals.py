@@ -9,8 +9,7 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from maxlm.cluster import agree
-from maxlm.runtime import deadline
+from maxlm.cluster import agree, deadline
 
 _preemption_services: list[Callable[[int], None]] = []  # jax's own C handler of SIGTERM, in a cluster
 

@@ -46,7 +46,7 @@ class Progress:
 
     def label_origins(self) -> dict[str, tuple[str, int]]:
         """Label of each process -> its host and the number that it was started with, which stays the same when others are absent."""
-        from maxlm.runtime.cluster_env import process_label  # imports ten times as much as the rest of this file
+        from maxlm.cluster.environment import process_label  # imports ten times as much as the rest of this file
 
         numbers = self.numbers if len(self.numbers) == len(self.hosts) else range(len(self.hosts))
         return {process_label(host, place): (host, number) for place, (host, number) in enumerate(zip(self.hosts, numbers, strict=True))}

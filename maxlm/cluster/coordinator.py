@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import message_socket, progress_file
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import (
+from maxlm.cluster import message_socket, progress_file
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import (
     MAX_CODES,
     MAX_HELLO_BYTES,
     AuthenticationError,
@@ -32,7 +31,8 @@ from maxlm.runtime.message_socket import (
     read_hello,
     sendable,
 )
-from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.cluster.quorum import Quorum, candidates
+from maxlm.config.errors import ExitCode, UserError
 
 HELLO_SECONDS = 2.0  # until a connection must have sent its hello
 MIN_SECONDS = 0.5  # granted to every connection, however many follow it
