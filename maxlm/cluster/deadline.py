@@ -74,7 +74,7 @@ class Stopped(KeyboardInterrupt):
 
 _shared = _Shared()  # seen by no monitor until there is one
 _monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
-_stacks: int | None = None  # the descriptor of the pipe for stacks
+_stacks = -1  # descriptor of a file in memory for stacks, which the monitor reads
 _raised: Stopped | None = None
 _held_back: int | None = None  # the first signal, which may have come during an import
 _timer: Any = None  # handler of `_AGAIN` before that
@@ -92,17 +92,17 @@ def start() -> None:
     inherited = os.environ.pop(PARENT_VARIABLE, None)
     parent = None if inherited is None else int(inherited)
     signals_read, signals_write = os.pipe()
-    stacks_read, stacks_write = os.pipe()
+    _stacks = _unnamed_file()
     pid = os.fork()
     if pid == 0:
-        _monitor_main(_Monitor(os.getppid(), signals_read, stacks_read, grace, parent), signals_write, stacks_write)
-    for end in (signals_read, stacks_read, parent):
+        _monitor_main(_Monitor(os.getppid(), signals_read, grace, parent), signals_write)
+    for end in (signals_read, parent):
         if end is not None:
             os.close(end)
     os.set_blocking(signals_write, False)
-    faulthandler.register(STACKS_SIGNAL, file=stacks_write, all_threads=True, chain=False)
+    faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True, chain=False)
     _install_exit_signals()
-    _monitor, _stacks = (pid, signals_write), stacks_write
+    _monitor = (pid, signals_write)
     signal.set_wakeup_fd(signals_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
     sys.excepthook = _print_unless_stopped
@@ -110,6 +110,14 @@ def start() -> None:
     for number in SIGNALS:
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until here
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("stacks")
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)  # noqa: PTH108 -- it is used without its name
+    return descriptor
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -190,12 +198,8 @@ def hung(seconds: float) -> bool:
     """
     if _monitor is None:
         return False
+    faulthandler.dump_traceback(_stacks, all_threads=True)
     _shared.hung_until = time.monotonic() + seconds
-    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = b"maxlm: the stacks of all threads:\n" + file.read()
-        threading.Thread(target=_write_stacks, args=(text,), daemon=True).start()  # the monitor's output may be blocked
     return True
 
 
@@ -246,12 +250,6 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
         sys.__excepthook__(kind, error, trace)
 
 
-def _write_stacks(text: bytes) -> None:
-    with contextlib.suppress(OSError):
-        while text and _stacks is not None:
-            text = text[os.write(_stacks, text) :]
-
-
 def _install_exit_signals() -> None:
     """Make C's `_exit` the handler of SIGQUIT and SIGTRAP: each ends the process at once, with its number as the exit code."""
     assert (int(signal.SIGQUIT), int(signal.SIGTRAP)) == (ExitCode.STOPPED, ExitCode.HUNG)
@@ -288,7 +286,6 @@ class _Monitor:
 
     pid: int  # of the monitored process
     signals: int  # pipe with the numbers of its signals
-    stacks: int  # pipe with stacks
     grace: float
     parent: int | None  # pipe that is closed when the launcher exits
     signal: int = 0
@@ -302,7 +299,7 @@ class _Monitor:
     def run(self) -> None:
         """Watch the process until it exits."""
         while True:
-            pipes = [self.signals, self.stacks] + ([self.parent] if self.parent is not None else [])
+            pipes = [self.signals] + ([self.parent] if self.parent is not None else [])
             ends = [one for one in (self.deadline, _shared.hung_until) if one]
             looked = time.monotonic()
             ready, _, _ = select.select(pipes, [], [], max(0.0, min([looked + _LOOK_SECONDS, *ends]) - looked))
@@ -313,8 +310,6 @@ class _Monitor:
                 for number in numbers:
                     if number in SIGNALS:
                         self._handle_signal(number, time.monotonic())
-            if self.stacks in ready:  # it is closed together with `signals`
-                self._print(os.read(self.stacks, 1 << 16))
             if self.parent in ready:  # readable only once it is closed
                 self.parent = None
                 self._kill(signal.SIGTERM)
@@ -325,7 +320,8 @@ class _Monitor:
                 self._count_silence(time.monotonic() - looked)
             if _shared.mode == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
                 self.code = ExitCode.STOPPED
-            self.shown = self.shown or bool(_shared.hung_until)  # by the process itself
+            if _shared.hung_until and not self.shown:
+                self._print_stacks()
             if _shared.hung_until and time.monotonic() >= _shared.hung_until:
                 self.code, self.deadline = ExitCode.HUNG, _shared.hung_until
             if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -362,12 +358,18 @@ class _Monitor:
             self._show_stacks()
 
     def _show_stacks(self) -> None:
-        self.shown = True
-        self._say("the stacks of all threads:")
+        """Have the process write its stacks, and print them."""
         self._kill(signal.SIGCONT)
         self._kill(STACKS_SIGNAL)
-        while select.select([self.stacks], [], [], 0.5)[0] and (stacks := os.read(self.stacks, 1 << 16)):
-            self._print(stacks)
+        size = 0
+        while not self._exits_within(0.5) and (written := os.fstat(_stacks).st_size) > size:
+            size = written
+        self._print_stacks()
+
+    def _print_stacks(self) -> None:
+        self.shown = True
+        self._say("the stacks of all threads:")
+        self._print(os.pread(_stacks, 1 << 24, 0))
 
     def _end(self) -> None:
         if self.code == ExitCode.HUNG and not self.shown:
