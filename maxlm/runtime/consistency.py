@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -118,7 +119,7 @@ def require_equal(facts: Mapping[str, str], problem: UserError | None = None) ->
             raise problem
         return
     mine = {"host": socket.gethostname(), "unavailable": isinstance(problem, UnavailableError), "problem": str(problem or "")}
-    answers = agree({**mine, "facts": dict(facts)})
+    answers: list[dict[str, Any]] = agree({**mine, "facts": dict(facts)})
     hosts = [process_label(answer["host"], number) for number, answer in enumerate(answers)]
     for host, answer in zip(hosts, answers, strict=True):
         if answer["problem"]:
