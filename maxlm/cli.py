@@ -394,7 +394,6 @@ def import_(
     from maxlm.cluster import cluster
     from maxlm.cluster.environment import split_arguments
     from maxlm.interop.importing import import_model
-    from maxlm.runtime.consistency import require_equal
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
@@ -402,7 +401,7 @@ def import_(
     named, rest = split_arguments(overrides or [])
     select_platform()
     with cluster.joined(named, lambda line: typer.echo(line, err=True)), RunLog(), progress_bar("importing") as step:
-        imported = import_model(source, out, rest, step, config, require_equal)
+        imported = import_model(source, out, rest, step, config)
         if jax.process_index() > 0:
             return
     for note in imported.notes:

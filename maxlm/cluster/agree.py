@@ -5,14 +5,17 @@ Every process makes the same calls, in the same order; processes may have differ
 
 import functools
 import json
-from collections.abc import Callable
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.cluster.environment import process_label
+from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
 from maxlm.config.transient import first_line, is_storage_error
 
 Value = TypeVar("Value")
@@ -57,6 +60,62 @@ def on_process_0(do: Callable[[], Value], what: str) -> Value:
         reason = "see process 0" if problem is None else first_line(problem)
         raise UnavailableError(f"{what} failed: {reason}; try again when the cause is gone. Nothing was changed.") from problem
     return from_process_0(result)  # type: ignore[return-value]
+
+
+def on_all(
+    do: Callable[[], Value],
+    facts: Callable[[Value], Mapping[str, str]] = lambda result: {},
+    explain: Callable[[UserError | OSError], UserError] = as_user_error,
+) -> Value:
+    """Return `do()`, which must not communicate, if it succeeds in all processes and has the same `facts`, name -> value, in them.
+
+    `explain`: makes the error for all of what `do` raises. Raises UserError in all processes alike.
+    """
+    try:
+        result = do()
+    except (UserError, OSError) as error:
+        problem = explain(error)
+        require_equal({}, problem)
+        if problem is error:
+            raise
+        raise problem from error
+    require_equal(facts(result))
+    return result
+
+
+def require_equal(facts: Mapping[str, str], problem: UserError | None = None) -> None:
+    """Compare `facts`, name -> value, across all processes; a name that a process does not have differs from any value.
+
+    `problem`: why this process cannot go on, if it cannot; the others must not wait for it.
+
+    Raises:
+        UserError: in all processes alike, naming the host that cannot go on, or that differs from the others, and in what.
+        UnavailableError: if the first host that cannot go on has raised one.
+    """
+    if jax.process_count() == 1:
+        if problem is not None:
+            raise problem
+        return
+    mine = {"host": socket.gethostname(), "unavailable": isinstance(problem, UnavailableError), "problem": str(problem or "")}
+    answers: list[dict[str, Any]] = agree({**mine, "facts": dict(facts)})
+    hosts = [process_label(answer["host"], number) for number, answer in enumerate(answers)]
+    for host, answer in zip(hosts, answers, strict=True):
+        if answer["problem"]:
+            raise (UnavailableError if answer["unavailable"] else UserError)(f"{host}: {answer['problem']}")
+    for name in dict.fromkeys(name for answer in answers for name in answer["facts"]):
+        values = [answer["facts"].get(name) for answer in answers]
+        ((usual, count), *_) = Counter(values).most_common()
+        odd = [number for number, value in enumerate(values) if value != usual]
+        if odd:
+            raise UserError(
+                f"{', '.join(hosts[number] for number in odd[:4])}{' and others' if len(odd) > 4 else ''}: {shorten(name)} is "
+                f"{_said(values[odd[0]])}, and {_said(usual)} on {count} other{'s' if count > 1 else ''}, such as "
+                f"{hosts[values.index(usual)]}; give all hosts the same code, libraries, environment, config and data."
+            )
+
+
+def _said(value: str | None) -> str:
+    return "not set" if value is None else shorten(value)
 
 
 def gather(values: np.ndarray) -> np.ndarray:

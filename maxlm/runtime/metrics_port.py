@@ -1,8 +1,8 @@
 """The port for Prometheus: taken before a run begins, or else the run does not begin."""
 
+from maxlm.cluster.agree import require_equal
 from maxlm.config import Config
 from maxlm.config.errors import ConfigError
-from maxlm.runtime.consistency import require_equal
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.text_server import BIND_AGAIN_S, TextServer

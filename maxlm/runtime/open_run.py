@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
-from maxlm.cluster import progress_file
+from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.message_socket import shared_secret
 from maxlm.config import Config, UserError
@@ -27,7 +27,7 @@ from maxlm.data.tokenizer import open_tokenizer
 from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
 from maxlm.runtime import elastic, frozen
-from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts
 from maxlm.runtime.jax_setup import enable_compilation_cache
 from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
@@ -180,7 +180,7 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
         enable_compilation_cache()
     if jax.process_count() > 1:
         facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
-        require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
+        agree.require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
     check_devices(config, jax.devices())
@@ -202,14 +202,14 @@ def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, h
 
 def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
     """Raise UserError in all processes if the run has saved before and there is no checkpoint any more: it would begin anew."""
-    problem: UserError | None = None
-    try:
+
+    def look() -> None:
         if directory.primary and not checkpoints.steps():
             text = lost_checkpoints(directory, str(checkpoints.directory), checkpoints.strays())
-            problem = frozen.may_pass(UserError(text)) if text else None
-    except (UserError, OSError) as error:
-        problem = frozen.explained(error)
-    require_equal({}, problem)
+            if text:
+                raise frozen.may_pass(UserError(text))
+
+    agree.on_all(look, explain=frozen.explained)
 
 
 def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
@@ -232,12 +232,7 @@ def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
 
 def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:
     """Raises UserError on all hosts if one has no room for its copies, or cannot write them."""
-    problem = None
-    try:
-        memory.prepare(program.abstract_state, local_processes)
-    except UserError as error:
-        problem = error
-    require_equal({}, problem)
+    agree.on_all(lambda: memory.prepare(program.abstract_state, local_processes))
 
 
 def _start(context: RunContext, program: Program, checkpoints: Checkpoints, journal: Journal) -> tuple[Start, Init]:
@@ -274,13 +269,13 @@ def _first_state(config: Config, program: Program, checkpoints: Checkpoints) -> 
     needed = checkpoints.latest() is None
     if branch is not None:
         if needed:
-            require_same("train.branch_from", functools.partial(fingerprint, branch))
+            agree.on_all(functools.partial(fingerprint, branch), lambda found: {"train.branch_from": found})
         off = functools.partial(branch_off, program, branch, checkpoints.identity)
         return off, f"reading step {branch.step:,} of {branch.path} and "
     if source is None:
         return program.init, ""
     if needed:
-        require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
+        agree.on_all(functools.partial(fingerprint, source), lambda found: {"train.start_from": found})  # before anyone waits for it
     stored = open_tokenizer(config.data.stores[0])
     return functools.partial(begin_from, program, source, stored), f"reading the parameters of {source.path} and "
 
@@ -301,12 +296,11 @@ def _open_tasks_on_all_hosts(
     open_tasks: Callable[[Config, Mesh, Path | None], Tasks], config: Config, program: Program, directory: RunDirectory
 ) -> Tasks:
     """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
-    opened, problem = None, None
-    try:
+    asked = lambda opened: {f"task {name}": digest for name, digest in opened.asked.items()}  # noqa: E731
+
+    def open_here() -> Tasks:
         opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
-        frozen.check_unchanged({f"task {name}": asked for name, asked in opened.asked.items()})
-    except (UserError, OSError) as error:
-        problem = frozen.explained(error)
-    require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)
-    assert opened is not None, "a failure was raised above"
-    return opened
+        frozen.check_unchanged(asked(opened))
+        return opened
+
+    return agree.on_all(open_here, asked, frozen.explained)

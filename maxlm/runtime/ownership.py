@@ -22,7 +22,6 @@ from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.transient import is_storage_error, retried
 from maxlm.runtime import frozen
-from maxlm.runtime.consistency import require_equal
 from maxlm.runtime.open_run import OpenRun
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 
@@ -86,18 +85,23 @@ def locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
         field = "checkpoint.dir" if config.checkpoint.dir else "run.dir"
         folders.setdefault(Path(checkpoints).resolve(), (Path(checkpoints), field))
     with contextlib.ExitStack() as locks:
-        problem = None
-        try:
+
+        def lock() -> None:
             seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
             if directory.primary:
                 frozen.check_folder(directory)
             for folder, field in folders.values() if directory.primary else ():
-                locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
-        except UserError as error:
-            problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
-        except OSError as error:
-            problem = frozen.may_pass(unwritable(error, field, config.run.dir if field == "run.dir" else str(folder)))
-        require_equal({}, problem)
+                try:
+                    locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
+                except UserError as error:  # held, perhaps by a host that is about to be found lost
+                    if config.elastic is None:
+                        raise
+                    raise UnavailableError(str(error)) from error
+                except OSError as error:
+                    place = config.run.dir if field == "run.dir" else str(folder)
+                    raise frozen.may_pass(unwritable(error, field, place)) from error
+
+        agree.on_all(lock)
         yield
 
 

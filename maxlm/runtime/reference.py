@@ -16,7 +16,6 @@ from maxlm.config import Config, UserError
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.objectives import LogProbabilities, with_reference
 from maxlm.runtime import reference_file
-from maxlm.runtime.consistency import require_equal
 from maxlm.runtime.reference_file import Pairs, Reference
 from maxlm.telemetry.phases import Phases
 from maxlm.training.program import Program
@@ -46,11 +45,12 @@ def attach_reference(
     Raises UserError: the file cannot be written, or is missing or damaged though training has begun, or is of another source or other data.
     """
     needed = {name: (_batches(config, name, pipeline), pipeline.fingerprint) for name, pipeline in pipelines.items()}
+    first = jax.process_index() == 0
     if start.restored is None:
         sets = {name: _computed(program, start, name, pipeline, needed[name][0], phases, touch) for name, pipeline in pipelines.items()}
-        _in_process_0(partial(_keep, config, folder, sets))
+        agree.on_all(lambda: _keep(config, folder, sets) if first else None)
     else:
-        kept = _in_process_0(partial(_kept, config, folder, needed))
+        kept = agree.on_all(lambda: _kept(config, folder, needed) if first else None)
         sets = {name: _shared(pipeline, kept and kept.sets[name]) for name, pipeline in pipelines.items()}
     for name, pipeline in pipelines.items():
         if damaged := sets[name].damaged:
@@ -128,14 +128,3 @@ def _shared(pipeline: Pipeline, pairs: Pairs | None) -> Pairs:
     own = pairs or Pairs(np.zeros((pipeline.n_documents, 2), np.float32), 0, pipeline.fingerprint, 0)
     numbers = agree.gather(np.array([own.batches, own.damaged], np.int32))[0]
     return Pairs(agree.gather(own.table)[0], int(numbers[0]), own.fingerprint, int(numbers[1]))
-
-
-def _in_process_0(do: Callable[[], Result]) -> Result | None:
-    """`do()`, in process 0 alone; None in the others. Its UserError is raised in all of them."""
-    result, problem = None, None
-    try:
-        result = do() if jax.process_index() == 0 else None
-    except UserError as error:
-        problem = error
-    require_equal({}, problem)
-    return result

@@ -29,7 +29,6 @@ from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
 from maxlm.runtime import elastic, frozen
-from maxlm.runtime.consistency import require_equal
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.runtime.launch import NO_RESTART
 from maxlm.runtime.open_run import OpenRun, OpenTasks, RunContext, open_run, prepare_memory
@@ -356,16 +355,17 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
 
 def _on_all_hosts(predictor: Predictor | None, config: Config, hosts: Sequence[str]) -> Callable[[Program], float] | None:
     """The function that predicts a step, if there is a predictor. Raises UserError in all processes alike."""
-    predict, problem = None, None
-    try:
-        predict = None if predictor is None else predictor(config, hosts)
-    except UserError as error:
-        if frozen.is_restart():
+
+    def predict() -> Callable[[Program], float] | None:
+        try:
+            return None if predictor is None else predictor(config, hosts)
+        except UserError as error:
+            if not frozen.is_restart():
+                raise
             logging.getLogger(__name__).warning("steps are not predicted any more: %s", error)
-        else:
-            problem = error
-    require_equal({}, problem)  # also without one: configs are compared later, and may differ here
-    return predict
+            return None
+
+    return agree.on_all(predict)  # also without a predictor: configs are compared later, and may differ here
 
 
 def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict[str, Any]:

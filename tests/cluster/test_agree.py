@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from small_run import environment, free_port
 
-from maxlm.cluster.agree import agree, from_process_0, gather, largest, max_over_processes, on_process_0
+from maxlm.cluster import agree as agreement
+from maxlm.cluster.agree import agree, from_process_0, gather, largest, max_over_processes, on_all, on_process_0
 from maxlm.config.errors import UnavailableError, UserError
 
 PROGRAM = """
@@ -76,3 +78,18 @@ def test_a_process_alone_agrees_with_itself():
         on_process_0(fail, "listing")
     with pytest.raises(UserError, match="wrong"):
         on_process_0(lambda: (_ for _ in ()).throw(UserError("wrong")), "listing")
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (lambda: (_ for _ in ()).throw(UserError("no such file")), "no such file"),
+        (Path("nowhere").read_bytes, "nowhere: cannot be read or written: No such file"),  # a failure of storage
+    ],
+)
+def test_a_problem_is_told_to_the_others_before_it_is_raised(monkeypatch, do, said):
+    told = []
+    monkeypatch.setattr(agreement, "require_equal", lambda facts, problem=None: told.append((facts, str(problem))))
+    with pytest.raises(UserError, match=said):
+        on_all(do)
+    assert len(told) == 1 and told[0][0] == {} and said in told[0][1]

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from tiny import tiny_config
 
+from maxlm.cluster import agree
 from maxlm.config import UserError
 from maxlm.runtime import run
 from maxlm.runtime.open_run import RunContext
@@ -37,7 +38,7 @@ def test_a_prediction_that_fails_does_not_end_the_run():
 def test_processes_talk_whether_they_have_a_calibration_or_not(monkeypatch, predictor):
     """Configs are compared only afterwards: with one call less, a process would compare other facts than the rest."""
     calls = []
-    monkeypatch.setattr(run, "require_equal", lambda facts, problem: calls.append((facts, problem)))
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: calls.append((facts, problem)))
     predict = run._on_all_hosts(predictor, None, ["a", "b"])
     assert (predict is None) == (predictor is None)
     assert calls == [({}, None)]
@@ -48,8 +49,9 @@ def test_a_calibration_that_is_refused_is_refused_everywhere(monkeypatch):
         raise UserError("of another machine")
 
     told = []
-    monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append(str(problem)))
-    run._on_all_hosts(refuse, None, ["a", "b"])
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: told.append(str(problem)))
+    with pytest.raises(UserError):
+        run._on_all_hosts(refuse, None, ["a", "b"])
     assert told == ["of another machine"]
 
 
