@@ -174,7 +174,7 @@ def test_a_process_that_sees_other_folders_than_the_first_decides_as_the_first_d
     """On a network file system; it would initialize a state while the others restore one, and all would wait for ever."""
     store = open_store(tmp_path)
     assert store.latest() is None
-    monkeypatch.setattr("maxlm.cluster.agree.from_process_0", lambda seen: [4, 7])
+    monkeypatch.setattr("maxlm.cluster.agree.from_process_0", lambda seen: ([4, 7], []))
     assert store.latest() == 7
 
 
