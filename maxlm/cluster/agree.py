@@ -26,16 +26,19 @@ def agree(mine: Value) -> list[Value]:
     """Return the values of all processes, by number. Each must be JSON."""
     if jax.process_count() == 1:
         return [mine]
-    data = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-    lengths = gather(np.array([data.size], np.int32))[:, 0]
-    padded = np.zeros(-(-int(lengths.max()) // _WIDTH) * _WIDTH, np.uint8)
-    padded[: data.size] = data
-    return [json.loads(bytes(row[:length])) for row, length in zip(gather(padded), lengths, strict=True)]
+    text = json.dumps(mine).encode()
+    lengths = gather(np.array([len(text)], np.int32))[:, 0]
+    return [json.loads(bytes(row[:length])) for row, length in zip(gather(_padded(text, lengths.max())), lengths, strict=True)]
 
 
 def from_process_0(mine: Value) -> Value:
     """Return the value of process 0, which must be JSON: listings of a network folder may differ for a while."""
-    return agree(mine if jax.process_index() == 0 else None)[0]  # type: ignore[return-value]
+    if jax.process_count() == 1:
+        return mine
+    text = json.dumps(mine).encode() if jax.process_index() == 0 else b""
+    length = int(largest(np.array([len(text)], np.int32))[0])
+    found: Value = json.loads(bytes(largest(_padded(text, length))[:length]))
+    return found
 
 
 def max_over_processes(code: int) -> int:
@@ -154,6 +157,13 @@ def fetched(started: Any) -> np.ndarray:
 def _run(compute: Callable[[Any], Any], rows: Any) -> Any:
     with jax.set_mesh(rows.sharding.mesh):  # training may have set its own
         return _program(compute, NamedSharding(rows.sharding.mesh, PartitionSpec()))(rows)
+
+
+def _padded(text: bytes, length: int) -> np.ndarray:
+    """Bytes with zeros up to a multiple of `_WIDTH`, `length` at least."""
+    padded = np.zeros(-(-int(length) // _WIDTH) * _WIDTH, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    return padded
 
 
 def _copy(rows: Any) -> Any:
