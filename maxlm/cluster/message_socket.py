@@ -147,6 +147,7 @@ class MessageSocket:
         return ipv4_if_mapped(str(self.connection.getpeername()[0]))
 
     def fileno(self) -> int:
+        """File descriptor, for selectors."""
         return self.connection.fileno()
 
     def round_trip(self) -> float | None:
@@ -158,6 +159,7 @@ class MessageSocket:
         return int.from_bytes(info[_RTT_OFFSET:], sys.byteorder) / 1e6 if len(info) == _RTT_OFFSET + 4 and sys.platform == "linux" else None
 
     def close(self) -> None:
+        """Close the connection."""
         self.connection.close()
 
     def send(self, kind: str, **fields: Any) -> None:

@@ -118,6 +118,7 @@ class ProcessGroup:
         self._broadcast("regroup", reason=sendable(reason))
 
     def own_label(self) -> str:
+        """Host and number of this process."""
         return self.label(self._spec.process)
 
     @property

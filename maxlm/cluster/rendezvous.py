@@ -179,6 +179,7 @@ class Lookout:
         return dict(self._found)
 
     def close(self) -> None:
+        """Stop asking."""
         self._closed.set()
 
     def _watch(self) -> None:

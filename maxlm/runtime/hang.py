@@ -38,7 +38,7 @@ class Operation:
     overdue: bool = False  # longer than its limit
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Operation":
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Operation":
         """From the fields of a message."""
         return cls(*(fields[name] for name in cls.__dataclass_fields__))
 

@@ -203,7 +203,7 @@ class Watchdog:
             fields = report.fields["operation"] if report is not None else None
             if self._group.has_left(number) or (fields is None and number in self._followed):
                 continue
-            one = Operation.of(fields) if fields is not None else Operation()
+            one = Operation.from_fields(fields) if fields is not None else Operation()
             fresh = report is not None and now < report.time + SUSPECT_SECONDS
             operations[number] = one if fresh else Operation(one.dispatched, one.finished, one.part, one.seconds)
         return operations
@@ -336,13 +336,13 @@ class Age:
         if progress.steps != self._steps:
             self._end_step()
         name, seconds = part, self._seconds
-        if seconds <= limits.of(name) < float("inf") and self._saving_s > limits.of(BACKGROUND_SAVE):
+        if seconds <= limits.seconds(name) < float("inf") and self._saving_s > limits.seconds(BACKGROUND_SAVE):
             name, seconds = BACKGROUND_SAVE, self._saving_s
-        if seconds > min(limits.of(name), STACKS_SECONDS):  # only then are stacks looked at
+        if seconds > min(limits.seconds(name), STACKS_SECONDS):  # only then are stacks looked at
             name = DEBUGGER if stacks.debugger_attached() else COMPILE if name != BACKGROUND_SAVE and stacks.compiling() else name
             if name in (DEBUGGER, COMPILE):
                 self._counts = self._step_counts = False
-        return Operation(progress.dispatched, progress.finished, name, int(seconds), seconds > limits.of(name))
+        return Operation(progress.dispatched, progress.finished, name, int(seconds), seconds > limits.seconds(name))
 
     def take_observed(self) -> dict[str, float]:
         """Seconds of operations that have ended since the last call, the longest of each kind, for `Limits.observe`."""

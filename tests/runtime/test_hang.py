@@ -75,7 +75,7 @@ def test_each_operation_has_its_own_limit(loop, part, limit):
 
 
 def test_the_start_may_take_two_hours_whatever_it_does(loop):
-    assert loop.limits.of("an operation that is not known") == 7200
+    assert loop.limits.seconds("an operation that is not known") == 7200
     assert not loop.pass_time(7200).overdue
     assert loop.pass_time(3).overdue
 
