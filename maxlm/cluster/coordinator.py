@@ -315,7 +315,7 @@ class Coordinator:
         return ""
 
     def _turn_away(self, connection: MessageSocket, address: str, reason: str) -> None:
-        """Refuse a process with a number that is taken. At the first start this is an error in the input; later the run has had one process of
+        """Refuse a process with a taken number. At the first start this is an error in the input; later the run has had one process of
         each number, and must not end for another one. That tries again: its host may be new, and the old one not yet known to be lost.
         """
         if not self._running and progress_file.last_code() is None:

@@ -37,9 +37,9 @@ def test_a_percentile_is_that_of_the_lengths_from_above(count):
 @pytest.mark.parametrize("part", PHASES)
 def test_a_limit_is_the_fixed_one_until_enough_is_known_and_lower_then(part):
     phase = PHASES[part]
-    assert learned(part, 1.0, phase.enough - 1).of(part) == phase.first_s
-    assert learned(part, 1.0).of(part) == phase.floor_s < phase.first_s
-    slow = learned(part, 500.0).of(part)
+    assert learned(part, 1.0, phase.enough - 1).seconds(part) == phase.first_s
+    assert learned(part, 1.0).seconds(part) == phase.floor_s < phase.first_s
+    slow = learned(part, 500.0).seconds(part)
     assert 500 * max(3, phase.factor) <= slow <= 500 * max(3, phase.factor) * RATIO
 
 
