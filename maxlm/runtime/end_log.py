@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from maxlm.cluster.environment import process_label
 from maxlm.cluster.progress_file import Progress
 from maxlm.config.errors import ExitCode
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.lifetime import Process, append_process

@@ -19,12 +19,12 @@ from maxlm.training.progress import LoopProgress
 
 SLEEP_SECONDS = 0.1  # of the thread that takes samples
 LATE_SECONDS = 0.02  # that it may wake up late; beyond it the process was stopped meanwhile
-_TCP_INFO = struct.Struct("=168x2Q")  # tcpi_busy_time and tcpi_rwnd_limited, in microseconds, of struct tcp_info (linux/tcp.h)
+_TCP_INFO = struct.Struct("=168x2Q")  # of struct tcp_info (linux/tcp.h): tcpi_busy_time and tcpi_rwnd_limited, in microseconds
 _STORAGE_PORTS = (80, 443)  # what goes there is no step's
 
 
 class Sent(NamedTuple):
-    """A connection: its ends, and the seconds in which data lay there unacknowledged, though the receiver had space for more."""
+    """A connection: its ends, and the seconds in which data lay there unacknowledged though the receiver had space for more."""
 
     ends: tuple[tuple[Any, ...], tuple[Any, ...]]
     seconds: float
@@ -34,8 +34,7 @@ class OwnTime:
     """Figures of one process, counted since it was made."""
 
     def __init__(self, progress: LoopProgress, connections: Callable[[], list[Sent]] | None = None) -> None:
-        self._progress = progress
-        self._connections = connections or tcp_connections
+        self._progress, self._connections = progress, connections or tcp_connections
         self._began = progress.clock()
         self._sent: dict[object, float] = {}
         self._stopped_s = self._sending_s = 0.0

@@ -36,7 +36,7 @@ from maxlm.runtime.ownership import locked, owning
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
 from maxlm.runtime.watchdog import Watchdog
-from maxlm.telemetry import gpu_energy, predicted
+from maxlm.telemetry import predicted
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.alerts import AlertObserver
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
@@ -45,6 +45,7 @@ from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.gpus import visible_gpus
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
@@ -57,9 +58,9 @@ from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
-from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import bit_flips, findings, fits
+from maxlm.training.findings import to_replace
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
@@ -178,8 +179,8 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
     """
     config, directory, console = run.config, run.directory, run.context.phases.console
     active: list[Observer] = [ConsoleObserver(config.total_steps, primary=directory.primary, console=console)]
-    if run.server is not None:
-        active.append(PrometheusObserver(run.server, directory, run.context.goodput.summary))
+    if run.metrics_port is not None:
+        active.append(PrometheusObserver(run.metrics_port, directory, run.context.goodput.summary))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver(directory.path))
     if directory.primary:
@@ -206,7 +207,7 @@ def _bill(run: OpenRun) -> Bill:
         before = spent_before(run.directory, rates)
     except OSError:
         before = Totals(None, None, rates.currency, True)
-    counters = gpu_energy.open_counters() if jax.default_backend() == "gpu" else None
+    counters = visible_gpus() if jax.default_backend() == "gpu" else None
     return Bill(rates, before, counters, began=run.context.phases.began)
 
 
@@ -325,7 +326,7 @@ def _concluded(run: OpenRun) -> bool:
     kinds = {*(["eval"] if run.data.held_out is not None else []), *(["tasks"] if run.tasks is not None else [])}
     path = run.directory.events
     lines = read_objects(path) if run.directory.primary and not run.trains and path.is_file() else ()
-    counted = surviving(list(filter(None, map(Event.of, lines))))  # without those before the last steps were trained again
+    counted = surviving(list(filter(None, map(Event.from_item, lines))))  # without those before the last steps were trained again
     found = {event.kind for event in counted if event.step == run.config.total_steps}
     return agree.from_process_0(kinds <= found)
 

@@ -24,7 +24,7 @@ from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.config.errors import ExitCode
 from maxlm.config.paths import append_regular, read_file
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import stacks
 from maxlm.runtime.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, Limits

@@ -17,7 +17,7 @@ from maxlm.checkpoint import CheckpointError, Checkpoints
 from maxlm.cluster import agree
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
 
 address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])

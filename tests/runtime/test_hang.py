@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import stacks, watchdog
 from maxlm.runtime.hang import COMPILE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, RATIO, Limits
@@ -205,6 +205,8 @@ def test_of_those_that_wait_alike_the_one_that_sends_without_end_is_named():
     same = dict.fromkeys(range(3), Operation(8, 7, "step", 310, overdue=True))
     found = verdict(same, (0, 1, 2), {0: WAITS, 1: WAITS, 2: replace(WAITS, sends=True)}, label)
     assert found.behind == (2,)
+    reads = {0: WAITS, 1: WAITS, 2: READS}
+    assert verdict(same, (0, 1, 2), reads, label).behind == (2,), "it waits for no other process"
     assert "a thread of it has not come to the end of sending; 2 others are" in found.line
     assert verdict(same, (0, 1, 2), dict.fromkeys(range(3), replace(WAITS, sends=True)), label).behind == (0, 1, 2)
     assert verdict(same, (0, 1, 2), {0: WAITS, 1: replace(WAITS, sends=True), 2: READS}, label).behind == (2,), "it waits for nobody"

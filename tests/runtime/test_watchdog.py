@@ -16,7 +16,7 @@ from maxlm.cluster.environment import ProcessSpec
 from maxlm.cluster.message_socket import MessageSocket
 from maxlm.cluster.process_group import ProcessGroup, Report
 from maxlm.config.errors import ExitCode
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import stacks, watchdog
 from maxlm.runtime.hang import Frame, Operation, hung
 from maxlm.runtime.watchdog import Watchdog
