@@ -118,7 +118,8 @@ def _line(line: Line, points: int) -> dict[str, Any]:
 
 def _steps(steps_P: NDArray[np.float64]) -> list[float]:
     """The first step, then differences."""
-    return np.diff(steps_P, prepend=0.0).astype(np.int64).tolist()  # type: ignore[no-any-return]
+    steps: list[float] = np.diff(steps_P, prepend=0.0).astype(np.int64).tolist()
+    return steps
 
 
 def _numbers(values: Iterable[float], digits: int = 5) -> list[float]:
