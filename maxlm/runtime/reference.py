@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from maxlm.training.session import Start
 
 IN_FLIGHT = 2  # batches dispatched before the first of them is read
 SAY_SECONDS = 30.0  # between two lines that say how far it is
-Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
