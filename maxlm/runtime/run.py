@@ -21,8 +21,8 @@ from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import dump, saved_text
 from maxlm.config.paths import is_remote
+from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.data.turns import turn_ends
 from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
