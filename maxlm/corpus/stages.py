@@ -118,7 +118,7 @@ class RemoveParts(Stage):
 
     def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
         """The text that is left by a row of the table, the first part that goes, and the number of parts."""
-        ...
+        raise NotImplementedError
 
 
 class RemoveRepeated(RemoveParts):

@@ -127,8 +127,8 @@ class GopherQualityFilter:
 
     def _lines(self, statistics: TextStatistics) -> Broken | None:
         flags = statistics.flags
-        counts = (int(np.count_nonzero(flags & flag)) for flag in (scan.BEGINS_WITH_BULLET, scan.ENDS_WITH_ELLIPSIS))
-        return self.broken_lines(*counts, max(flags.size, 1))
+        bullets, ellipses = (int(np.count_nonzero(flags & flag)) for flag in (scan.BEGINS_WITH_BULLET, scan.ENDS_WITH_ELLIPSIS))
+        return self.broken_lines(bullets, ellipses, max(flags.size, 1))
 
     def broken_lines(self, bullets: int, ellipses: int, n: int) -> Broken | None:
         """The rule that `n` lines break, of which some begin with a bullet and some end with an ellipsis."""
