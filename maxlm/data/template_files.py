@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer as Bpe
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.schema import ChatConfig, PreferencesConfig, PromptResponseConfig
+from maxlm.config.sections.prepare import ChatConfig, PreferencesConfig, PromptResponseConfig
 from maxlm.data import manifest
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.manifest import TEMPLATE, TOOL_TEMPLATE

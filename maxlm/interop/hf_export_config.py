@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.config.loader import flatten
-from maxlm.config.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
-from maxlm.config.schema import ClampConfig, ModelConfig, MtpConfig, MultipliersConfig, RouterConfig
+from maxlm.config.fields import flatten
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.model import ClampConfig, MultipliersConfig
+from maxlm.config.sections.moe import RouterConfig
+from maxlm.config.sections.mtp import MtpConfig
+from maxlm.config.sections.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from maxlm.interop.families import FAMILIES, LIMITS, Family
 from maxlm.interop.hf_config import DEFAULTS, GATED, POSITIONS, UNGATED, Json, read_config, text_tower
 
