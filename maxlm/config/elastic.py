@@ -1,6 +1,6 @@
 """Configs for fewer hosts: a smaller mesh and more microbatches, so that the global batch, its samples and the losses stay the same.
 
-The unit that is lost or stays is a host, or a whole slice of a TPU (`mesh.slices`), whose links lead only through all of its hosts.
+The unit is a host, or a whole slice of TPUs (`mesh.slices`): links of a slice lead through all of its hosts.
 """
 
 import math
@@ -10,7 +10,7 @@ from maxlm.config import rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
 
-SHRINKING = ("data", "fsdp")  # axes that split only the batch, and the state, whose parts can be joined
+SHRINKING = ("data", "fsdp")  # axes that split only the batch and the state
 
 
 def devices_of(config: Config) -> int | None:

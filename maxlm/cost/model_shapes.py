@@ -171,5 +171,5 @@ def _by_tier(config: Config, moments: int, numbers: int, *, matrix: bool, scanne
 
 
 def _parameter(moment: str, names: Collection[str]) -> str:
-    """The parameter among `names` that an array of the optimizer's state belongs to, whose path ends as its whole name; else empty."""
+    """The parameter among `names` that an array of the optimizer's state belongs to: the array's path ends with its name; else empty."""
     return max((name for name in names if moment.endswith(name)), key=len, default="")

@@ -50,7 +50,7 @@ _SLACK = 0.01  # of the FLOPs
 
 @dataclass(frozen=True)
 class Intended:
-    """Matmuls of one shape: those of layers that are quantized, and FLOPs a step on one device. `names` as in precision.matmul.skip."""
+    """Matmuls of one shape: how many layers quantize them, and FLOPs a step on one device. `names` as in precision.matmul.skip."""
 
     names: tuple[str, ...]
     low: float  # least FLOPs with 8-bit operands
@@ -195,7 +195,7 @@ def _as_computed(matmuls: tuple[Matmul, ...], *, latent: bool) -> tuple[Matmul, 
 
 
 def _found(module: Module) -> dict[Sides, tuple[float, float]]:
-    """FLOPs a step of matmuls with 8-bit operands, and with others, by sides; those of experts, by kernels, under ()."""
+    """FLOPs a step of matmuls with 8-bit operands, and with others, by sides; matmuls of experts, by kernels, under ()."""
     found: dict[Sides, tuple[float, float]] = {}
     for run in module.executed():
         computation = module.computations[run.computation]
@@ -211,7 +211,7 @@ def _found(module: Module) -> dict[Sides, tuple[float, float]]:
 
 
 def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, list[Sides]]]:
-    """(sides, those of the matmuls behind it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
+    """(its sides, sides of the matmuls in it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
     rows = _rows(config, sizes)
     for kind in model_shapes.layers(config.model):
         alone = [matmul for matmul in kind.matmuls if not matmul.experts]

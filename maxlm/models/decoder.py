@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
         """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and the value `beside` it."""
-        routers, scan = list[RouterOutput](), partial(jax.lax.scan, unroll=context.memory.unrolled)
+        routers, scan = list[RouterOutput](), partial(jax.lax.scan, unroll=context.memory.unroll)
         for entry in entries:
             period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, context))
             blocks = getattr(self, entry)
@@ -234,7 +234,7 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
             offload_dst="pinned_host",
         )
     # Inside a loop the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
-    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unrolled)
+    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unroll)
 
 
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:

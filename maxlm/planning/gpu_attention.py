@@ -12,7 +12,7 @@ XLA_BACKWARD = 6
 # compiled it for B200 (jax 0.10.2; docs/truth_gpu.md).
 SCORE_MOVES = (24, 58)
 SCORE_BYTES = 4
-QUERY_BLOCK = 1024  # queries whose scores exist at one time (`maxlm.kernels.attention.xla`)
+QUERY_BLOCK = 1024  # queries that have scores in memory at one time (`maxlm.kernels.attention.xla`)
 
 
 def kernel_runs(config: Config, chip: Chip) -> bool:

@@ -206,7 +206,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
 
 
 def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
-    """A row of the frontier for `config`; times are None where the layout does not fit, and those of the run are by `expected_step_s`."""
+    """A row of the frontier for `config`; times are None where the layout does not fit; run time is computed from `expected_step_s`."""
     figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "expected_step_s", "run_s", "chip_hours"))
     if point.fits:
         step_s = point.step_s

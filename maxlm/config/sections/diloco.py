@@ -35,5 +35,4 @@ CAPABILITY = Capability(
     identity=keeps("diloco.workers"),
     state=_state,
     unplanned="local updates (diloco)",
-    implementation="maxlm.training.diloco:LocalUpdates",
 )

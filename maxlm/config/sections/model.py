@@ -96,7 +96,7 @@ class ModelConfig(Section):
 
     @property
     def dropless(self) -> "ModelConfig":
-        """The model whose experts drop no token, whatever capacity it is trained with: for evaluation and generation."""
+        """The model without a capacity of experts, which drops no token: for evaluation and generation."""
         if self.moe is None or self.moe.router.capacity is None or self.moe.router.choice == "expert":
             return self
         router = self.moe.router.model_copy(update={"capacity": None})

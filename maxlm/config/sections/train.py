@@ -34,7 +34,7 @@ class TrainConfig(Section):
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
     branch_from: BranchFromConfig | None = None
-    # Batches before those of `global_batch`, smallest first. The schedule then goes by tokens; each size is a compiled program of its own.
+    # Smaller batches at the beginning of the run, smallest first. The schedule then goes by tokens; each size has its own compiled program.
     batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(min_length=1, max_length=8)] | None = None
     noise_scale: NoiseScaleConfig | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
