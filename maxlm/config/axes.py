@@ -49,6 +49,12 @@ LOGICAL_AXES: Mapping[str, LogicalAxis] = {
 RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICAL_AXES.items()}
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
 def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
     """Mesh axes that split each dim of a tensor with these logical axes. Raises KeyError for an unknown one."""
     if unknown := [name for name in axes if name is not None and name not in RULES]:

@@ -138,7 +138,7 @@ def _types(config: ModelConfig) -> Json:
     pattern = config.layer_pattern
     names = {"local": "sliding_attention", "global": "full_attention"}
     window = config.window or _UNUSED_WINDOW  # from which the library makes a mask though no layer reads it
-    return {"layer_types": [names[pattern[i % len(pattern)]] for i in range(config.n_layers)], "sliding_window": window}
+    return {"layer_types": [names.get(pattern[i % len(pattern)], "") for i in range(config.n_layers)], "sliding_window": window}
 
 
 def _decoder(config: ModelConfig, **values: Any) -> Json:

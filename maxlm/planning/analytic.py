@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
+from maxlm.config.axes import divisors
 from maxlm.config.schema import Config
 from maxlm.config.sections.memory import RematName
 from maxlm.cost import efficiency, model_shapes
@@ -24,7 +25,7 @@ from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.planning import gpu_attention
-from maxlm.planning.layouts import LOSS_CHUNKS, Layout, divisors, periods
+from maxlm.planning.layouts import LOSS_CHUNKS, Layout, periods
 from maxlm.planning.traffic import MESSAGE, Collectives, Traffic
 from maxlm.training.split_masters import difference_dtype
 
@@ -121,7 +122,9 @@ class Analytic:
         hbm_share = efficiency.HBM_SHARE if topology.is_tpu else efficiency.gpu_hbm_share(chip)
         self.hbm = hbm_share * chip.hbm_bytes_per_s_per_device
         self.splash = flash is True
-        self.writes_scores = False if topology.is_tpu else not (gpu_attention.kernel_runs(config, chip) if flash is None else flash)
+        if flash is None and not topology.is_tpu:
+            flash = gpu_attention.kernel_runs(config.model, config.data.seq_len, config.precision.compute, chip)
+        self.writes_scores = not topology.is_tpu and not flash
         self.layers = model_shapes.layers(config.model)
         self.quantized = quantization_of(config)
         self.fastest = max(chip.peak_flops(format) for format in self.quantized.formats) / chip.peak_bf16_flops
@@ -197,7 +200,7 @@ class Analytic:
         """
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
-            return gpu_attention.seconds_a_token(self.config, chip, not self.writes_scores, self.peak, self.hbm)
+            return gpu_attention.seconds_a_token(model, self.config.data.seq_len, chip, not self.writes_scores, self.peak, self.hbm)
         at = self.config.data.seq_len // parts, model.head_dim
         ours = not self.splash and any(not why_not(*at, kind, self.number) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
@@ -283,12 +286,11 @@ class Analytic:
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor, parts, passes = self.config.model, layout.sizes["tensor"], layout.microbatches, self.passes(layout)
         sizes, chunked = layout.sizes, layout.attention != "ulysses"
-        together = model.qk_norm or model.latent is not None
-        common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
             share = passes if kind.pattern else 1
             merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            common = MODEL_WIDE * model.d_model + NORMED_WIDE * kind.rewritten
             wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
@@ -429,7 +431,7 @@ class Analytic:
         logits = 4 if self.config.precision.compute == "float16" else number  # their exponentials
         logits += 0 if self.topology.is_tpu else 4  # a TPU does not write logits themselves
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * logits) + 6 * number * rows * model.d_model
-        scores = gpu_attention.score_bytes(self.config, rows) // sizes["tensor"] if self.writes_scores else 0
+        scores = gpu_attention.score_bytes(model.n_heads, self.config.data.seq_len, rows) // sizes["tensor"] if self.writes_scores else 0
         backward = self._inside(layout.mesh, rows) + scores + (4 * numbers if layout.zero == 3 else number * summed)
         gradients = 4 * summed if self._accumulates(layout) else 0
         kept = difference_dtype(self.config) is not None  # masters in two parts hold what is computed with already
@@ -466,7 +468,7 @@ class Analytic:
         if layout.remat in ("none", "dots"):
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
-        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
+        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths[0] < self.config.model.n_layers])
         return self._least_with_stack(layout, self._waits_bytes(layout, stack))
 
     def _least_with_stack(self, layout: Layout, stack: int) -> int:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from maxlm.config import axes, rules
+from maxlm.config.axes import divisors
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config, ModelConfig, PipelineConfig
 from maxlm.config.sections.memory import RematName
@@ -223,12 +224,6 @@ def _memory(layers_on_host: bool, gated: bool) -> tuple[tuple[str | tuple[str, .
 def _ordered(names: Sequence[str]) -> tuple[str, ...]:
     """Each once, in the order in which a block makes them."""
     return tuple(name for name in get_args(RematName) if name in names)
-
-
-def divisors(number: int) -> list[int]:
-    """Smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _products(total: int, bounds: Sequence[int], up_to: Sequence[bool]) -> Iterator[tuple[int, ...]]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_CAUSES = 100  # of events that are told apart
 LISTEN_AGAIN_S = 30.0
-_FIXED = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s")
+_FIXED = tuple(one.name for one in fields(StepRecord) if one.name not in ("time", "extra", "balance", "declared"))
 
 
 class MetricsPort:
