@@ -14,22 +14,23 @@ from typing import TextIO
 
 import jax
 
+from maxlm.cluster import deadline, environment, progress_file, rendezvous
+from maxlm.cluster.accelerators import find_accelerators
+from maxlm.cluster.deadline import Stopped
+from maxlm.cluster.environment import ProcessSpec, process_label, service_address
+from maxlm.cluster.message_socket import shared_secret
+from maxlm.cluster.process_group import ProcessGroup
+from maxlm.cluster.quorum import Quorum
+from maxlm.cluster.signals import beside_preemption_service
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.transient import message_line
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
-from maxlm.runtime import cluster_env, coordination, deadline, progress_file, rendezvous
-from maxlm.runtime.accelerators import find_accelerators
-from maxlm.runtime.cluster_env import ProcessSpec, process_label
-from maxlm.runtime.deadline import Stopped
-from maxlm.runtime.message_socket import shared_secret
-from maxlm.runtime.process_group import ProcessGroup
-from maxlm.runtime.quorum import Quorum
-from maxlm.runtime.signals import beside_preemption_service
 
 # Timeout of jax's own heartbeat, ten years: it is measured by the wall clock, so a clock that is set forward would end all processes, and
 # name none. The process group does its work. A clock of process 0's host that is set back ends them all the same, as jax 0.10 takes the
 # difference of unsigned numbers; `maxlm launch` says so.
 JAX_HEARTBEAT_SECONDS = 10 * 365 * 86400
+INITIALIZE_SECONDS = 30  # for jax's service, once all processes are present
 SHOWN = 4  # processes named in a line
 JOIN_SECONDS = 120  # hosts of a pod start that far apart
 
@@ -47,7 +48,7 @@ QuorumOf = Callable[[ClusterPlace], Quorum | None]
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that this process has joined: a description, and the host of each process by number. `absent`: labels of those of the
+    """The cluster that this process has joined: a description, and the host of each process by number. `absent`: labels of the
     `configured` processes without which it goes on by the rules of `quorum`.
     """
 
@@ -105,16 +106,16 @@ def joined(
 ) -> Iterator[Cluster]:
     """Join the cluster that this process was started in, for the length of the block; enter it before any device is used.
 
-    If one process raises, or is lost, all end without leaving the block: with exit code 1, that of a UserError, STOPPED by a signal, or
+    If one process raises, or is lost, all end without leaving the block: with exit code 1, the code of a UserError, STOPPED by a signal, or
     HOST_LOST, and a line with the reason.
 
-    `named`: settings of the command line, see `cluster_env.find`; `say`: prints how this process joins, before it waits for the others up
+    `named`: settings of the command line, see `environment.find`; `say`: prints how this process joins, before it waits for the others up
     to `seconds`. `quorum_of`: rules by which some go on without the others. Raises UserError: the cluster is incomplete or unreachable.
     """
     accelerators = {one.kind for one in find_accelerators()}
     on_tpu = "tpu" in accelerators and "TPU_SKIP_MDS_QUERY" not in os.environ
     n_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    spec = cluster_env.find(named, os.environ, functools.cache(cluster_env.metadata) if on_tpu else lambda name: None, n_gpus)
+    spec = environment.find(named, os.environ, functools.cache(environment.metadata) if on_tpu else lambda name: None, n_gpus)
     if spec is None:
         yield Cluster("one process", (socket.gethostname(),))
         return
@@ -134,7 +135,7 @@ def joined(
         if group.configured != tuple(range(spec.count)):
             _tell_slices(spec, group.configured, os.environ)
         if now.count > 1:
-            _initialize(now, group.name, secret, say)
+            _initialize(group)
         labels = tuple(process_label(spec.hosts[number], number) if spec.hosts else f"process {number}" for number in absent)
         codes = {str(number): code for number, code in group.codes_before.items()}
         progress_file.record(absent=tuple(absent), codes_before=codes)
@@ -159,7 +160,7 @@ def joined(
 
 
 def _count_devices(spec: ProcessSpec, accelerators: Collection[str], n_gpus: int) -> int | None:
-    """Devices of this process, without jax; None for TPUs, whose number `cluster.topology` gives."""
+    """Devices of this process, without jax; None for TPUs: `cluster.topology` gives their number."""
     if "tpu" in accelerators and os.environ.get("JAX_PLATFORMS", "tpu") != "cpu":
         return None
     if n_gpus and os.environ.get("JAX_PLATFORMS", "cuda") != "cpu":
@@ -194,17 +195,28 @@ def stdout_to_stderr() -> Iterator[TextIO]:
             os.dup2(stdout.fileno(), 1)
 
 
-def _initialize(spec: ProcessSpec, name: str, secret: bytes, say: Callable[[str], None]) -> None:
-    """Start jax's own service, which only the processes of the group `name` reach."""
-    with coordination.service_address(spec, name, secret, say) as address, beside_preemption_service():
+def _initialize(group: ProcessGroup) -> None:
+    """Start jax's own service at process 0, and connect to it."""
+    spec = group.spec
+    with _without_proxies(os.environ), beside_preemption_service():
         jax.distributed.initialize(
-            coordinator_address=address,
+            coordinator_address=service_address(spec.address),
             num_processes=spec.count,
             process_id=spec.process,
             local_device_ids=spec.devices,
             cluster_detection_method="deactivate",  # jax's own would give each process of a Slurm node a single GPU
-            initialization_timeout=coordination.INITIALIZE_SECONDS,
-            coordinator_bind_address=address,
+            initialization_timeout=INITIALIZE_SECONDS,
+            coordinator_bind_address=service_address(spec.address, group.service_bind),
             heartbeat_timeout_seconds=JAX_HEARTBEAT_SECONDS,
         )
     deadline.delay_aborts()
+
+
+@contextlib.contextmanager
+def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hide the variables by which gRPC would look for process 0 behind a proxy."""
+    hidden = {name: environ.pop(name) for name in list(environ) if name.lower().endswith("_proxy")}
+    try:
+        yield
+    finally:
+        environ.update(hidden)

@@ -1,7 +1,7 @@
 """Process 0 of the rendezvous: accept connections, admit one process of each number, and refuse everybody else.
 
-Every connection has a task: it reads the hello, decides on admission, and then reads answers to pings. Connections that are not admitted
-are bounded in time and in number, in total and per address.
+Every connection has a task: it reads the hello, decides on admission, and then reads answers to pings. Connections without a hello are
+bounded in time and in number.
 
 With a `Quorum`, another process may coordinate in place of process 0, and some processes may go on without the others. While they run,
 their coordinator keeps accepting connections, on which those that come back wait.
@@ -10,43 +10,40 @@ their coordinator keeps accepting connections, on which those that come back wai
 import asyncio
 import contextlib
 import errno
-import ipaddress
-import secrets
+import re
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime import message_socket, progress_file
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import (
+from maxlm.cluster import message_socket, progress_file
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import (
     MAX_CODES,
+    MAX_HELLO_BYTES,
     AuthenticationError,
     ConnectionLostError,
+    Hello,
     Message,
     MessageSocket,
     ipv4_if_mapped,
+    read_hello,
     sendable,
 )
-from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.cluster.quorum import Quorum, candidates
+from maxlm.config.errors import ExitCode, UserError
 
-HELLO_SECONDS = 5.0  # until a connection must have sent its hello
+HELLO_SECONDS = 2.0  # until a connection must have sent its hello
 MIN_SECONDS = 0.5  # granted to every connection, however many follow it
-MAX_PENDING = 512  # connections that are not admitted
-MAX_PER_ADDRESS = 64
+MAX_PENDING = 512  # connections without a hello
 PING_SECONDS = 2.0  # for a waiting process to answer a ping
 MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
 POLL_SECONDS = 1.0
 SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
-# While a run goes on, so that a flood costs the trainer beside it little time, and yet keeps no process away that comes back:
-PACE_SECONDS = 0.02  # between two connections that are served; others meanwhile are closed at once
-ADDRESS_PACE_SECONDS = 0.2  # between two of one address
-_BATCH = 32  # connections that are accepted at a time, with `PACE_SECONDS` between
-_MAX_KNOWN = 1024  # addresses
+CLOSE_SECONDS = 5.0  # for the thread of `ReturningProcesses` to end
+_BATCH, _REST_SECONDS = 8, 0.02  # connections that are accepted between two rests while a run goes on: a flood must not slow its trainer
 _NO_FILE_SECONDS = 0.05  # between attempts to accept, at the limit of open files
 Say = Callable[[str], None]
 
@@ -64,14 +61,13 @@ class SupersededError(Exception):
 @dataclass(frozen=True)
 class Meeting:
     """The processes that go on: the numbers they were started with, this one's first, by units; hosts; by those numbers sockets, and exit
-    codes of the attempts before where known, signals first, `MAX_CODES` at most; and a random name of the group, in hex digits.
+    codes of the attempts before where known, signals first, `MAX_CODES` at most.
     """
 
     numbers: tuple[int, ...]
     hosts: tuple[str, ...]
     sockets: dict[int, MessageSocket]
     codes: dict[int, int]
-    group: str
 
 
 @dataclass
@@ -108,30 +104,28 @@ class Coordinator:
         self._began = self._settled_since if began is None else began
         self._running: frozenset[int] = frozenset()  # numbers of the processes of a run that goes on: others wait
         self._members: dict[int, _Member] = {}
-        self._pending: dict[asyncio.Task[None], tuple[str, float]] = {}  # oldest first; address, and time of `time.monotonic`
+        self._pending: dict[asyncio.Task[None], float] = {}  # connections without a hello, oldest first; time of `time.monotonic`
         self._changed = asyncio.Event()  # a process was admitted or lost, or there is a problem
         self._ended = False
         self._problem: UserError | None = None  # why no process can go on
         self._accepted = 0  # connections
-        self._served: dict[str, float] = {}  # beside a run: when an address was served last, and under "" when any was
         self._refused: list[str] = []  # the first few refused connections, with reasons
 
-    async def meet(self, listeners: list[socket.socket], seconds: float) -> Meeting:
+    async def meet(self, listener: socket.socket, seconds: float) -> Meeting:
         """Wait for all processes, up to `seconds`; with a quorum, for enough of them once its time is up.
 
         Raises UserError, after it was sent to the processes that were admitted; SupersededError, after they were told to look elsewhere.
         """
-        accepting = [asyncio.create_task(self._accept(one)) for one in listeners]
+        accepting = asyncio.create_task(self._accept(listener))
         numbers: tuple[int, ...] = ()
         try:
             async with asyncio.timeout(seconds):
                 while self._problem is None and not self.superseded.is_set() and not (numbers := await self._complete()):
                     await self._wait_for_change()
         except TimeoutError:
-            self._problem = self._problem or RendezvousError(self._missing(listeners, seconds))
+            self._problem = self._problem or RendezvousError(self._missing(listener, seconds))
         self._ended = True
-        for task in accepting:
-            task.cancel()
+        accepting.cancel()
         if self._problem is not None:
             for member in self._members.values():
                 member.socket.try_send("refused", reason=sendable(str(self._problem)), wrong=not isinstance(self._problem, RendezvousError))
@@ -143,7 +137,7 @@ class Coordinator:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
         sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
-        return Meeting(numbers, hosts, sockets, self._codes(numbers), secrets.token_hex(message_socket.GROUP_BYTES))
+        return Meeting(numbers, hosts, sockets, self._codes(numbers))
 
     def _codes(self, numbers: Collection[int]) -> dict[int, int]:
         own = {self._spec.process: progress_file.last_code()}
@@ -152,16 +146,16 @@ class Coordinator:
         return {number: code for code, number in known[:MAX_CODES]}
 
     async def wait_for_returning(
-        self, listeners: list[socket.socket], numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
+        self, listener: socket.socket, numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
     ) -> None:
         """Accept processes that come back while `numbers` run, until that has `ended`; a second process of one of these is turned away.
 
         `larger`: called with the numbers of a larger group that could run, until it returns True.
         """
-        assert self._quorum is not None, "without one nobody goes on without the others"
+        assert self._quorum is not None, "without one no process goes on without the others"
         self._running, self._ended, began, told = frozenset(numbers), False, time.monotonic(), False
         self._members, self._pending, self._changed = {}, {}, asyncio.Event()  # those before belong to the event loop of `meet`
-        tasks = [asyncio.create_task(self._accept(one)) for one in listeners]
+        accepting = asyncio.create_task(self._accept(listener))
         while not ended.is_set():
             await asyncio.sleep(POLL_SECONDS)
             await self._drop_silent(tuple(self._members))
@@ -171,8 +165,7 @@ class Coordinator:
             )
             told = told or (due and larger(group))
         self._ended = True
-        for task in tasks:
-            task.cancel()
+        accepting.cancel()
 
     def finish(self, reason: str = "") -> None:
         """Tell processes that wait for their return that the run is done, or for which `reason` it would fail again. Call it once
@@ -228,7 +221,7 @@ class Coordinator:
         return ()
 
     async def _drop_silent(self, numbers: Collection[int]) -> None:
-        """Remove those of these members that do not answer."""
+        """Remove the members of these numbers that do not answer."""
         members = {number: self._members[number] for number in numbers if number in self._members}
         alive = await asyncio.gather(*(member.is_alive() for member in members.values()))
         for (number, member), answered in zip(members.items(), alive, strict=True):
@@ -240,52 +233,37 @@ class Coordinator:
         while True:
             self._accepted += 1
             rests = self._running and self._accepted % _BATCH == 0
-            await asyncio.sleep(PACE_SECONDS if rests else 0)  # at least, so that the others are served too, however many connections wait
+            await asyncio.sleep(_REST_SECONDS if rests else 0)  # at least, so that the others are served too, however many connections wait
             try:
                 connection, address = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:  # closed by the peer before it was accepted, or:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    if self._pending:
-                        self._evict(next(iter(self._pending)))
+                    self._evict_oldest()
                     await asyncio.sleep(_NO_FILE_SECONDS)
                 continue
-            name = ipv4_if_mapped(address[0])
             try:
-                if not self._make_space(name):
+                if len(self._pending) >= MAX_PENDING and not self._evict_oldest():
                     raise ConnectionRefusedError
-                task = asyncio.create_task(self._serve(MessageSocket(connection, self._secret, server=True), name))
+                task = asyncio.create_task(self._serve(MessageSocket(connection, MAX_HELLO_BYTES), ipv4_if_mapped(address[0])))
             except OSError:
                 connection.close()
                 continue
-            self._pending[task] = name, time.monotonic()
+            self._pending[task] = time.monotonic()
 
     async def _serve(self, connection: MessageSocket, address: str) -> None:
         """Admit a connection or refuse it; of a member, read answers to pings until it is closed."""
-        task, number, member = asyncio.current_task(), 0, None
+        task, hello, member = asyncio.current_task(), None, None
         assert task is not None
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = await _receive(connection)
-            if hello["kind"] != "hello":
-                raise AuthenticationError("its first message was not a hello")
-            number = hello["process"]
-            if hello["asks"] and not self._running:
-                connection.try_send("meeting")
-                return
-            if self._running and self._quorum is not None and hello["digest"] != self._quorum.digest:
-                reason = f"{hello['host']} has other code or another config than the run that goes on: give it those of {self._own}."
-                self._refuse(connection, f"{address}: {reason}", reason)
-                return
-            if hello["count"] != self._spec.count:
-                self._reject(connection, address, self._other_count(hello["host"], hello["count"]))
-                return
-            if reason := await self._taken(number, hello["host"]):
-                self._turn_away(connection, address, reason)
-                return
-            member = self._members[number] = _Member(connection, hello["host"], hello["code"], task)
+                message = await _receive(connection)
+            hello = read_hello(message, self._secret)
             del self._pending[task]
-            self._note_change()
             connection.limit = message_socket.MAX_BYTES
+            if not await self._admits(connection, address, hello):
+                return
+            member = self._members[hello.process] = _Member(connection, hello.host, hello.code, task)
+            self._note_change()
             if self._running:
                 connection.try_send("running")
             while True:
@@ -293,19 +271,33 @@ class Coordinator:
                     member.answered.set()
         except AuthenticationError as error:
             if member is None:
-                self._refuse(connection, f"a connection from {address}: {error}")
+                connection.try_send("stranger")
+                self._report(f"a connection from {address}: {error}")
         except (ConnectionLostError, TimeoutError):
             pass
         finally:
             self._pending.pop(task, None)
-            if member is None:
+            if member is None or hello is None:
                 connection.close()
             elif not self._ended:
-                self._remove(number, member)
+                self._remove(hello.process, member)
                 connection.close()
 
-    def _other_count(self, host: str, count: int) -> str:
-        return f"{host} was started for {count} processes, and {self._own} for {self._spec.count}: start all with the same number."
+    async def _admits(self, connection: MessageSocket, address: str, hello: Hello) -> bool:
+        """True if this process may take part; else it has been told why not."""
+        if hello.asks and not self._running:
+            connection.try_send("meeting")
+        elif self._running and self._quorum is not None and hello.digest != self._quorum.digest:
+            reason = f"{hello.host} has other code or another config than the run that goes on: give it the same as {self._own}."
+            self._refuse(connection, address, reason)
+        elif hello.count != self._spec.count:
+            started = f"{hello.host} was started for {hello.count} processes, and {self._own} for {self._spec.count}"
+            self._reject(connection, address, f"{started}: start all with the same number.")
+        elif reason := await self._taken(hello.process, hello.host):
+            self._turn_away(connection, address, reason)
+        else:
+            return True
+        return False
 
     async def _taken(self, number: int, host: str) -> str:
         """Return why a process cannot have its number; "" if it can. A member that does not answer loses its number to it."""
@@ -323,7 +315,7 @@ class Coordinator:
         return ""
 
     def _turn_away(self, connection: MessageSocket, address: str, reason: str) -> None:
-        """Refuse a process whose number is taken. At the first start that is an error in the input; later the run has had one process of
+        """Refuse a process with a taken number. At the first start this is an error in the input; later the run has had one process of
         each number, and must not end for another one. That tries again: its host may be new, and the old one not yet known to be lost.
         """
         if not self._running and progress_file.last_code() is None:
@@ -348,13 +340,12 @@ class Coordinator:
         if self._secret:
             self._problem = UserError(reason)
             self._changed.set()
-        self._refuse(connection, f"{address}: {reason}", reason)
+        self._refuse(connection, address, reason)
 
-    def _refuse(self, connection: MessageSocket, line: str, reason: str = "") -> None:
-        """Send `reason`, which is empty for strangers, to a connection that is closed then; report `line` here."""
-        if connection.handshake_done:
-            connection.try_send("refused", reason=sendable(reason), wrong=True)
-        self._report(line)
+    def _refuse(self, connection: MessageSocket, address: str, reason: str) -> None:
+        """Tell a process, and report here, why it cannot take part."""
+        connection.try_send("refused", reason=sendable(reason), wrong=True)
+        self._report(f"{address}: {reason}")
 
     def _report(self, line: str) -> None:
         """Print a refusal, one of the first few, once."""
@@ -363,47 +354,58 @@ class Coordinator:
             if self._problem is None:
                 self._say(f"refused {line}{' (further ones are not printed)' if len(self._refused) == MAX_REPORTED else ''}")
 
-    def _make_space(self, address: str) -> bool:
-        """Close the oldest connection of the address with the most if a bound is reached; False if that is too recent."""
-        if self._running and not self._is_due(address):
-            return False
-        counts = Counter(other for other, _ in self._pending.values())
-        if counts[address] >= MAX_PER_ADDRESS:
-            full = address
-        elif len(self._pending) >= MAX_PENDING:
-            full = counts.most_common(1)[0][0]
-        else:
-            return True
-        return self._evict(next(task for task, (other, _) in self._pending.items() if other == full))
-
-    def _is_due(self, address: str) -> bool:
-        """True if a connection of this address may be served now, beside a run."""
-        now = time.monotonic()
-        if now < max(self._served.get("", 0.0) + PACE_SECONDS, self._served.get(address, 0.0) + ADDRESS_PACE_SECONDS):
-            return False
-        if len(self._served) >= _MAX_KNOWN:
-            self._served.clear()
-        self._served[address] = self._served[""] = now
-        return True
-
-    def _evict(self, task: "asyncio.Task[None]") -> bool:
-        """Close a pending connection if it had time to authenticate."""
-        if time.monotonic() <= self._pending[task][1] + MIN_SECONDS:
+    def _evict_oldest(self) -> bool:
+        """Close the oldest connection without a hello, if it had time to send one."""
+        task, since = next(iter(self._pending.items()), (None, 0.0))
+        if task is None or time.monotonic() <= since + MIN_SECONDS:
             return False
         del self._pending[task]
         task.cancel()
         return True
 
-    def _missing(self, listeners: list[socket.socket], seconds: float) -> str:
+    def _missing(self, listener: socket.socket, seconds: float) -> str:
         spec = self._spec
         missing = [str(number) for number in range(spec.count) if number != spec.process and number not in self._members]
         refused = f" Refused: {'; '.join(self._refused)}" if self._refused else ""
-        addresses = " or ".join(str(one.getsockname()[0]) for one in listeners)
         return (
             f"{spec.count - len(missing)} of {spec.count} processes met at {spec.address} within {seconds:.0f} s; "
             f"process {', '.join(missing[:8])}{' and others' if len(missing) > 8 else ''} did not come: see the logs of those hosts, "
-            f"that {spec.count} is right, and that {spec.address} leads them to {addresses} here.{refused}"
+            f"that {spec.count} is right, and that {spec.address} leads them to {listener.getsockname()[0]} here.{refused}"
         )
+
+
+class ReturningProcesses:
+    """Accepts processes that come back while a run goes on without them, in a thread: they wait until the run may grow, or is done."""
+
+    def __init__(self, coordinator: Coordinator, listener: socket.socket, numbers: tuple[int, ...]) -> None:
+        """`coordinator`: as it was when `numbers` began to run; `listener`: closed in the end."""
+        self._coordinator, self._listener, self._numbers = coordinator, listener, numbers
+        self._grow: Callable[[tuple[int, ...]], None] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="maxlm-returning", daemon=True)
+        self._thread.start()
+
+    def when_larger(self, grow: Callable[[tuple[int, ...]], None]) -> None:
+        """Have `grow` called, once, in that thread, with the numbers of the larger group that could run."""
+        self._grow = grow
+
+    def close(self, reason: str = "") -> None:
+        """End the thread, and tell those that wait that the run is done, or for which `reason` it would fail again. Where this is not
+        called they look for a coordinator once this process ends.
+        """
+        self._ended.set()
+        self._thread.join(CLOSE_SECONDS)
+        self._coordinator.finish(reason)
+
+    def _run(self) -> None:
+        with self._listener as listener:
+            asyncio.run(self._coordinator.wait_for_returning(listener, self._numbers, self._ended, self._is_larger))
+
+    def _is_larger(self, numbers: tuple[int, ...]) -> bool:
+        if self._grow is None:  # the run has not begun yet
+            return False
+        self._grow(numbers)
+        return True
 
 
 async def _receive(connection: MessageSocket) -> Message:
@@ -424,41 +426,19 @@ def _same_number(number: int, first: str, second: str) -> str:
     return f"{first} and {second} were both started as process {number}: give each process a number of its own, from 0 on."
 
 
-def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Return sockets that listen at the addresses of `host` if they are this machine's, else at all of its addresses.
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens at `host` if it is localhost or an address of this machine, else at all addresses: the name by which
+    others reach this machine may lead to loopback here.
 
-    A name that resolves to loopback, as many machines resolve their own, does not tell at which address others connect, except `localhost`.
     Raises OSError: the port is taken, or may not be used.
     """
-    with contextlib.ExitStack() as undo:
-        sockets, foreign = [], False
-        for family, address in _addresses(host, port):
-            try:
-                sockets.append(undo.enter_context(socket.create_server((address, port), family=family, backlog=backlog)))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-                foreign = foreign or host != "localhost"  # which has an IPv6 address also where there is no IPv6
-        if sockets and not foreign:
-            undo.pop_all()
-            return sockets
+    if host == "localhost" or re.fullmatch(r"[0-9.]+|.*:.*", host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server(("127.0.0.1" if host == "localhost" else host, port), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
     if socket.has_dualstack_ipv6():
-        return [socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)]
-    return [socket.create_server(("", port), backlog=backlog)]
-
-
-def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
-    """Return families and addresses of `host`; none if it does not resolve, or resolves to loopback and is not localhost."""
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    addresses: list[tuple[socket.AddressFamily, str]] = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in infos))
-    literal = host == "localhost" or _is_address(host)
-    return addresses if literal or not any(ipaddress.ip_address(address).is_loopback for _, address in addresses) else []
-
-
-def _is_address(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return False
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", port), backlog=backlog)

@@ -8,7 +8,7 @@ time: no step, and no save, of a group can end once one of its processes has gon
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.cluster.environment import ProcessSpec
 
 
 @dataclass(frozen=True)

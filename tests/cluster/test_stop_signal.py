@@ -5,18 +5,17 @@ import contextlib
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from small_run import environment, free_port
 
-from maxlm.runtime import signals
-from maxlm.runtime.signals import StopSignal
+from maxlm.cluster import signals
+from maxlm.cluster.signals import StopSignal
 
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_signal_that_another_process_received_is_known_here(monkeypatch, other):
     monkeypatch.setattr(signals.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(signals, "allgather", lambda mine: np.stack([mine, np.array([other], np.int32)]))
+    monkeypatch.setattr(signals.agree, "max_over_processes", lambda mine: max(mine, int(other)))
     with contextlib.closing(StopSignal()) as stop:
         assert stop.received_anywhere() is other
         assert not stop.abandon_batch()
@@ -27,7 +26,7 @@ def test_a_signal_that_another_process_received_is_known_here(monkeypatch, other
 SIGNALLED = """
 import sys, time
 import jax
-from maxlm.runtime import signals
+from maxlm.cluster import signals
 with signals.beside_preemption_service():
     jax.distributed.initialize(f"localhost:{sys.argv[1]}", 1, 0, cluster_detection_method="deactivate")
 signals.jax.process_count = lambda: 2
@@ -55,7 +54,7 @@ def test_what_is_asked_before_the_first_step_of_a_resumed_run_is_not_lost(before
 TOGETHER = """
 import sys, time
 import jax
-from maxlm.runtime import cluster, signals
+from maxlm.cluster import cluster, signals
 named = {"coordinator": f"localhost:{sys.argv[1]}", "process_count": "2", "process_id": sys.argv[2]}
 with cluster.joined(named, lambda text: None):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -72,7 +71,7 @@ with cluster.joined(named, lambda text: None):
 
 
 def test_processes_agree_where_to_stop_while_jax_holds_pythons_lock():
-    """It does while they agree, over the coordination service: what relays that connection must not need the lock (`relay`)."""
+    """It does while they agree, over the coordination service."""
     port = free_port()
     both = [
         subprocess.Popen(

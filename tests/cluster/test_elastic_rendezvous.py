@@ -10,10 +10,10 @@ import time
 import pytest
 from elastic_group import Cluster
 
-from maxlm.runtime import coordinator
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import ConnectionLostError, MessageSocket
-from maxlm.runtime.quorum import Quorum, candidates
+from maxlm.cluster import coordinator
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import ConnectionLostError, MessageSocket
+from maxlm.cluster.quorum import Quorum, candidates
 
 
 @pytest.fixture

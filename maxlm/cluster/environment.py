@@ -1,6 +1,6 @@
 """Detection of a process's cluster: from the command line, the launcher's environment, or a Cloud TPU VM's metadata server.
 
-Uses no device, and no network but that server. Variables are those of GKE's TPU webhook, Open MPI, MPICH and Intel MPI (PMI), Slurm's
+Uses no device, and no network but that server. It reads the variables of GKE's TPU webhook, Open MPI, MPICH and Intel MPI (PMI), Slurm's
 srun, Kubeflow's JAXJob, and JobSet with Kubernetes' indexed jobs, as their manuals name them. Of launchers inside each other the innermost
 started the process: mpirun's daemons, started by srun, pass the variables of that srun on. An environment of several processes from any
 other launcher is refused, since each would otherwise train the whole model by itself.
@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from maxlm.cluster.message_socket import MAX_PROCESSES
 from maxlm.config.errors import SHOWN, UserError
-from maxlm.runtime.message_socket import MAX_PROCESSES
 
 TPU_PORT = 8482  # of process 0 where the launcher names only a host: jax's own default
 COORDINATOR, COUNT, PROCESS = "coordinator", "process_count", "process_id"
@@ -63,7 +63,7 @@ class ProcessSpec:
     launcher: str  # the launcher, and how it was detected
     devices: tuple[int, ...] | None = None  # indices of this process's GPUs among the visible ones; None: all
     hosts: tuple[str, ...] = ()  # names by process number, at which they can be reached; () where the launcher does not tell
-    together: int = 1  # processes in a row that are of use only all together: those of a slice, or of a node
+    together: int = 1  # processes in a row that are of use only all together, of a slice or a node
 
     def __str__(self) -> str:
         share = "" if self.devices is None else f", GPU {' '.join(map(str, self.devices))}"
@@ -132,10 +132,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def service_ports(address: str) -> tuple[int, int]:
-    """Ports of process 0 at `address`: that of our process group, and that of the way to jax's own service, one above."""
-    _, port = host_and_port(address)
-    return port, port + 1
+def service_address(address: str, bind: str = "") -> str:
+    """Address of jax's own service for the process group at `address`: one port above, on the same host or at its address `bind`."""
+    host, port = host_and_port(address)
+    host = bind or host
+    return f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
 
 
 def metadata(name: str, seconds: float = 2.0) -> str | None:
@@ -236,7 +237,7 @@ def _count(text: str) -> int:
 
 
 def _tpu_pod(environ: Mapping[str, str]) -> ProcessSpec | None:
-    """Detect TPU slices on GKE, whose webhook names all hosts in every container."""
+    """Detect TPU slices on GKE: its webhook names all hosts in every container."""
     name = next((name for name in ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES") if environ.get(name)), "")  # in jax's order
     hosts = [_host_of(host) for host in environ.get(name, "").split(",") if host]
     return _of_slices(hosts, _number(environ, "TPU_WORKER_ID"), environ, f"{name} (Cloud TPU)") if hosts else None
@@ -370,19 +371,19 @@ def _indexed_job(environ: Mapping[str, str]) -> ProcessSpec | None:
 
 def _share_gpus(spec: ProcessSpec, environ: Mapping[str, str], n_gpus: int) -> ProcessSpec:
     """Assign `spec` its part of the node's GPUs if the launcher started several processes there and bound none to its own."""
-    local, beside = _local_rank_and_size(environ)
+    local, on_node = _local_rank_and_size(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     n_visible = n_gpus if visible is None else len([one for one in visible.split(",") if one.strip()])
-    if beside <= 1 or n_visible < beside:  # alone on the node, or bound by the launcher
+    if on_node <= 1 or n_visible < on_node:  # alone on the node, or bound by the launcher
         return spec
-    if n_visible % beside:
-        raise UserError(f"{beside} processes were started on a node of {n_visible} GPUs: start one for each GPU, or one for the node.")
-    share = n_visible // beside
+    if n_visible % on_node:
+        raise UserError(f"{on_node} processes were started on a node of {n_visible} GPUs: start one for each GPU, or one for the node.")
+    share = n_visible // on_node
     return replace(spec, devices=tuple(range(local * share, (local + 1) * share)))
 
 
 def _local_rank_and_size(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return (index of this process among those of its launcher on this node, their number)."""
+    """Return (index of this process among the processes of its launcher on this node, their number)."""
     for *_, size, rank, _ in _MPI_VARIABLES:
         if environ.get(rank) and environ.get(size):
             return _number(environ, rank), _number(environ, size)

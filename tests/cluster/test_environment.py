@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from maxlm.cluster.environment import HOSTS, VARIABLES, find, first_node, split_arguments
 from maxlm.config.errors import UserError
-from maxlm.runtime.cluster_env import HOSTS, VARIABLES, find, first_node, split_arguments
 
 SLURM = {
     "SLURM_JOB_ID": "4097",

@@ -10,27 +10,24 @@ from contextlib import ExitStack
 import pytest
 from small_run import environment
 
-from maxlm.runtime import message_socket, progress_file
-from maxlm.runtime.message_socket import MessageSocket
-from maxlm.runtime.process_group import peer_named
+from maxlm.cluster import message_socket, progress_file
+from maxlm.cluster.message_socket import MessageSocket
+from maxlm.cluster.process_group import peer_named
 
-SECRET = b"a secret of the tests, long enough"
 HOSTS = ["host0", "host1", "host2", "host3"]
 # Process 0 of four, alone in its Python process; the test plays the others, whose addresses differ.
 HUB = f"""
 import json, socket, sys, time
-from maxlm.runtime import process_group
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.message_socket import MessageSocket
+from maxlm.cluster import process_group
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import MessageSocket
 process_group.DRAIN_SECONDS = 0.2
 sockets = {{}}
 with socket.create_server(("0.0.0.0", 0)) as listener:
     print(listener.getsockname()[1], flush=True)
     for _ in range(3):
         connection, address = listener.accept()
-        sockets[int(address[0].rpartition(".")[2])] = MessageSocket(connection, {SECRET!r}, server=True)
-for one in sockets.values():
-    one.finish_handshake(time.monotonic() + 5)
+        sockets[int(address[0].rpartition(".")[2])] = MessageSocket(connection)
 group = process_group.ProcessGroup(ProcessSpec(4, 0, "host0:1", "a test"), {HOSTS}, sockets)
 if len(sys.argv) > 1:
     time.sleep(0.2)
@@ -52,10 +49,7 @@ def group():
             port, others = int(hub.stdout.readline()), {}
             for number in (1, 2, 3):
                 there = socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0))
-                others[number] = stack.enter_context(there) and MessageSocket(there, SECRET, server=False)
-                others[number].limit = message_socket.MAX_BYTES
-            for one in others.values():
-                one.finish_handshake(time.monotonic() + 5)
+                others[number] = stack.enter_context(there) and MessageSocket(there)
             return hub, others
 
         yield make
@@ -180,7 +174,7 @@ def test_a_reason_of_any_length_and_content_reaches_the_others(group):
 
 ABORTS = """
 import ctypes, os, sys, threading, time
-from maxlm.runtime import deadline
+from maxlm.cluster import deadline
 deadline.delay_aborts()
 threading.Thread(target=ctypes.CDLL(None).abort, daemon=True).start()
 time.sleep(float(sys.argv[1]))

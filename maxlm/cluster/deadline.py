@@ -3,14 +3,15 @@
 SIGINT, SIGTERM and SIGHUP raise `Stopped` in the main thread. That does not interrupt a thread that computes in C or waits for a disk, and
 no Python thread runs while another holds the interpreter lock. So the deadline is kept by a small child process, the monitor: Python's C
 signal handler writes each signal to its pipe, which needs neither the lock nor a thread. At the deadline the monitor has the stacks of all
-threads printed, if the process hangs, and ends it with the right exit code. It also ends a process whose watchdog has fallen silent.
+threads printed, if the process hangs, and ends it with the right exit code. It also ends a process when its watchdog falls silent. The
+process tells it all else in memory that both share.
 """
 
 import atexit
 import contextlib
 import ctypes
 import faulthandler
-import math
+import mmap
 import os
 import select
 import signal
@@ -45,11 +46,21 @@ _AGAIN, _AGAIN_SECONDS = signal.SIGALRM, 0.02  # asks again after a signal that 
 _IMPORTER = "<frozen importlib._bootstrap>"
 _MAX_WRITE = 500  # bytes that a pipe takes at once, POSIX's PIPE_BUF
 
-# Commands to the monitor: modes (no grace time; grace time to keep results; grace time to save), end of the command, stacks file, limit of
-# silence, sign of life, hang with the seconds left, and delay of aborts. Signals are sent as their numbers, which are below 65.
-PROMPT, KEEP, SAVE, _FINISHED, _STACKS_FILE, _SILENCE, _ALIVE, _HUNG, _LATE_ABORTS = b"A", b"K", b"S", b"E", b"F", b"T", b"L", b"H", b"D"
-_WITH_TEXT = (_STACKS_FILE, _SILENCE, _HUNG)  # up to a zero byte
-_LOOK_SECONDS = 2.0  # between two looks at the process, while its silence is limited or its aborts are delayed
+PROMPT, KEEP, SAVE, _FINISHED = range(4)  # modes: no grace time; grace time to keep results; grace time to save; end of the command
+_LOOK_SECONDS = 2.0  # between two looks at the process
+
+
+class _Shared(ctypes.Structure):
+    """Memory that the process writes and its monitor reads."""
+
+    _fields_ = (
+        ("mode", ctypes.c_int),
+        ("late_aborts", ctypes.c_int),  # aborts are delayed, and none was seen yet
+        ("signs_of_life", ctypes.c_ulong),
+        ("silence", ctypes.c_double),  # seconds without a sign of life that are too many; 0: no limit
+        ("hung_until", ctypes.c_double),  # time of `time.monotonic` at which the process is ended as hung; 0: it is not
+        ("stacks_file", ctypes.c_char * 4096),  # its path, or ""
+    )
 
 
 class Stopped(KeyboardInterrupt):
@@ -61,8 +72,9 @@ class Stopped(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
+_shared = _Shared()  # seen by no monitor until there is one
 _monitor: tuple[int, int] | None = None  # its pid, and the descriptor of the pipe to it
-_stacks: int | None = None  # the descriptor of the pipe for stacks
+_stacks = -1  # descriptor of a file in memory for stacks, which the monitor reads
 _raised: Stopped | None = None
 _held_back: int | None = None  # the first signal, which may have come during an import
 _timer: Any = None  # handler of `_AGAIN` before that
@@ -74,29 +86,38 @@ def start() -> None:
 
     Raises UserError if the environment's grace time is not a number of seconds.
     """
-    global _monitor, _stacks
+    global _monitor, _stacks, _shared
     grace = grace_seconds()
+    _shared = _Shared.from_buffer(mmap.mmap(-1, ctypes.sizeof(_Shared)))
     inherited = os.environ.pop(PARENT_VARIABLE, None)
     parent = None if inherited is None else int(inherited)
-    command_read, command_write = os.pipe()
-    stacks_read, stacks_write = os.pipe()
+    signals_read, signals_write = os.pipe()
+    _stacks = _unnamed_file()
     pid = os.fork()
     if pid == 0:
-        _monitor_main(_Monitor(os.getppid(), command_read, stacks_read, grace, parent), command_write, stacks_write)
-    for end in (command_read, stacks_read, parent):
+        _monitor_main(_Monitor(os.getppid(), signals_read, grace, parent), signals_write)
+    for end in (signals_read, parent):
         if end is not None:
             os.close(end)
-    os.set_blocking(command_write, False)
-    faulthandler.register(STACKS_SIGNAL, file=stacks_write, all_threads=True, chain=False)
+    os.set_blocking(signals_write, False)
+    faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True, chain=False)
     _install_exit_signals()
-    _monitor, _stacks = (pid, command_write), stacks_write
-    signal.set_wakeup_fd(command_write, warn_on_full_buffer=False)
+    _monitor = (pid, signals_write)
+    signal.set_wakeup_fd(signals_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
     sys.excepthook = _print_unless_stopped
     atexit.register(_exit)  # the first that is registered is the last that is called
     for number in SIGNALS:
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until here
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("stacks")
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)  # noqa: PTH108 -- it is used without its name
+    return descriptor
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -128,7 +149,7 @@ def finish(code: int) -> Stopped | None:
     _code = code
     raised = _raised if _raised is not None or _held_back is None else Stopped(_held_back)
     _raised = raised or Stopped(signal.SIGTERM)
-    _send_command(_FINISHED)
+    _shared.mode = _FINISHED
     threading.Thread(target=_exit_without_threads, name="exit", daemon=True).start()
     return raised
 
@@ -146,42 +167,39 @@ def dismiss() -> None:
 
 
 @contextlib.contextmanager
-def allow(mode: bytes) -> Iterator[None]:
+def allow(mode: int) -> Iterator[None]:
     """Grant grace time after a signal within the block: to `SAVE`, after which the process counts as hung, or to `KEEP` partial results."""
-    _send_command(mode)
+    _shared.mode = mode
     try:
         yield
     finally:
-        _send_command(PROMPT)
+        _shared.mode = PROMPT
 
 
 def stacks_to(path: Path) -> None:
     """Also write the stacks of a hung process to this file; they are printed in any case."""
-    _send_command(_STACKS_FILE + os.fsencode(path.absolute()) + b"\0")
+    _shared.stacks_file = os.fsencode(path.absolute())
 
 
 def limit_silence(seconds: float) -> None:
     """From now on, end this process as hung once `alive` was not called for so long while it ran; inf: no longer."""
-    _send_command(_SILENCE + str(seconds).encode() + b"\0")
+    _shared.silence = 0.0 if seconds == float("inf") else seconds
 
 
 def alive() -> None:
     """Tell the monitor that a thread of Python runs."""
-    _send_command(_ALIVE)
+    _shared.signs_of_life += 1
 
 
 def hung(seconds: float) -> bool:
     """Show the stacks of all threads now, and end this process as hung in `seconds`, whatever it does. False: there is no monitor.
 
-    The stacks are taken here, under the interpreter's lock: a signal handler would read those of threads that run meanwhile, and may crash.
+    The stacks are taken here, under the interpreter's lock: a signal handler would read stacks of running threads, and may crash.
     """
     if _monitor is None:
         return False
-    _send_command(_HUNG + str(seconds).encode() + b"\0")
-    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        threading.Thread(target=_write_stacks, args=(file.read(),), daemon=True).start()  # the monitor's output may be blocked
+    faulthandler.dump_traceback(_stacks, all_threads=True)
+    _shared.hung_until = time.monotonic() + seconds
     return True
 
 
@@ -232,18 +250,6 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
         sys.__excepthook__(kind, error, trace)
 
 
-def _write_stacks(text: bytes) -> None:
-    with contextlib.suppress(OSError):
-        while text and _stacks is not None:
-            text = text[os.write(_stacks, text) :]
-
-
-def _send_command(command: bytes) -> None:
-    if _monitor is not None:
-        with contextlib.suppress(OSError):  # a monitor that was killed or stopped must not end the run
-            os.write(_monitor[1], command)
-
-
 def _install_exit_signals() -> None:
     """Make C's `_exit` the handler of SIGQUIT and SIGTRAP: each ends the process at once, with its number as the exit code."""
     assert (int(signal.SIGQUIT), int(signal.SIGTRAP)) == (ExitCode.STOPPED, ExitCode.HUNG)
@@ -263,7 +269,7 @@ def delay_aborts() -> None:
     assert int(signal.SIGABRT) == ABORT_SECONDS, "C's handlers are called with the number of the signal"
     set_c_handler(_ABORT_SIGNAL, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
     set_c_handler(signal.SIGABRT, ctypes.cast(ctypes.CDLL(None).sleep, ctypes.c_void_p).value)
-    _send_command(_LATE_ABORTS)
+    _shared.late_aborts = 1
 
 
 def set_c_handler(number: int, handler: int | None) -> int | None:
@@ -279,70 +285,48 @@ class _Monitor:
     """State of the monitor process: the pid it watches, its pipes, and the deadline once a signal has come."""
 
     pid: int  # of the monitored process
-    commands: int  # pipe with signals and commands
-    stacks: int  # pipe with stacks
+    signals: int  # pipe with the numbers of its signals
     grace: float
     parent: int | None  # pipe that is closed when the launcher exits
-    mode: bytes = PROMPT
-    stacks_file: Path | None = None
     signal: int = 0
     interrupted: float | None = None  # time of the first SIGINT
     deadline: float | None = None
     code: ExitCode = ExitCode.STOPPED
-    silence: float = math.inf  # seconds without a sign of life that are too many
-    silent: float = 0.0  # seconds without one, of those in which the process ran
+    alive: tuple[int, float] = (0, 0.0)  # signs of life, and the limit of silence, at the last look
+    silent: float = 0.0  # seconds without a sign, of those in which the process ran
     shown: bool = False  # the stacks
-    late_aborts: bool = False  # until one was seen to begin
 
     def run(self) -> None:
         """Watch the process until it exits."""
         while True:
-            pipes = [self.commands, self.stacks] + ([self.parent] if self.parent is not None else [])
-            left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-            limited = self.deadline is None and self.silence < math.inf
+            pipes = [self.signals] + ([self.parent] if self.parent is not None else [])
+            ends = [one for one in (self.deadline, _shared.hung_until) if one]
             looked = time.monotonic()
-            looks = min(_LOOK_SECONDS, _LOOK_SECONDS if left is None else left)
-            ready, _, _ = select.select(pipes, [], [], looks if limited or self.late_aborts else left)
-            if self.commands in ready:
-                data = os.read(self.commands, 1 << 16)
-                if not data:
+            ready, _, _ = select.select(pipes, [], [], max(0.0, min([looked + _LOOK_SECONDS, *ends]) - looked))
+            if self.signals in ready:
+                numbers = os.read(self.signals, 1 << 16)
+                if not numbers:
                     return
-                self._handle(data)
-            if self.stacks in ready:  # it is closed together with `commands`
-                self._print(os.read(self.stacks, 1 << 16))
+                for number in numbers:
+                    if number in SIGNALS:
+                        self._handle_signal(number, time.monotonic())
             if self.parent in ready:  # readable only once it is closed
                 self.parent = None
                 self._kill(signal.SIGTERM)
-            if self.late_aborts and _handles_abort(self.pid):
-                self.late_aborts = False
+            if _shared.late_aborts and _handles_abort(self.pid):
+                _shared.late_aborts = 0
                 self._kill(_ABORT_SIGNAL)
-            if limited:
+            if self.deadline is None:
                 self._count_silence(time.monotonic() - looked)
+            if _shared.mode == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
+                self.code = ExitCode.STOPPED
+            if _shared.hung_until and not self.shown:
+                self._print_stacks()
+            if _shared.hung_until and time.monotonic() >= _shared.hung_until:
+                self.code, self.deadline = ExitCode.HUNG, _shared.hung_until
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self._end()
                 return
-
-    def _handle(self, data: bytes) -> None:
-        """Handle commands, of which none is split: one write puts them into the pipe, and one read takes all that it holds."""
-        while data:
-            first, data = data[:1], data[1:]
-            text, _, data = data.partition(b"\0") if first in _WITH_TEXT else (b"", b"", data)
-            if first == _STACKS_FILE:
-                self.stacks_file = Path(os.fsdecode(text))
-            elif first == _SILENCE:
-                self.silence, self.silent = float(text), 0.0
-            elif first == _LATE_ABORTS:
-                self.late_aborts = True
-            elif first == _ALIVE:
-                self.silent = 0.0
-            elif first == _HUNG:
-                self._hang(float(text))
-            elif first in (PROMPT, KEEP, SAVE, _FINISHED):
-                self.mode = first
-                if first == _FINISHED:  # a hang of the interpreter's shutdown loses nothing
-                    self.code = ExitCode.STOPPED
-            elif first[0] in SIGNALS:
-                self._handle_signal(first[0], time.monotonic())
 
     def _handle_signal(self, number: int, now: float) -> None:
         again = self.interrupted is not None and now - self.interrupted >= _SECOND_SECONDS
@@ -354,42 +338,47 @@ class _Monitor:
         if self.deadline is not None:
             return
         self.signal = number
-        if self.mode == SAVE:  # before the deadline is set: the stacks file is for stacks alone
+        if _shared.mode == SAVE:  # before the deadline is set: the stacks file is for stacks alone
             self._say(f"{_name(number)}: saving, and ending within {self.grace:g} s ({GRACE_VARIABLE}); a second Ctrl-C ends at once")
-        self.code = ExitCode.HUNG if self.mode == SAVE else ExitCode.STOPPED
-        self.deadline = now + (self.grace if self.mode in (KEEP, SAVE) else PROMPT_SECONDS)
+        self.code = ExitCode.HUNG if _shared.mode == SAVE else ExitCode.STOPPED
+        self.deadline = now + (self.grace if _shared.mode in (KEEP, SAVE) else PROMPT_SECONDS)
 
     def _count_silence(self, seconds: float) -> None:
         """Count time since the last look, unless the process is stopped; a pause of the whole machine counts for nothing."""
-        if _is_stopped(self.pid):
+        before, self.alive = self.alive, (_shared.signs_of_life, _shared.silence)
+        if self.alive != before:
+            self.silent = 0.0
+            return
+        if not _shared.silence or _is_stopped(self.pid):
             return
         self.silent += min(seconds, 2 * _LOOK_SECONDS)
-        if self.silent >= self.silence:
+        if self.silent >= _shared.silence:
             self._say(f"hung: no Python thread has run for {self.silent:.0f} s, so C code holds the interpreter's lock")
             self.code, self.deadline = ExitCode.HUNG, time.monotonic()
             self._show_stacks()
 
-    def _hang(self, seconds: float) -> None:
-        """End the process as hung in `seconds`. It sends its stacks itself."""
-        until = time.monotonic() + seconds
-        self.code, self.deadline = ExitCode.HUNG, until if self.deadline is None else min(until, self.deadline)
-        self.shown = True
-        self._say("the stacks of all threads:")
-
     def _show_stacks(self) -> None:
-        self.shown = True
-        self._say("the stacks of all threads:")
+        """Have the process write its stacks, and print them."""
         self._kill(signal.SIGCONT)
         self._kill(STACKS_SIGNAL)
-        while select.select([self.stacks], [], [], 0.5)[0] and (stacks := os.read(self.stacks, 1 << 16)):
-            self._print(stacks)
+        size = 0
+        while not self._exits_within(0.5) and (written := os.fstat(_stacks).st_size) > size:
+            size = written
+        self._print_stacks()
+
+    def _print_stacks(self) -> None:
+        self.shown = True
+        self._say("the stacks of all threads:")
+        self._print(os.pread(_stacks, 1 << 24, 0))
 
     def _end(self) -> None:
         if self.code == ExitCode.HUNG and not self.shown:
             self._say(f"{_name(self.signal)} came {self.grace:g} s ago and the process has not ended")
             self._show_stacks()
         elif self.code != ExitCode.HUNG:
-            self._say(f"stopped by {_name(self.signal)}" + ("" if self.interrupted is None or self.mode != SAVE else ", twice: not saved"))
+            self._say(
+                f"stopped by {_name(self.signal)}" + ("" if self.interrupted is None or _shared.mode != SAVE else ", twice: not saved")
+            )
         self._kill(signal.SIGCONT)
         self._kill(self.code)
         if not self._exits_within(2.0):
@@ -398,7 +387,7 @@ class _Monitor:
     def _exits_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            if select.select([self.commands], [], [], left)[0] and not os.read(self.commands, 1 << 16):
+            if select.select([self.signals], [], [], left)[0] and not os.read(self.signals, 1 << 16):
                 return True
         return False
 
@@ -417,8 +406,9 @@ class _Monitor:
             if select.select([], [2], [], 1.0)[1]:
                 with contextlib.suppress(OSError):
                     os.write(2, text[start : start + _MAX_WRITE])
-        if self.stacks_file is not None and self.deadline is not None and self.code == ExitCode.HUNG:
-            with contextlib.suppress(OSError), os.fdopen(append_regular(self.stacks_file), "ab") as file:
+        hangs = _shared.hung_until or (self.deadline is not None and self.code == ExitCode.HUNG)
+        if _shared.stacks_file and hangs:
+            with contextlib.suppress(OSError), os.fdopen(append_regular(Path(os.fsdecode(_shared.stacks_file))), "ab") as file:
                 file.write(text)
 
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
-from maxlm.runtime import deadline
-from maxlm.runtime.host_allgather import allgather
+from maxlm.cluster import agree, deadline
 
 _preemption_services: list[Callable[[int], None]] = []  # jax's own C handler of SIGTERM, in a cluster
 
@@ -50,8 +48,7 @@ class StopSignal:
 
     def received_anywhere(self) -> bool:
         """True in all processes once one has received a signal. They wait for each other, so all must ask equally often."""
-        mine = self.received is not None
-        return mine if self._alone else bool(allgather(np.array([mine], np.int32)).any())
+        return bool(agree.max_over_processes(int(self.received is not None)))
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
@@ -69,7 +66,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def beside_preemption_service() -> Iterator[None]:
-    """Wrap `jax.distributed.initialize`, whose service takes SIGTERM: restore our handler, and let `StopSignal` call jax's."""
+    """Wrap `jax.distributed.initialize`, which takes SIGTERM for its service: restore our handler, and let `StopSignal` call jax's."""
     handler = signal.getsignal(signal.SIGTERM)
     ours = deadline.set_c_handler(signal.SIGTERM, int(signal.SIG_IGN))
     deadline.set_c_handler(signal.SIGTERM, ours)

@@ -2,8 +2,8 @@
 
 A process that dies closes its connection; a host that the network loses no longer answers the kernel's keep-alive probes; a stopped process
 sends no heartbeats although its kernel answers; a process that ends in order, or crashes, sends a message before. All print the same line.
-The loss of one makes collectives of others fail at once, whose processes may fall before the first is noticed. So process 0 waits a moment
-before it names one, and each process whose own error ends it says so first, with the peer that the error names.
+The loss of one makes collectives of others fail at once, and these may fall before the first is noticed. So process 0 waits a moment
+before it names one, and each process that ends by an error of its own says so first, with the peer that the error names.
 Beside its heartbeats a process tells process 0 what its training loop does (`Watched`), from this thread: no step waits for it.
 """
 
@@ -18,14 +18,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from maxlm.cluster import progress_file
+from maxlm.cluster.coordinator import ReturningProcesses
+from maxlm.cluster.environment import ProcessSpec, process_label
+from maxlm.cluster.message_socket import MAX_NAME, ConnectionLostError, MessageSocket, ipv4_if_mapped, sendable
 from maxlm.config.errors import ExitCode
-from maxlm.runtime import progress_file
-from maxlm.runtime.cluster_env import ProcessSpec, process_label
-from maxlm.runtime.message_socket import MAX_NAME, ConnectionLostError, MessageSocket, ipv4_if_mapped, sendable
-from maxlm.runtime.returning import ReturningProcesses
 
 SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
-CLOSE_SETTLE_SECONDS = 0.5  # after a connection has closed, in which those of other lost processes close, and reports of errors arrive
+CLOSE_SETTLE_SECONDS = (
+    0.5  # after a connection has closed, in which connections of other lost processes close, and reports of errors arrive
+)
 DRAIN_SECONDS = 5.0  # that process 0 outlives the others at most: its exit ends jax's service, which would abort them
 HEARTBEAT_SECONDS = 5.0  # between heartbeats
 SUSPECT_SECONDS = 15.0  # without a heartbeat, after which a crash elsewhere is attributed to this process
@@ -72,7 +74,7 @@ class ProcessGroup:
         self.configured = tuple(range(spec.count)) if configured is None else tuple(configured)
         self.returning: ReturningProcesses | None = None  # at process 0, while others are absent
         self.codes_before: Mapping[int, int] = {}  # by process: how the attempt before ended there, where that was sent
-        self.name = ""  # random, in hex digits: the same in all processes, and in no other group
+        self.service_bind = ""  # at process 0: the address at which jax's service is to listen, without its port
         self.regrouping = ""  # why all are to save and join anew
         self._spec, self._sockets = spec, dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end
@@ -116,6 +118,7 @@ class ProcessGroup:
         self._broadcast("regroup", reason=sendable(reason))
 
     def own_label(self) -> str:
+        """Host and number of this process."""
         return self.label(self._spec.process)
 
     @property
@@ -226,7 +229,7 @@ class ProcessGroup:
         return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
 
     def _settled_in(self) -> float:
-        """Seconds until one of the processes whose connections have closed is named; inf if there are none, or all are ending."""
+        """Seconds until one of the processes with a closed connection is named; inf if there are none, or all are ending."""
         if not self._closed or self._left.is_set():
             return math.inf
         first = next(iter(self._closed.values()))
@@ -236,7 +239,7 @@ class ProcessGroup:
         """The process that was lost first, as far as is known; None if none is. A closed connection is certain, a late heartbeat is not.
 
         A process that an error of its own has ended, and that said so, is a consequence if another is lost as well. Among the others it is
-        the one that the earliest error names, else the one whose connection closed first.
+        the one that the earliest error names, else the one with the connection that closed first.
         """
         if not self._closed:
             return min(self._suspects(), default=None)
@@ -305,7 +308,7 @@ class ProcessGroup:
 
 
 def peer_named(error: str) -> str:
-    """Name or address of the peer whose connection broke, as the error of a collective has it; "" if it has none."""
+    """Name or address of the peer at the other end of a broken connection, as the error of a collective has it; "" if it has none."""
     match = _PEER.search(error)
     return "" if match is None else ipv4_if_mapped(match[1] or match[2])
 

@@ -15,9 +15,9 @@ import pytest
 from small_run import command, environment, finish, free_port, make_workspace, start
 
 import maxlm
+from maxlm.cluster import cluster, process_group, progress_file
+from maxlm.cluster.environment import ProcessSpec
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster, process_group, progress_file
-from maxlm.runtime.cluster_env import ProcessSpec
 
 SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
 
@@ -108,8 +108,8 @@ def test_an_unreachable_coordinator_is_named_with_how_long_it_was_tried():
 COMPILES = """
 import os, sys, threading, time
 import jax, jax.numpy as jnp
-from maxlm.runtime import process_group, rendezvous
-from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.cluster import process_group, rendezvous
+from maxlm.cluster.environment import ProcessSpec
 port, number = int(sys.argv[1]), int(sys.argv[2])
 gaps, before = [], time.monotonic()
 tick = process_group.ProcessGroup._tick

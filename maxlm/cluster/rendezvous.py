@@ -1,49 +1,51 @@
 """Rendezvous of the processes of a run at process 0, before jax starts, so that a missing or misconfigured process is named.
 
 jax's own service would abort all processes, with pages of output that name a number. Here each process identifies itself over a message
-socket. With a shared secret nobody else takes part, and a process with another configuration ends all. Without one, its claim cannot be
-trusted: it is refused, and process 0 goes on waiting.
+socket. With a shared secret no other process takes part, and a process with another configuration ends all. Without a secret its claim
+cannot be trusted: it is refused, and process 0 goes on waiting. jax's service listens one port above, which is free once all have met.
 
 With a `Quorum` the lowest of a few candidates that is there coordinates in place of process 0. A process is a member of one group at a
-time: a candidate that finds another gives its own group up first. One whose unit is incomplete gives way to the next once the others may go
-on: it no longer listens, and joins as those do that are no candidates.
+time: a candidate that finds another gives its own group up first. A candidate with an incomplete unit gives way to the next once the
+others may go on: it no longer listens, and joins as those do that are no candidates.
 """
 
 import asyncio
 import contextlib
 import errno
-import hmac
+import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
-from maxlm.runtime import message_socket, progress_file
-from maxlm.runtime.cluster_env import ProcessSpec, host_and_port, process_label
-from maxlm.runtime.coordinator import (
+from maxlm.cluster import message_socket, progress_file
+from maxlm.cluster.coordinator import (
     MAX_PENDING,
     PING_SECONDS,
     Coordinator,
     Meeting,
     RendezvousError,
+    ReturningProcesses,
     Say,
     SupersededError,
     listen,
 )
-from maxlm.runtime.lookout import ASK_SECONDS, Lookout, open_socket, own_name
-from maxlm.runtime.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket
-from maxlm.runtime.process_group import ProcessGroup
-from maxlm.runtime.quorum import Quorum, candidates
-from maxlm.runtime.returning import ReturningProcesses
+from maxlm.cluster.environment import ProcessSpec, host_and_port, process_label, service_address
+from maxlm.cluster.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket, own_name
+from maxlm.cluster.process_group import ProcessGroup
+from maxlm.cluster.quorum import Quorum, candidates
+from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
-SOON_SECONDS = 0.02  # the same, where process 0 is about to listen
-OWN_FILES = 1024  # that process 0 may open beside its sockets
-ROUND_TRIP_SECONDS = 5.0  # for a connection, and for a handshake
+OWN_FILES = 1024  # that process 0 may open in addition to its sockets
+ROUND_TRIP_SECONDS = 5.0  # for a connection
+ASK_SECONDS = 2.0  # for a connection to another candidate, and for its answer
+PAUSE_SECONDS = 1.0  # between two rounds of such questions
 FOUND_SECONDS = 15.0  # for a coordinator that has just answered; it sends a ping every SIGN_SECONDS while it waits for others
-SILENCE_SECONDS = 60.0  # of a coordinator whose run a process waits for; it sends a ping every second
+SILENCE_SECONDS = 60.0  # of a coordinator, for a process that waits for its run; it sends a ping every second
 
 
 class FinishedError(UserError):
@@ -110,50 +112,29 @@ def join(
             began = time.monotonic()
 
 
-def connect_again(spec: ProcessSpec, name: str, seconds: float, secret: bytes, say: Say) -> list[MessageSocket]:
-    """Return one more connection to process 0, which waits at `spec.address` for them as before, or from it to each other process. The
-    processes are those of the group `name`, and the last message on each was received. Raises UserError; UnavailableError if the port is
-    taken.
-    """
-    until = time.monotonic() + seconds
-    key = hmac.digest(secret, b"jax" + bytes.fromhex(name), "sha256")  # another run, or an earlier attempt, may meet at this port
-    if spec.process != 0:
-        _, met = _Seeker(spec, key, "", say).search({0: spec.address}, seconds, forever=True, pause=SOON_SECONDS)
-        met.sockets[0].send("frames")
-        return [met.sockets[0]]
-    with contextlib.ExitStack() as open_sockets:
-        # Given up sooner than the others give up process 0, so that all end for its reason.
-        listeners = _open_listeners(spec, until - seconds / 2, again=True)
-        met = _meet([open_sockets.enter_context(one) for one in listeners], Coordinator(spec, own_name(), key, say), until)
-    for number, one in met.sockets.items():
-        try:
-            while one.receive(until)["kind"] != "frames":
-                pass
-        except ConnectionLostError as error:
-            raise RendezvousError(f"lost {process_label(met.hosts[number], number)} while it joined: {error}") from None
-    return list(met.sockets.values())
-
-
 def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quorum: Quorum | None) -> ProcessGroup:
     """`spec`: with the address of this process, not of process 0."""
     _raise_file_limit(spec)
     with contextlib.ExitStack() as open_sockets:
         until = time.monotonic() + seconds
-        listeners = [open_sockets.enter_context(one) for one in _open_listeners(spec, until)]
-        met = _meet(listeners, coordinator, until)
+        listener = open_sockets.enter_context(_open_listener(spec, until))
+        service = replace(spec, address=service_address(spec.address))
+        with _open_listener(service, until, met_before=True):  # else an attempt that is about to end may still have the port
+            met = _meet(listener, coordinator, until)
         group = _group(spec, met)
+        group.service_bind = listener.getsockname()[0]
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
-            group.returning = ReturningProcesses(coordinator, listeners, met.numbers)
+            group.returning = ReturningProcesses(coordinator, listener, met.numbers)
     return group
 
 
-def _meet(listeners: list[socket.socket], coordinator: Coordinator, until: float) -> Meeting:
+def _meet(listener: socket.socket, coordinator: Coordinator, until: float) -> Meeting:
     """The meeting, of which all members have been told."""
-    met = asyncio.run(coordinator.meet(listeners, until - time.monotonic()))
+    met = asyncio.run(coordinator.meet(listener, until - time.monotonic()))
     for one in met.sockets.values():
         codes = {str(number): code for number, code in met.codes.items()}
-        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes, group=met.group)
+        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes)
     return met
 
 
@@ -162,9 +143,67 @@ def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
     place = {number: index for index, number in enumerate(met.numbers)}
     own = replace(spec, count=len(place), process=place[spec.process])
     group = ProcessGroup(own, met.hosts, {place[number]: one for number, one in met.sockets.items()}, configured=met.numbers)
-    group.name = met.group
     group.codes_before = {place[number]: code for number, code in met.codes.items() if number in place}
     return group
+
+
+def connect(spec: ProcessSpec, address: str, secret: bytes, seconds: float, digest: str, *, asks: bool = False) -> MessageSocket:
+    """Connect to the process that waits at `address`, and send the hello. Raises OSError."""
+    connection = socket.create_connection(host_and_port(address), timeout=seconds)
+    if connection.getsockname() == connection.getpeername():  # TCP may connect a port without a listener to itself
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    messages = MessageSocket(connection)
+    about = {"process": spec.process, "count": spec.count, "host": own_name(), "code": progress_file.last_code()}
+    messages.send("hello", token=message_socket.token(secret), asks=asks, digest=digest, **about)
+    return messages
+
+
+class Lookout:
+    """Asks the other candidates, in a thread, until one of them coordinates; `superseded` is set then. The first round is over at once if
+    none has a lower number; else when the constructor returns.
+    """
+
+    def __init__(self, spec: ProcessSpec, addresses: Mapping[int, str], secret: bytes, digest: str, superseded: threading.Event) -> None:
+        self._spec, self._secret, self._digest, self._superseded = spec, secret, digest, superseded
+        self._others = {number: address for number, address in addresses.items() if number != spec.process}
+        self._found: dict[int, str] = {}
+        self._closed = threading.Event()
+        if any(number < spec.process for number in self._others):
+            self._ask_all()
+        if self._others and not superseded.is_set():
+            threading.Thread(target=self._watch, name="maxlm-lookout", daemon=True).start()
+
+    def found(self) -> dict[int, str]:
+        """Number and address of the process that coordinates."""
+        return dict(self._found)
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(PAUSE_SECONDS) and not self._superseded.is_set():
+            self._ask_all()
+
+    def _ask_all(self) -> None:
+        with ThreadPoolExecutor(len(self._others)) as pool:
+            answers = list(pool.map(self._ask, self._others.values()))
+        for (number, address), answer in zip(self._others.items(), answers, strict=True):
+            if answer in ("running", "refused", "taken") or (  # the last two: by a run that goes on, for a reason that it will say
+                answer == "meeting" and number < self._spec.process
+            ):
+                self._found = {number: address}
+                self._superseded.set()
+                return
+
+    def _ask(self, address: str) -> str:
+        """Kind of the answer; "" without one."""
+        with contextlib.suppress(OSError, ConnectionLostError):
+            connection = connect(self._spec, address, self._secret, ASK_SECONDS, self._digest, asks=True)
+            with contextlib.closing(connection):
+                return str(connection.receive(time.monotonic() + ASK_SECONDS)["kind"])
+        return ""
 
 
 @dataclass(frozen=True)
@@ -177,20 +216,13 @@ class _Seeker:
     say: Say
 
     def connect(self, addresses: Mapping[int, str], seconds: float, *, forever: bool, taken_s: float = 0.0) -> ProcessGroup:
-        """Return the group of the first of `addresses` that coordinates; see `search`."""
-        address, met = self.search(addresses, seconds, forever=forever, taken_s=taken_s)
-        return _group(replace(self.spec, address=address), met)
+        """Return the group of the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run
+        that is ending there: try again, and `forever` anew if it had made this process wait.
 
-    def search(
-        self, addresses: Mapping[int, str], seconds: float, *, forever: bool, pause: float = RETRY_SECONDS, taken_s: float = 0.0
-    ) -> tuple[str, Meeting]:
-        """Connect to the first of `addresses` that coordinates. A connection that is closed without an answer belonged to a run that is
-        ending there: try again, and `forever` anew if it had made this process wait.
-
-        `pause`: seconds after the first attempt, which grow; `taken_s`: those for which to try again, if more than `seconds`, while another
-        process has the number of this one. Raises UserError; ElsewhereError if not `forever`.
+        `taken_s`: seconds for which to try again, if more than `seconds`, while another process has the number of this one. Raises
+        UserError; ElsewhereError if not `forever`.
         """
-        began = time.monotonic()
+        began, pause = time.monotonic(), RETRY_SECONDS
         until = began + seconds
         reason = untrusted = ""
         taken: dict[int, str] = {}  # last answers that say so
@@ -199,7 +231,7 @@ class _Seeker:
                 taken.pop(number, None)
                 try:
                     patience = ROUND_TRIP_SECONDS if len(addresses) == 1 else ASK_SECONDS
-                    connection = open_socket(self.spec, address, self.secret, min(patience, left), self.digest)
+                    connection = connect(self.spec, address, self.secret, min(patience, left), self.digest)
                     answer = self._answer(connection, time.monotonic() + seconds + PING_SECONDS)  # it may have begun to wait just now
                 except RunEndedError:
                     if not forever:
@@ -220,7 +252,7 @@ class _Seeker:
                 except ConnectionLostError as error:
                     reason = str(error)
                 else:
-                    return address, self._meeting(answer, number, connection)
+                    return _group(replace(self.spec, address=address), self._meeting(answer, number, connection))
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
             pause = min(1.3 * pause, 10 * RETRY_SECONDS)
@@ -238,7 +270,7 @@ class _Seeker:
         if answer["kind"] == "refused":
             raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
         codes = {int(digits): code for digits, code in answer["codes"].items()}
-        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes, answer["group"])
+        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
 
     def _answer(self, connection: MessageSocket, until: float) -> Message:
         """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
@@ -254,6 +286,8 @@ class _Seeker:
             elif message["kind"] == "running" and not waits:
                 waits = True
                 self.say("a run goes on without this process: waiting until it takes it in")
+            elif message["kind"] == "stranger":
+                raise message_socket.other_secret(self.secret)
             elif message["kind"] == "elsewhere":
                 raise ElsewhereError("another process coordinates")
             elif message["kind"] == "taken":
@@ -272,8 +306,8 @@ def _is_valid(members: Message, spec: ProcessSpec) -> bool:
     return unique and spec.process in numbers[1:] and max(numbers) < spec.count
 
 
-def _open_listeners(spec: ProcessSpec, until: float, *, again: bool = False) -> list[socket.socket]:
-    """Listen at the address of `spec`, once it is free. `again`: the group has met, and can meet anew.
+def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False) -> socket.socket:
+    """Listen at the address of `spec`, once it is free. `met_before`: for the port of jax's service, one above the run's own.
 
     Raises UserError; UnavailableError if that may help.
     """
@@ -286,8 +320,8 @@ def _open_listeners(spec: ProcessSpec, until: float, *, again: bool = False) -> 
                 time.sleep(RETRY_SECONDS)
                 continue
             hint = "is another run on this host?" if error.errno == errno.EADDRINUSE else "choose another port."
-            where = f"port {port}, one above that of this run" if again else f"port {port}"
-            passes = again or (error.errno == errno.EADDRINUSE and progress_file.last_code() is not None)  # the port was right before
+            where = f"port {port}, one above the port of this run" if met_before else f"port {port}"
+            passes = met_before or (error.errno == errno.EADDRINUSE and progress_file.last_code() is not None)  # the port was right before
             kind = UnavailableError if passes and error.errno not in WRONG_PATH else UserError
             raise kind(f"this is {spec}, and cannot wait for the others at {where}: {error.strerror}; {hint}") from error
 

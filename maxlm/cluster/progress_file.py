@@ -28,7 +28,7 @@ class Progress:
     hosts: tuple[str, ...] = ()  # by process number, once all processes have joined
     step: int | None = None  # the last one logged; None before the first
     error: str = ""  # one line; "" where none is on record
-    lost: tuple[str, ...] = ()  # labels of the processes whose loss ended the run
+    lost: tuple[str, ...] = ()  # labels of the lost processes that ended the run
     process: int | None = None  # number of this one; None outside a cluster
     folder: str = ""  # the run directory, once this process writes it
     attempt: str = ""  # id in its `start` event
@@ -46,7 +46,7 @@ class Progress:
 
     def label_origins(self) -> dict[str, tuple[str, int]]:
         """Label of each process -> its host and the number that it was started with, which stays the same when others are absent."""
-        from maxlm.runtime.cluster_env import process_label  # imports ten times as much as the rest of this file
+        from maxlm.cluster.environment import process_label  # imports ten times as much as the rest of this file
 
         numbers = self.numbers if len(self.numbers) == len(self.hosts) else range(len(self.hosts))
         return {process_label(host, place): (host, number) for place, (host, number) in enumerate(zip(self.hosts, numbers, strict=True))}

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from small_run import child
 
+from maxlm.cluster import deadline
 from maxlm.config.errors import UserError
-from maxlm.runtime import deadline
 
 COMMAND = """
 import signal, sys, threading, time
 from maxlm import __main__, cli
-from maxlm.runtime import deadline
+from maxlm.cluster import deadline
 
 def command():
     print("ready", flush=True)
@@ -162,7 +162,7 @@ def test_a_grace_time_that_is_none_is_refused(text, monkeypatch):
 
 
 def test_a_command_that_nohup_starts_goes_on_when_its_terminal_is_closed():
-    code = "import signal, sys; from maxlm.runtime import deadline; sys.exit(signal.SIGHUP in deadline.SIGNALS)"
+    code = "import signal, sys; from maxlm.cluster import deadline; sys.exit(signal.SIGHUP in deadline.SIGNALS)"
     ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", code]
     assert [subprocess.run(command, check=False).returncode for command in (ignoring, ignoring[4:])] == [0, 1]
 
