@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from maxlm.cluster import agree
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
+from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import started_tokenizer
-from maxlm.data.turns import turn_ends
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import rehearse, run_task

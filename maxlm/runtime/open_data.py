@@ -69,18 +69,10 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
             _prepare(config)
         with phases("reading the data"):
             opened = open_data(config)
-        _warn(config, phases)
         frozen.check_unchanged(digests(opened))
         return opened
 
     return agree.on_all(open_here, digests, frozen.explained)
-
-
-def _warn(config: Config, phases: Phases) -> None:
-    """Say on the console which stores are of an older format; warnings of the logger reach the run's log alone."""
-    for store in (*config.data.stores, *(config.data.eval.stores.values() if config.data.eval is not None else ())):
-        if phases.primary and (info := manifest.load(store)) is not None and (line := manifest.unproven(store, info)):
-            phases.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _prepare(config: Config) -> None:

@@ -22,8 +22,8 @@ from maxlm.config import Config, UserError
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import saved_text
+from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.data.turns import turn_ends
 from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format

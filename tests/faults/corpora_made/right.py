@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from corpora.made_corpus import Corpus, Made
-from corpora.planted import NEGATIVES, PLANTS, Item
-from corpora.runs import Row, records, run, save
+from corpora_made.made_corpus import Corpus, Made
+from corpora_made.planted import NEGATIVES, PLANTS, Item
+from corpora_made.runs import Row, records, run, save
 from maxlm.corpus.dedup.words import normalise
 
 NEAR = 0.8

@@ -1,8 +1,8 @@
 """Check what `maxlm corpus run` finds and leaves, on corpora of known content.
 
-    python tools/corpus_checks.py right       copies, near copies and test items that are found; the same clusters as datatrove
-    python tools/corpus_checks.py same        the same bytes for 1, 2 and 7 workers, for Ray, and after kill -9 at random moments
-    python tools/corpus_checks.py shuffled    shuffled text that the perplexity filter rejects: a checkpoint of ours against KenLM
+    python tests/faults/corpus_checks.py right       copies, near copies and test items that are found; the same clusters as datatrove
+    python tests/faults/corpus_checks.py same        the same bytes for 1, 2 and 7 workers, for Ray, and after kill -9 at random moments
+    python tests/faults/corpus_checks.py shuffled    shuffled text that the perplexity filter rejects: a checkpoint of ours against KenLM
 
 Prints a table: what is asked, and what was found. Exit code 1 if anything asked is not reached.
 """
@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from corpora.against_datatrove import check_same_clusters
-from corpora.made_corpus import make
-from corpora.right import check_right
-from corpora.runs import Row
-from corpora.same import check_same
-from corpora.shuffled import check_shuffled
+from corpora_made.against_datatrove import check_same_clusters
+from corpora_made.made_corpus import make
+from corpora_made.right import check_right
+from corpora_made.runs import Row
+from corpora_made.same import check_same
+from corpora_made.shuffled import check_shuffled
 
 PACKAGES = ("datatrove", "ray", "kenlm", "jax", "pyarrow", "duckdb", "backports.zstd")
 

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from corpora.made_corpus import edited, jaccard
-from corpora.made_text import Text, made_text
-from corpora.runs import Row, records, run, save
+from corpora_made.made_corpus import edited, jaccard
+from corpora_made.made_text import Text, made_text
+from corpora_made.runs import Row, records, run, save
 from maxlm.corpus.dedup.settings import MinHashSettings
 
 NGRAM, BANDS, ROWS = 5, 20, 8

@@ -1,7 +1,7 @@
 """Verdicts of `filters.rules: fineweb` and of `rules: papers` against verdicts of datatrove's filters, on real text.
 
-PYTHONPATH=tools python -m corpora.quality_rules PYTHON TEXTS.jsonl...   PYTHON has datatrove 0.10.1 with spaCy; prints the table
-PYTHONPATH=tools python -m corpora.quality_rules PYTHON --record         writes tests/cases/corpus/datatrove_verdicts.jsonl again
+python tests/corpus/against_datatrove_filters.py PYTHON TEXTS.jsonl...   PYTHON has datatrove 0.10.1 with spaCy; prints the table
+python tests/corpus/against_datatrove_filters.py PYTHON --record         writes tests/cases/corpus/datatrove_verdicts.jsonl again
 """
 
 import json
@@ -23,7 +23,7 @@ SECTIONS: dict[str, dict[str, object]] = {  # name of a comparison -> sections o
     "c4 with terminal marks": {"c4": {"terminal_punctuation": True}},
     "fineweb": {"fineweb": {}},
 }
-RECORDED = Path(__file__).parents[2] / "tests/cases/corpus/datatrove_verdicts.jsonl"
+RECORDED = Path(__file__).parents[1] / "cases/corpus/datatrove_verdicts.jsonl"
 
 
 def words_of(text: str) -> list[str]:

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from corpora.ngram_model import write_model
-from corpora.runs import Row, environment, records, run, save
+from corpora_made.ngram_model import write_model
+from corpora_made.runs import Row, environment, records, run, save
 from maxlm.corpus.filters.perplexity import kenlm_units
 
 PACKAGES = ("numpy", "scipy", "jax", "pyarrow", "duckdb", "matplotlib", "flax", "optax")
@@ -71,7 +71,7 @@ def _kenlm(folder: Path, train: list[str], lmplz: str | None) -> str:
     """Write words.arpa; says by what."""
     if lmplz is None:
         write_model(train, folder / "words.arpa", ORDER)
-        return "Kneser-Ney by tools/corpora/ngram_model.py"
+        return "Kneser-Ney by tests/faults/corpora_made/ngram_model.py"
     lines = [kenlm_units(line, characters=False) for text in train for line in text.split("\n")]
     _by_lmplz(folder, lmplz, "words", lines)
     return "lmplz"

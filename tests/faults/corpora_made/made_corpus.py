@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from corpora.made_files import Written, write_files
-from corpora.made_text import CHARACTERS, LANGUAGES, WORDS, Text, made_text
-from corpora.planted import NEGATIVES, PLANTS, Author, Item
+from corpora_made.made_files import Written, write_files
+from corpora_made.made_text import CHARACTERS, LANGUAGES, WORDS, Text, made_text
+from corpora_made.planted import NEGATIVES, PLANTS, Author, Item
 from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import MinHashSettings
 from maxlm.corpus.dedup.words import hash_words

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from corpora.made_text import LEGACY
+from corpora_made.made_text import LEGACY
 
 if sys.version_info >= (3, 14):
     from compression import zstd

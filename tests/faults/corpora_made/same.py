@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from corpora.made_corpus import Corpus
-from corpora.right import settings, write_items
-from corpora.runs import Row, digest, records, run, save, start
+from corpora_made.made_corpus import Corpus
+from corpora_made.right import settings, write_items
+from corpora_made.runs import Row, digest, records, run, save, start
 
 WORKERS = (1, 2, 7)
 KINDS = ("the whole group", "one worker", "the parent alone")
