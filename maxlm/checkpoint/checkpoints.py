@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
+from maxlm.checkpoint import digest, manifest, orbax_logging
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.reader import STATE, check_metadata, holds, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
+from maxlm.cluster import agree
 from maxlm.config.errors import WRONG_PATH
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
@@ -139,9 +140,8 @@ class Checkpoints:
         self._settle()
         copy = self._copy()
         found = {} if copy is None else {copy.step: copy.layout.described.data_position}
-        found |= multihost.only_process_0(self.positions_here, f"reading the manifests in {self.directory}") or {}
-        text = multihost.text_from_process_0(json.dumps(found))
-        return {int(step): position for step, position in json.loads(text).items()}
+        read = agree.on_process_0(lambda: list({**found, **self.positions_here()}.items()), f"reading the manifests in {self.directory}")
+        return dict(read)
 
     def positions_here(self) -> dict[int, dict[str, Any]]:
         """Step -> data position of every checkpoint with a manifest that this process sees; those that are damaged are reported when they
@@ -183,7 +183,7 @@ class Checkpoints:
         except Exception as failure:  # any: clients of buckets raise kinds of their own, and the other processes must learn of it
             error = failure
         own = _GOOD if error is None else _MAY_PASS if self._may_pass(error) else _FAILED
-        worst = multihost.max_over_processes(own)
+        worst = agree.max_over_processes(own)
         if worst != _GOOD:
             for folder in made if error is not None else ():  # what another process has filled stays
                 with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ class Checkpoints:
             self._probe(1)
             saved = self.steps()
         self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
-        if step in multihost.from_process_0(saved):
+        if step in agree.from_process_0(saved):
             return False
         self._healthy[step] = data_position.get(HEALTHY, True)
         sums: Future[digest.Sums] = Future()
@@ -289,7 +289,7 @@ class Checkpoints:
             self.wait()
             if self.memory is not None:
                 saved = max(self._listed_by_process_0()[0], default=-1)
-                copied = multihost.max_over_processes(self.memory.newest_step + 1) - 1
+                copied = agree.max_over_processes(self.memory.newest_step + 1) - 1
                 self.memory.close(remove=remove_copies or saved >= copied)
         finally:
             if self._writer is not None:
@@ -394,11 +394,11 @@ class Checkpoints:
             return None
 
     def _listed_by_process_0(self) -> tuple[list[int], list[str]]:
-        """`steps` of process 0 in all: one that sees none would begin anew beside those that restore. Strays in process 0 alone. Raises
-        UnavailableError in all processes.
+        """Steps and strays of process 0 in all: one that sees none would begin anew beside those that restore. Raises UnavailableError in
+        all processes.
         """
-        steps, strays = multihost.only_process_0(self._listed, f"listing {self.directory}") or ([], [])
-        return multihost.from_process_0(steps), strays
+        steps, strays = agree.on_process_0(self._listed, f"listing {self.directory}")
+        return steps, strays
 
     @contextlib.contextmanager
     def one_listing(self) -> Iterator[None]:
@@ -483,7 +483,7 @@ class Checkpoints:
         to say in a process that met none.
         """
         failure = None if error is None else self._explain(error, step, needed)
-        worst = multihost.max_over_processes(_severity(failure))
+        worst = agree.max_over_processes(_severity(failure))
         if worst == _GOOD:
             return None
         failure = failure or self._explain(RuntimeError(elsewhere), step, needed)
@@ -569,7 +569,7 @@ class Checkpoints:
         newer: list[int] = []
         with in_all():
             newer = [step for step in saved if step > resumed_at or step == self._spoilt or not _lists(self.directory, step)]
-        newer = multihost.from_process_0(newer)
+        newer = agree.from_process_0(newer)
         with in_all():
             for step in newer if jax.process_index() == 0 else ():
                 self._set_aside(step, resumed_at)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, host_copies, multihost, recovery, tags
+from maxlm.checkpoint import digest, host_copies, recovery, tags
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
@@ -28,6 +28,7 @@ from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.cluster import agree
 from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
 from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
@@ -193,7 +194,7 @@ class MemoryCopies:
     def take_said(self) -> list[str]:
         """Return why copies were not used, at all hosts, once. All processes call it."""
         mine, self._said = self._said[:_TOLD], []
-        everywhere = [text.splitlines() for text in multihost.texts("\n".join(mine))]
+        everywhere = agree.agree(mine)
         others = [
             f"{self._hosts[number]}: {line}" for number, lines in enumerate(everywhere) for line in lines if line not in everywhere[0]
         ]
@@ -242,8 +243,7 @@ class MemoryCopies:
             except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
                 _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
-        parts = [int(number[start : start + _DIGITS], 16) for start in range(0, len(number), _DIGITS)]
-        return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
+        return agree.from_process_0(number)
 
     def _say(self, line: str) -> None:
         self._said.append(line)

@@ -14,9 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, parse
@@ -24,6 +22,7 @@ from maxlm.checkpoint.reader import check_leaves
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tags import TAG_BYTES, tag_of
 from maxlm.checkpoint.tiles import Index, bounded, overlap
+from maxlm.cluster import agree
 
 _CANDIDATES = 4  # copies of a host, newest first, that are looked at
 _WORD = 4  # bytes of a content's digest that processes exchange
@@ -72,7 +71,7 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = 
     heads = np.full((_CANDIDATES, 3), -1, np.int32)
     for row, (word, (_, layout, _)) in enumerate(zip(words, here, strict=True)):
         heads[row] = (layout.described.step, *word)
-    everywhere = heads[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(heads))
+    everywhere = agree.gather(heads)
     candidates = sorted({tuple(map(int, head)) for head in everywhere.reshape(-1, 3) if head[0] >= 0}, reverse=True)
     for candidate in candidates if before is None else [one for one in candidates if one[0] < before]:
         holders = [number for number, rows in enumerate(everywhere) if candidate in {tuple(map(int, row)) for row in rows}]
@@ -101,7 +100,7 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     failure = bool(forged)
     if forged:
         say(f"what another process sent of {forged[0][0]} has not arrived as it was sent")
-    if multihost.max_over_processes(int(failure)):
+    if agree.max_over_processes(int(failure)):
         raise DamagedError("a copy could not be sent to every process that lacks it")
     try:
         for name, leaf in wanted.items():
@@ -109,11 +108,11 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     except (OSError, DamagedError) as error:
         say(str(error))
         failure = True
-    if multihost.max_over_processes(int(failure)):
+    if agree.max_over_processes(int(failure)):
         raise DamagedError("a copy could not be read, here or in another process")
     digests = digest(arrays)
     changed = [name for name in wanted if digests[name] != described.leaves[name].digest]
-    if multihost.max_over_processes(int(bool(changed))):
+    if agree.max_over_processes(int(bool(changed))):
         names = ", ".join(changed[:3]) or "leaves of another process"
         raise DamagedError(f"the bytes of {names} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)")
     return Loaded(arrays, described.data_position, sent)
@@ -145,24 +144,24 @@ def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say
     forged = not np.array_equal(tag, tag_of(secret, b"layout", text.data))
     if forged:
         say(f"the description of a copy that process {holder} sent has not arrived as it was sent")
-    if multihost.max_over_processes(int(forged)):
+    if agree.max_over_processes(int(forged)):
         return None
     layout = parse(text.tobytes().decode())
     found, unproven = Found(layout, {}, secret), dict[Tile, HostCopy]()
     for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
         (found.here if copy.is_proven(tile) else unproven).setdefault(tile, copy)
-    held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
+    held = agree.largest(np.array([tile in found.here for tile in found.tiles], np.uint8))
     if not held.all():  # the host that sent them is lost
         found.here.update({tile: unproven[tile] for tile, proven in zip(found.tiles, held, strict=True) if not proven and tile in unproven})
-        held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
+        held = agree.largest(np.array([tile in found.here for tile in found.tiles], np.uint8))
     return found if bool(held.all()) else None
 
 
 def _from_process(number: int, content: np.ndarray) -> np.ndarray:
     """The bytes of process `number`, in all."""
     content = content if jax.process_index() == number else np.zeros(0, np.uint8)
-    size = int(multihost.maximum(np.array([content.size], np.int32))[0])
-    return multihost.maximum(np.pad(content, (0, size - content.size)))
+    size = int(agree.largest(np.array([content.size], np.int32))[0])
+    return agree.largest(np.pad(content, (0, size - content.size)))
 
 
 def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
@@ -193,8 +192,8 @@ def _exchange(
         return {}, 0, []
     tiles = [tile for tile in found.tiles if tile[0] in wanted]  # this run may lack optional leaves that the copy has
     me, count = jax.process_index(), jax.process_count()
-    lacking = multihost.maximum(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
-    holders = multihost.maximum(np.array([count - me if tile in found.here else 0 for tile in tiles], np.int32))
+    lacking = agree.largest(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
+    holders = agree.largest(np.array([count - me if tile in found.here else 0 for tile in tiles], np.int32))
     sizes = {name: found.layout.tilings[name].elements * leaf.dtype.itemsize for name, leaf in wanted.items()}
     sent = [(tile, count - int(holder), sizes[tile[0]]) for tile, lacks, holder in zip(tiles, lacking, holders, strict=True) if lacks]
     received = {tile: np.zeros(size, np.uint8) for tile, _, size in sent if tile[1] in needed[tile[0]] and tile not in found.here}
@@ -205,7 +204,7 @@ def _exchange(
         for tile, holder, inside, at in parts:
             if holder == me:
                 block[at] = read(tile)[inside]
-        block = multihost.maximum(block)
+        block = agree.largest(block)
         for tile, _, inside, at in parts:
             if tile in received:
                 received[tile][inside] = block[at]
@@ -213,7 +212,7 @@ def _exchange(
     for row, (tile, holder, _) in enumerate(sent):
         if holder == me:
             tags[row] = found.tag(tile, read(tile))
-    tags = multihost.maximum(tags) if sent else tags
+    tags = agree.largest(tags) if sent else tags
     forged = [
         tile for row, (tile, _, _) in enumerate(sent) if tile in received and not np.array_equal(tags[row], found.tag(tile, received[tile]))
     ]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.host_copies import Tile
+from maxlm.cluster import agree
 
 TAG_BYTES = 16
 _WORDS = TAG_BYTES // 4
@@ -80,14 +80,14 @@ def start_agreement(complete: int, written: Written, figures: Sequence[int], to:
     mine = np.array([complete, written.step, *figures, *written.sent, *written.received], np.int32)
     if jax.process_count() == 1:
         return np.array([max(complete, written.step), *figures], np.int32), _NONE
-    row = multihost.start_row(mine)
+    row = agree.start_row(mine)
     with jax.set_mesh(row.sharding.mesh):  # training may have set its own
         return _program(row.sharding.mesh, None if to is None else tuple(to))(row)
 
 
 def agreed(started: Any) -> Agreed:
     """The result of `start_agreement`. In any thread: it only waits and copies."""
-    figures, sent_here = map(multihost.fetched, started)
+    figures, sent_here = map(agree.fetched, started)
     return Agreed(int(figures[0]), figures[1:], sent_here.reshape(-1))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxlm.data.opening import published_opening
+from maxlm.data.template_files import published_opening
 from maxlm.data.text_frame import TextFrame
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.interop.published_files import GENERATION, ends_of, object_or_none
