@@ -37,7 +37,7 @@ def measure(folder: Path, megabytes: float, copies: int) -> dict[str, float]:
     state = {f"w{number}": jax.block_until_ready(create(jax.random.key(number))) for number in range(LEAVES)}
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), {})
     config = MemoryCheckpointsConfig(every_steps=1, folder=str(folder / f"host{jax.process_index()}"))
-    checkpoints.add_memory(config, ("host0", "host1"), secret=bytes(32))
+    checkpoints.add_memory(config, ("host0", "host1"))
     assert checkpoints.memory is not None
     rounds = []
     for step in range(1, UNCOUNTED + copies + 1):

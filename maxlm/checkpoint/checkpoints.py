@@ -103,11 +103,9 @@ class Checkpoints:
         self.check_owner: Callable[[], None] = lambda: None  # raises once another start of the run owns the directory
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
 
-    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0, secret: bytes = b"") -> None:
-        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0;
-        `secret`: that all processes share, or nothing.
-        """
-        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner, secret=secret)
+    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
+        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
+        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""

@@ -1,12 +1,11 @@
 """Copies of this host's part of the state, in a folder of its memory or local disk: `FOLDER/maxlm-UID/RUN/STEP-PROCESS/`.
 
 Each holds `data`, the tiles one after another, and `manifest.json`, which describes the whole state as a checkpoint's manifest does,
-and the tiles in `data`, each with its checksum and whether a peer has sent it; and `proven`, once tags have shown that these arrived as
-they were sent. A copy is written under another name and renamed when it is complete. Nobody else on the machine may read or write here.
-RUN is a random number that the run has stored beside its checkpoints: no other run's copies are read.
+and the tiles in `data`, each with its checksum and whether a peer has sent it. A copy is written under another name and renamed when it is
+complete. Other users of the machine may not read or write here. RUN is a random number that the run has stored next to its checkpoints: no
+other run's copies are read.
 
-Processes mark the folder as in use by locked files with random names: they may be in containers that share it, each with process numbers
-of its own.
+Processes mark the folder as in use by locked files with random names: containers that share it have process numbers of their own.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from maxlm.config.errors import ConfigError, UserError
 from maxlm.hardware.host import process_namespace, process_started
 
 FIELD = "memory_checkpoints.folder"
-_DATA, _MANIFEST, _PROVEN = "data", "manifest.json", "proven"
+_DATA, _MANIFEST = "data", "manifest.json"
 _COPY = re.compile(r"([0-9]{1,10})-([0-9]{1,6})")
 _DRAFT, _LEASE, _NEW = ".draft-", ".lease-", ".new-"
 _STARTING_S = 60.0  # that a folder without any mark may belong to a process which is about to mark it
@@ -60,11 +59,6 @@ class HostCopy:
     folder: Path
     layout: str
     tiles: dict[Tile, Stored]
-    proven: bool
-
-    def is_proven(self, tile: Tile) -> bool:
-        """True if a tile is this process's own, or if its tag has shown that it is what the peer had."""
-        return self.proven or not self.tiles[tile].received
 
     def read(self, tile: Tile) -> np.ndarray:
         """Bytes of a tile as uint8. Raises OSError, DamagedError."""
@@ -159,10 +153,6 @@ class RunFolder:
     def delete(self, step: int, process: int) -> None:
         """Remove a copy, if it is there."""
         _remove(self.path / f"{step}-{process}")
-
-    def mark_proven(self, step: int, process: int) -> None:
-        """Record that tags have shown the received tiles of a copy to be what was sent. Raises OSError."""
-        (self.path / f"{step}-{process}" / _PROVEN).touch()
 
     def free_bytes(self) -> int:
         """Bytes that copies of this run can take: those that are free, and those that its copies take now."""
@@ -277,7 +267,7 @@ def _open(folder: Path) -> HostCopy:
         if body.pop("sha256") != _checksum(body):
             raise DamagedError("its manifest does not match its checksum")
         tiles = {(name, tile): Stored(*place) for name, places in body["tiles"].items() for tile, *place in places}
-        copy = HostCopy(folder, body["layout"], tiles, (folder / _PROVEN).exists())
+        copy = HostCopy(folder, body["layout"], tiles)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError("its manifest is unreadable") from error
     end = max((place.offset + place.size for place in tiles.values()), default=0)

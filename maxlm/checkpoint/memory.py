@@ -19,14 +19,13 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, host_copies, multihost, recovery, tags
+from maxlm.checkpoint import digest, host_copies, multihost, recovery
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
 from maxlm.checkpoint.interval import steps_between
 from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
-from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
 from maxlm.config.paths import check_regular, is_remote
@@ -55,20 +54,19 @@ class MemoryCopies:
         *,
         hosts: Sequence[str] = (),
         owner: int = 0,
-        secret: bytes = b"",
     ) -> None:
-        """`owner`: the process that starts this one again if it dies, or 0; `secret`: that the processes of the run share."""
+        """`owner`: the process that starts this one again if it dies, or 0."""
         self.config, self._directory, self._identity = config, directory, dict(identity)
         self._hosts = tuple(hosts) or ("",) * jax.process_count()
-        self._owner, self._secret = owner, secret
+        self._owner = owner
         self._folder: RunFolder | None = None
         self._snapshots: Snapshots | None = None
         self._job: CopyJob | None = None
         self._complete = -1  # step of the newest copy that all processes know to be complete
-        self._written = Written()  # the newest copy of this attempt that is complete here
+        self._written = -1  # step of the newest copy of this attempt that is complete here
         self._copies = 0
         self._next: int | None = None  # step of the next copy, unless the interval is given
-        self._agreed = np.zeros(3, np.int32)  # as `_measured`, some copies ago: the largest of all processes
+        self._agreed = [0, 0, 0]  # as `_measured`, some copies ago: the largest of all processes
         self._searched = False
         self._left: RunFolder | None = None  # that of an attempt before
         self._found: Found | None = None  # before the first copy
@@ -94,7 +92,7 @@ class MemoryCopies:
         if not self._searched and (run := self._run(make=False)):
             self._left = RunFolder(self.config.folder, run)
             self._left.mark(self._owner)  # before it is read: runs that start now must not remove it
-            self._found = recovery.find(self._left, self._identity, self._say, self._secret)
+            self._found = recovery.find(self._left, self._identity, self._say)
         self._searched = True
         return self._found
 
@@ -116,7 +114,7 @@ class MemoryCopies:
         found = self.newest()
         assert self._left is not None and found is not None, "it was found there"
         self._say(f"the copy of step {found.step} in memory is not used: {reason}")
-        self._found = recovery.find(self._left, self._identity, self._say, self._secret, before=found.step)
+        self._found = recovery.find(self._left, self._identity, self._say, before=found.step)
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
         """Claim the folder, and check that two copies fit. Raises ConfigError; UnavailableSettingError if they may fit later."""
@@ -155,8 +153,8 @@ class MemoryCopies:
             self._remove_newer(step)
             self._complete = self.newest_step if self.newest_step < step else -1  # the same in all processes
         self._time_step(step, began)
-        agreed = tags.start_agreement(self._complete, self._written, self._measured, snapshots.to)
-        job = self._job = CopyJob(self._claimed(), step, self._written, agreed, self._secret)
+        agreed = multihost.start_maximum(np.array([-max(self._complete, self._written), *self._measured], np.int32))
+        job = self._job = CopyJob(self._claimed(), step, agreed)
         try:
             self._start(job, snapshots, leaves)
             job.finish(digest.start(leaves), snapshots, self._identity, position)
@@ -209,7 +207,7 @@ class MemoryCopies:
         if self._copies:
             self._settle()
             self._remove_newer(step + 1)
-            self._next, self._complete, self._written, self._at = None, -1, Written(), -1
+            self._next, self._complete, self._written, self._at = None, -1, -1, -1
 
     def discard(self, reason: str = "") -> None:
         """Forget `newest`: it cannot be used."""
@@ -220,7 +218,7 @@ class MemoryCopies:
     @property
     def newest_step(self) -> int:
         """Step of the newest copy that this process knows to be complete; -1: none."""
-        return max(self._complete, self._written.step, -1 if self._found is None else self._found.step)
+        return max(self._complete, self._written, -1 if self._found is None else self._found.step)
 
     def close(self, *, remove: bool = True) -> None:
         """Wait for the copy that is being written. With `remove` the copies go too: the run has ended in order."""
@@ -291,8 +289,8 @@ class MemoryCopies:
         job, self._job = self._job, None
         if job is None:
             return
-        agreed = job.join()
-        self._complete, self._written, failure = agreed.complete, job.written, job.refused
+        complete, *self._agreed = job.join()
+        self._complete, self._written, failure = -int(complete), job.step if job.complete else -1, ""
         if job.error is not None:
             failure = f"the copy of step {job.step:,} was not written in {self.config.folder}: {first_line(job.error)}"
         if failure and not self._failing:
@@ -300,7 +298,6 @@ class MemoryCopies:
             _log.warning("%s", self.failure)
         self._failing = bool(failure)
         self._measured = (self._measured[0], int(min(job.seconds, 2e6) * 1e3), self._measured[2])
-        self._agreed = agreed.figures
 
     def _gap(self) -> int:
         """Steps until the next copy. The same in all processes, since it follows from figures on which they agree."""

@@ -27,7 +27,6 @@ from maxlm.runtime import elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
-from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
@@ -147,7 +146,7 @@ def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, h
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
     if config.memory_checkpoints is not None:
         supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
-        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor, shared_secret(os.environ))
+        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
     return checkpoints

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from checkpoint_cases import IDENTITY, bits, layout, make_state
 
-from maxlm.checkpoint import Checkpoints, host_copies, memory, peers, snapshot
+from maxlm.checkpoint import Checkpoints, host_copies, memory, snapshot
 from maxlm.checkpoint.interval import daly, steps_between
+from maxlm.checkpoint.snapshot import failure_domains, peer_ring
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError, ExitCode, UserError
 from maxlm.config.reliability import MemoryCheckpointsConfig
@@ -466,14 +467,14 @@ def test_a_peer_is_in_another_failure_domain_wherever_there_is_one():
         domains = [str(rng.randint(0, 5)) for _ in range(rng.randint(2, 40))]
         if max(map(domains.count, domains)) > len(domains) // 2:
             with pytest.raises(ValueError, match="has"):
-                peers.ring(domains)
+                peer_ring(domains)
             continue
-        to = peers.ring(domains)
+        to = peer_ring(domains)
         assert sorted(to) == list(range(len(domains))), "each holds the copy of exactly one"
         assert all(domains[process] != domains[peer] for process, peer in enumerate(to))
-    assert peers.ring(["0", "1"]) == [1, 0]
-    assert peers.domains_of([], ["a", "a", "b", "b"], None) == ["a", "a", "b", "b"]
-    assert peers.domains_of([], ["a", "a"], None) == ["0", "1"], "one host has no other"
+    assert peer_ring(["0", "1"]) == [1, 0]
+    assert failure_domains([], ["a", "a", "b", "b"], None) == ["a", "a", "b", "b"]
+    assert failure_domains([], ["a", "a"], None) == ["0", "1"], "one host has no other"
 
 
 def test_without_a_given_interval_times_are_measured_first(tmp_path):
