@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from maxlm.config import Config, UserError
 from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
-from maxlm.interop.families import UNEMBEDDING
+from maxlm.interop.families.decoder import UNEMBEDDING
 from maxlm.interop.layouts import Linear, Reordered
 from maxlm.interop.packed import BITS, FLOATS, INTEGERS, METHOD, PACKED, QUANTIZED, SCALE, SHAPE, pack
 from maxlm.interop.weights import Piece, Target

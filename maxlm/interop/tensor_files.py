@@ -19,7 +19,7 @@ from maxlm.config.paths import open_regular, read_file
 from maxlm.config.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
-from maxlm.interop.families import OTHER_TOWERS, TEXT_TOWER
+from maxlm.interop.hf_config import OTHER_TOWERS, TEXT_TOWER
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
