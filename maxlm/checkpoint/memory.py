@@ -234,9 +234,8 @@ class MemoryCopies:
         file, number = self._directory / _RUN, ""
         if jax.process_index() == 0:
             try:
-                number = retried(functools.partial(_number_in, file), f"reading {file}")
-                if make:
-                    number = _with_directory(file, number)
+                number = retried(functools.partial(_read_number, file), f"reading {file}")
+                number = number or (_new_number(file) if make else "")
             except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
                 _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
@@ -319,8 +318,8 @@ class MemoryCopies:
                 _log.warning("%s", self.failure)
 
 
-def _number_in(file: ocp.path.Path) -> str:
-    """The number of the run in `file`; "" if there is none, or if it is damaged or that of a directory which this one was copied from: both
+def _read_number(file: ocp.path.Path) -> str:
+    """Return the number of the run; "" if there is none, if it is damaged, or if this directory is a copy of the one it was made in: both
     are logged. Raises what the storage raises.
     """
     try:
@@ -328,52 +327,28 @@ def _number_in(file: ocp.path.Path) -> str:
         number, *lines = file.read_bytes().decode(errors="replace").strip().split("\n")
     except FileNotFoundError:
         return ""
-    if not _NUMBER.fullmatch(number):
+    if not _NUMBER.fullmatch(number) or len(lines) != 2:
         _log.warning("%s is damaged: copies in memory that were made before are not used", file)
         return ""
-    if not _is_of(file.parent, lines):
-        why = "was made in %s, which this directory was copied from: copies in memory are those of the run there, and are not used"
+    if lines[1] != _directory_lines(file.parent)[1]:
+        why = "was made in %s, which this directory was copied from: copies in memory belong to the run there, and are not used"
         _log.warning(f"%s {why}", file, lines[0])
         return ""
     return number
 
 
-def _is_of(directory: ocp.path.Path, lines: Sequence[str]) -> bool:
-    """True if `lines`, of `_directory_lines`, are those of `directory`, which may since have been renamed, or mounted elsewhere. Earlier
-    versions wrote none, or the path only.
-    """
-    own = _directory_lines(directory)
-    return lines[1:] == own[1:] if len(lines) == len(own) > 1 else lines[:1] in ([], own[:1])
-
-
 def _directory_lines(directory: ocp.path.Path) -> list[str]:
-    """The address of a directory, and its inode if it is a local one, which stays when it is renamed and which a copy has not."""
-    path = str(directory)
-    if is_remote(path):
-        return [ascii(path)]
-    path = os.path.realpath(path)
-    return [ascii(path), f"inode {Path(path).stat().st_ino}"]
+    """Return the address of a directory, and its identity: its inode, which a copy of the directory has not, or in a bucket its address."""
+    path = str(directory) if is_remote(str(directory)) else os.path.realpath(directory)
+    return [ascii(path), ascii(path) if is_remote(path) else f"inode {Path(path).stat().st_ino}"]
 
 
-def _with_directory(file: ocp.path.Path, number: str) -> str:
-    """Write `number`, or a new one for "", with the directory of `file` unless it is there; return it. Raises what the storage raises, but
-    not where only the directory is missing.
-    """
+def _new_number(file: ocp.path.Path) -> str:
+    """Write a new number with the directory of `file`, whole or not at all; return it. Raises what the storage raises."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([number or secrets.token_hex(2 * _DIGITS), *_directory_lines(file.parent), ""])
-    try:
-        if not number or file.read_bytes().decode(errors="replace") != text:
-            _write_whole(file, text)
-    except Exception as error:  # any: clients of buckets raise kinds of their own
-        if not number:
-            raise
-        _log.info("%s: its directory is not added to it: %s", file, first_line(error))
-    return text.partition("\n")[0]
-
-
-def _write_whole(file: ocp.path.Path, text: str) -> None:
-    """Write a file so that a crash or a full disk leaves the one before; buckets do it anyway."""
+    number = secrets.token_hex(2 * _DIGITS)
     draft = file if is_remote(str(file)) else file.with_name(f"{file.name}.draft")
-    draft.write_text(text)
+    draft.write_text("\n".join([number, *_directory_lines(file.parent), ""]))
     if draft is not file:
         draft.replace(file)
+    return number

@@ -86,7 +86,7 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     Raises DamagedError: a tile has changed since `find`; CheckpointError: the state is not that of this run.
     """
     described = found.layout.described
-    check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", whole=True)
+    check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", described.maxlm, whole=True)
     tilings = found.layout.tilings
     needed = {name: {tile for index in _regions(leaf) for tile in tilings[name].overlapping(index)} for name, leaf in wanted.items()}
     received, sent = _exchange(found, wanted, needed)
