@@ -2,12 +2,13 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 from scipy.special import stdtrit
 
 from maxlm.config.errors import ConfigError, UserError
@@ -15,6 +16,7 @@ from maxlm.config.loader import flatten
 from maxlm.ladder.grid import Rung, make_grid, variant
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import TUNED, CompareConfig, LadderSettings
+from maxlm.telemetry.formatting import count, duration
 from maxlm.telemetry.report.load import load_run
 
 SHARE = 0.9  # of the intervals
@@ -156,3 +158,25 @@ def interval(losses: Sequence[float]) -> tuple[float, float]:
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
     """Mean difference over seeds to the baseline's, which saw the same batches, and half the width of its interval."""
     return interval([one - other for one, other in zip(losses, baseline, strict=True)])
+
+
+def table(entries: Sequence[Entry], baseline: str) -> Table:
+    """Return one row for each optimizer and size; differences are to `baseline` at the same size."""
+    found = Table(title=f"Held-out loss over {len(entries[0].losses)} seeds, with {SHARE:.0%} intervals; differences to {baseline}")
+    for head in ("size", "optimizer", "best settings", "equal FLOPs", "difference", "equal time", "difference", "a step"):
+        found.add_column(head, no_wrap=head in ("size", "optimizer"))
+    for one in entries:
+        other = next(entry for entry in entries if entry.size == one.size and entry.optimizer == baseline)
+        settings = ", ".join(f"{key} {value:g}" for key, value in one.best.items())
+        cells = [f"{one.size} ({count(one.parameters)})", one.optimizer, settings + (" (at the edge)" if one.at_edge else "")]
+        for losses, reference in ((one.losses, other.losses), (one.losses_at_equal_time, other.losses_at_equal_time)):
+            mean, half = interval(losses)
+            change, doubt = difference(losses, reference)
+            cells += [f"{mean:.4f} ± {half:.4f}", "" if one is other else f"{change:+.4f} ± {doubt:.4f}"]
+        found.add_row(*cells, duration(one.step_s))
+    return found
+
+
+def to_json(entries: Sequence[Entry], baseline: str) -> dict[str, Any]:
+    """Return the comparison for `comparison.json`."""
+    return {"baseline": baseline, "share": SHARE, "entries": [asdict(one) for one in entries]}

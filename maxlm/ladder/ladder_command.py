@@ -12,7 +12,7 @@ from maxlm.config.console import Console
 from maxlm.config.directory_lock import locked
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load_as
-from maxlm.ladder import compare, compare_output
+from maxlm.ladder import compare
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for, doubts_of
 from maxlm.ladder.forms import Floats
 from maxlm.ladder.grid import Rung, assumed, base_of, epochs, make_grid, token_costs
@@ -67,8 +67,8 @@ def run_comparison(file: str, overrides: Sequence[str], optimizers: str, options
     folder, console = Path(settings.folder), _console()
     with locked(folder, "folder", _LOCK_SECONDS, say, "wait for the other ladder, or give this one another folder"):
         entries = compare.compare(settings, names, folder, training=options.train, say=say)
-        write_text(folder / COMPARISON, dumps(compare_output.to_json(entries, names[0]), indent=1) + "\n")
-    console.print(compare_output.table(entries, names[0]))
+        write_text(folder / COMPARISON, dumps(compare.to_json(entries, names[0]), indent=1) + "\n")
+    console.print(compare.table(entries, names[0]))
     console.print(f"{folder / COMPARISON} holds the figures.", highlight=False, soft_wrap=True)
 
 
