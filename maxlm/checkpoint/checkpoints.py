@@ -45,7 +45,7 @@ _LEAST_PART = 4 << 20  # bytes of a replicated leaf that a replica writes; of a 
 _READERS = 8  # manifests that are read at a time
 _REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
-_GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # what processes tell each other; a failure may pass if that of one of them may
+_GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # outcomes of processes, which agree on the largest: a save is retried if any failure is transient
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
 _COMMITTED = "commit_success.txt"
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is running or was killed
@@ -93,13 +93,13 @@ class Checkpoints:
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
         self._unreported: int | None = None  # step of a save that `ended` has not returned
-        self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
-        self._spoilt: int | None = None  # step of a damaged checkpoint in whose place a copy in memory was restored
+        self._resumed_at: int | None = None  # a restored step; newer checkpoints are still in the directory
+        self._damaged_step: int | None = None  # step of a damaged checkpoint that a copy in memory replaced
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
         self._keeps_listing = False
         self._listing: tuple[list[int], list[str]] | None = None  # steps and strays
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
-        self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
+        self.failed_in_a_row = 0  # saves, up to the newest that has ended; the same in all processes
         self.check_owner: Callable[[], None] = lambda: None  # raises once another start of the run owns the directory
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
 
@@ -130,9 +130,9 @@ class Checkpoints:
         return self._listed()[1]
 
     def positions(self) -> dict[int, dict[str, Any]]:
-        """Step -> data position of every checkpoint whose manifest process 0 can read, and of a copy in memory of another step.
+        """Return step -> data position of every checkpoint with a manifest that process 0 can read, and of a copy in memory.
 
-        Raises UnavailableError in all processes: without one of them nobody knows whether training has gone back behind it.
+        Raises UnavailableError in all processes: a missing one may be a step that training has gone back behind.
         """
         self._settle()
         copy = self._copy()
@@ -297,7 +297,7 @@ class Checkpoints:
     def restore(self, abstract_state: Any, step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
         """Restore the newest undamaged checkpoint or copy in memory, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
 
-        `unfit`: steps whose checkpoints are passed over, with reasons; the same in all processes. It is not about copies in memory.
+        `unfit`: steps of checkpoints to pass over, with reasons; the same in all processes. Copies in memory are not passed over.
 
         Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`, as are strays. The first save
         afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if all are damaged (naming each), if
@@ -306,10 +306,10 @@ class Checkpoints:
         """
         copy = self._copy() if step is None else None
         restored = self._restore(abstract_state, step, self.identity, unfit or {}, copy)
-        self._resumed_at, self._spoilt = restored.step, None if restored.source == STORE else restored.step
+        self._resumed_at, self._damaged_step = restored.step, None if restored.source == STORE else restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
-            restored = dataclasses.replace(restored, skipped=(*self.memory.take_said(), *restored.skipped))
+            restored = dataclasses.replace(restored, skipped=(*self.memory.drain_warnings(), *restored.skipped))
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
@@ -392,15 +392,15 @@ class Checkpoints:
             return None
 
     def _listed_by_process_0(self) -> tuple[list[int], list[str]]:
-        """`steps` of process 0 in all: one that sees none would begin anew beside those that restore. Strays in process 0 alone. Raises
-        UnavailableError in all processes.
+        """Return the steps that process 0 sees, in all processes, and strays in process 0 alone: with listings of their own, one process
+        might begin anew and the others restore. Raises UnavailableError in all processes.
         """
         steps, strays = multihost.only_process_0(self._listed, f"listing {self.directory}") or ([], [])
         return multihost.from_process_0(steps), strays
 
     @contextlib.contextmanager
     def one_listing(self) -> Iterator[None]:
-        """Within it the directory is listed once, for as long as nobody writes there: in a bucket that is a request a checkpoint."""
+        """List the directory once within this context, which must not write there: in a bucket each checkpoint takes a request."""
         self._keeps_listing = True
         try:
             yield
@@ -477,8 +477,8 @@ class Checkpoints:
             raise self._failed(failure)
 
     def _agreed(self, error: Exception | None, step: int, needed: int, elsewhere: str) -> CheckpointError | None:
-        """The failure of a save, if any process has met an `error`: in all of them one that may pass, if that of one may. `elsewhere`: what
-        to say in a process that met none.
+        """Return the failure of a save in all processes, if any of them has met an `error`; it is transient in all if it is in one.
+        `elsewhere`: message in a process without an error.
         """
         failure = None if error is None else self._explain(error, step, needed)
         worst = multihost.max_over_processes(_severity(failure))
@@ -559,14 +559,14 @@ class Checkpoints:
     def _set_newer_aside(self, saved: list[int], in_all: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """Move checkpoints newer than the restored one into `aside/`: damaged ones, and steps that this run will take again.
 
-        Older ones with damaged metadata too: Orbax saves no other beside them. `saved`: all steps; those that are moved leave it.
+        Older ones with damaged metadata too: with them in the directory, Orbax saves no other. `saved`: all steps; moved ones leave it.
         """
         resumed_at = self._resumed_at
         if resumed_at is None:
             return
         newer: list[int] = []
         with in_all():
-            newer = [step for step in saved if step > resumed_at or step == self._spoilt or not _lists(self.directory, step)]
+            newer = [step for step in saved if step > resumed_at or step == self._damaged_step or not _lists(self.directory, step)]
         newer = multihost.from_process_0(newer)
         with in_all():
             for step in newer if jax.process_index() == 0 else ():
@@ -595,7 +595,7 @@ class Checkpoints:
 
 
 def _severity(failure: CheckpointError | None) -> int:
-    """Kind of a failure, as processes tell each other. Ordered: the maximum over processes is that of all."""
+    """Return the kind of a failure. Ordered: the largest over processes is the kind in all."""
     if failure is None:
         return _GOOD
     return _MAY_PASS if isinstance(failure, UnreachableError) else _FAILED
@@ -633,7 +633,7 @@ def _remove(folder: ocp.path.Path) -> str:
 
 
 def _lists(directory: ocp.path.Path, step: int) -> bool:
-    """True if Orbax can read its metadata of this checkpoint; it saves no other beside one it cannot read."""
+    """True if Orbax can read its metadata of this checkpoint; with a checkpoint that it cannot read, it saves no other."""
     try:
         check_metadata(directory / str(step))
     except DamagedError:

@@ -77,6 +77,7 @@ class Layout:
     tilings: dict[str, Tiling]
 
     def to_text(self) -> str:
+        """Return the layout as JSON for `parse`."""
         return json.dumps({"manifest": self.described.to_text(), "tiles": {name: one.tile for name, one in self.tilings.items()}})
 
     @property
@@ -89,7 +90,7 @@ class Layout:
 
 
 def parse(text: str) -> Layout:
-    """The layout in `text`. Raises DamagedError."""
+    """Parse the layout in `text`. Raises DamagedError."""
     try:
         body = json.loads(text)
         described = manifest.parse(body["manifest"])
@@ -110,7 +111,7 @@ class RunFolder:
         self._lease: IO[str] | None = None
 
     def copies(self) -> tuple[list[HostCopy], list[str]]:
-        """The complete copies, newest first, and why others are not used. Reads no tile."""
+        """Return the complete copies, newest first, and the reasons that others are not used. Reads no tile."""
         found, problems = [], []
         folders = self._folders()
         try:
@@ -126,12 +127,12 @@ class RunFolder:
         return found, problems
 
     def claim(self, owner: int) -> None:
-        """Make the folder, mark it as in use by this process and by `owner` (the process that starts it again, or 0), and remove those of
-        runs that nobody uses any more, and unfinished copies. Raises ConfigError, OSError.
+        """Make the folder and mark it as in use by this process and by `owner` (the process that starts it again, or 0). Remove unfinished
+        copies, and the folders of runs that have ended. Raises ConfigError, OSError.
         """
         try:
             self._make(owner)
-        except FileNotFoundError:  # a run that started at the same time took the new folder for one that nobody uses
+        except FileNotFoundError:  # a run that started at the same time took the new folder for an abandoned one
             self._make(owner)
         for other in self._all.iterdir():
             if other != self.path and other.is_dir() and not other.is_symlink() and not _is_new(other) and not _in_use(other):
@@ -155,7 +156,7 @@ class RunFolder:
         _remove(self.path / f"{step}-{process}")
 
     def free_bytes(self) -> int:
-        """Bytes that copies of this run can take: those that are free, and those that its copies take now."""
+        """Return the bytes that copies of this run can take: free ones, and the ones that its copies take now."""
         taken = sum(file.stat().st_size for folder in self._folders() for file in folder.iterdir())  # of other processes on this host too
         return shutil.disk_usage(self.path).free + taken
 
@@ -168,7 +169,7 @@ class RunFolder:
         return Draft(self.path / f"{_DRAFT}{self._token}")
 
     def release(self, *, remove: bool) -> None:
-        """Give up the mark of this process, if it has one; with `remove` the copies go with the last process on this host that has."""
+        """Remove the mark of this process; with `remove` the last process of this host that has a mark removes the copies, too."""
         if self._lease is not None:
             self._lease_of(self._token).unlink(missing_ok=True)
             self._lease.close()
@@ -317,7 +318,7 @@ def _is_locked(lease: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, which nobody takes for a copy meanwhile."""
+    """Remove a folder; while its files are deleted it has another name, so no process takes it for a copy."""
     gone = folder.with_name(f"{_DRAFT}{secrets.token_hex(8)}")
     try:
         folder.rename(gone)

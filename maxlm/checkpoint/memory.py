@@ -1,4 +1,4 @@
-"""Copies of the state in host memory: this process's part, and that of a peer, so that neither a crash nor a lost host costs many steps.
+"""Copies of the state in host memory: this process's part, and its peer's part, so that neither a crash nor a lost host costs many steps.
 
 The main thread only starts copies on the devices; a background thread brings them to the host and writes them to a `host_copies.RunFolder`,
 where they outlive this process. All processes take part in every copy, in the same order, because a peer's part is sent by a collective.
@@ -34,17 +34,17 @@ from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, host_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
-_RUN = ".memory-run"  # file beside the checkpoints: the number of the run, their directory, and its inode if it is a local one
+_RUN = ".memory-run"  # file among the checkpoints: the number of the run, their directory, and its inode if it is a local one
 _DIGITS = 7  # of each part of it that processes exchange as an integer
 _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
-_UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
-_TOLD = 8  # lines of each host about copies that are not used
+_UNMEASURED = 3  # copies until a time is agreed that does not include compilation
+_MAX_WARNINGS = 8  # of each host, about copies that are not used
 _COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
 
 
 class MemoryCopies:
-    """Makes, finds and removes the copies of one run. `directory`: that of its checkpoints; `hosts`: the host of each process."""
+    """Makes, finds and removes the copies of one run. `directory`: of its checkpoints; `hosts`: the host of each process."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class MemoryCopies:
         self._next: int | None = None  # step of the next copy, unless the interval is given
         self._agreed = [0, 0, 0]  # as `_measured`, some copies ago: the largest of all processes
         self._searched = False
-        self._left: RunFolder | None = None  # that of an attempt before
+        self._left: RunFolder | None = None  # the folder of an attempt before
         self._found: Found | None = None  # before the first copy
         self._ended, self._at = 0.0, 0  # when the newest copy was started, and its step
         self._measured = (0, 0, 0)  # microseconds: training was blocked, milliseconds: the copy took, microseconds: a step
-        self._said: list[str] = []  # why copies were not used, at this host
+        self._warnings: list[str] = []  # reasons that copies were not used, at this host
         self.blocked_s = 0.0  # for all copies together
         self.failure = ""  # of the first copy that was not written, until it is taken
         self._failing = self._small = False
@@ -86,7 +86,7 @@ class MemoryCopies:
         return step >= self._next
 
     def newest(self) -> Found | None:
-        """The newest copy that is complete and undamaged over all processes, as it was before the first `save`; None afterwards."""
+        """Return the newest copy that is complete and undamaged over all processes, before the first `save`; None afterwards."""
         if self._copies:
             return None
         if not self._searched and (run := self._run(make=False)):
@@ -97,8 +97,8 @@ class MemoryCopies:
         return self._found
 
     def restore(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded | None:
-        """The arrays of `newest`, on the shardings of `wanted`. None if there is none, or if its bytes are not those that were written:
-        then `newest` is the one before it.
+        """Load the arrays of `newest` onto the shardings of `wanted`. None without a copy, or if its bytes have changed: then `newest` is
+        the previous copy.
         """
         found = self.newest()
         if found is None:
@@ -110,7 +110,7 @@ class MemoryCopies:
             return None
 
     def pass_over(self, reason: str) -> None:
-        """Go on with the copy before `newest`, which there is: then that is the newest. All processes call it."""
+        """Discard `newest` and fall back to the previous copy (collective)."""
         found = self.newest()
         assert self._left is not None and found is not None, "it was found there"
         self._say(f"the copy of step {found.step} in memory is not used: {reason}")
@@ -188,9 +188,9 @@ class MemoryCopies:
             )
             _log.warning("%s", self.failure)
 
-    def take_said(self) -> list[str]:
-        """Return why copies were not used, at all hosts, once. All processes call it."""
-        mine, self._said = self._said[:_TOLD], []
+    def drain_warnings(self) -> list[str]:
+        """Return the reasons that copies were not used, at all hosts, once (collective)."""
+        mine, self._warnings = self._warnings[:_MAX_WARNINGS], []
         everywhere = [text.splitlines() for text in multihost.texts("\n".join(mine))]
         others = [
             f"{self._hosts[number]}: {line}" for number, lines in enumerate(everywhere) for line in lines if line not in everywhere[0]
@@ -198,7 +198,7 @@ class MemoryCopies:
         return [*everywhere[0], *others]
 
     def take_failure(self) -> str:
-        """Return once why a copy was not written; "" if all were, or if the reason is that of the copy before."""
+        """Return the reason that a copy was not written, once; "" if all were, or if the copy before failed for the same reason."""
         failure, self.failure = self.failure, ""
         return failure
 
@@ -230,7 +230,7 @@ class MemoryCopies:
         self._folder = None
 
     def _run(self, *, make: bool) -> str:
-        """Number of the run, the same in all processes; "" if it has none yet, or if it cannot be read or written."""
+        """Return the number of the run, the same in all processes; "" if it has none yet, or if it cannot be read or written."""
         file, number = self._directory / _RUN, ""
         if jax.process_index() == 0:
             try:
@@ -243,7 +243,7 @@ class MemoryCopies:
         return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
 
     def _say(self, line: str) -> None:
-        self._said.append(line)
+        self._warnings.append(line)
         _log.warning("%s", line)
 
     def _claimed(self) -> RunFolder:

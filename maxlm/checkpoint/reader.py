@@ -91,7 +91,7 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
         raise DamagedError(f"{STATE}/{_LISTED} is missing")
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    # Orbax would wait at a barrier, until it times out, for a process whose files are damaged; `_agree` is immediate.
+    # Orbax would wait at a barrier, until it times out, for a process that finds damaged files; `_agree` is immediate.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     with context:

@@ -32,13 +32,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Found:
-    """A state of which every tile lies undamaged in the memory of some host. `here`: where those of this host lie."""
+    """A state whose every tile lies undamaged in the memory of some host. `here`: the copies that hold the tiles of this host."""
 
     layout: Layout
     here: dict[Tile, HostCopy]
 
     @property
     def step(self) -> int:
+        """Updates that the state has had."""
         return self.layout.described.step
 
     @property
@@ -81,9 +82,9 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say, before: int | No
 
 
 def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loaded:
-    """The arrays named in `wanted` on their shardings, verified against the digests that were computed before they were copied.
+    """Load the arrays named in `wanted` onto their shardings, and verify them against the digests from before the copy.
 
-    Raises DamagedError: a tile has changed since `find`; CheckpointError: the state is not that of this run.
+    Raises DamagedError: a tile has changed since `find`; CheckpointError: the state belongs to another run.
     """
     described = found.layout.described
     check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", described.maxlm, whole=True)
@@ -148,7 +149,7 @@ def _from_process(number: int, content: np.ndarray) -> np.ndarray:
 
 
 def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
-    """The tiles whose bytes are those that were written."""
+    """Yield the undamaged tiles."""
 
     def check(item: tuple[Tile, HostCopy]) -> str:
         try:

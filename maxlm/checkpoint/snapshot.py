@@ -75,7 +75,7 @@ class Snapshots:
 
     @functools.cached_property
     def budget(self) -> float:
-        """Bytes that copies may take on a device. All processes ask for it first after a step has run, whose memory is then known."""
+        """Bytes that copies may take on a device (collective). Read it first after a step has run, so that the memory of steps is known."""
         return _agreed_budget()
 
     @functools.cached_property
@@ -152,7 +152,7 @@ def failure_domains(devices: Sequence[jax.Device], hosts: Sequence[str], given: 
 
 
 def peer_ring(domains: Sequence[str]) -> list[int]:
-    """Return the peer of each process, which stores its copy: the process half-way round a ring ordered by domain, so in another domain.
+    """Choose the peer of each process, which stores its copy: the process half-way round a ring ordered by domain, so in another domain.
 
     Raises ValueError if a domain has more than half of the processes.
     """

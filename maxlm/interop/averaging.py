@@ -1,4 +1,4 @@
-"""`maxlm average`: the mean of a run's last checkpoints, as a folder like that of an imported model (arXiv 1803.05407)."""
+"""`maxlm average`: the mean of a run's last checkpoints, as a folder like an imported model's (arXiv 1803.05407)."""
 
 import shutil
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class Averaged(NamedTuple):
 
 
 def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: WeightsKind, progress: Step) -> Averaged:
-    """Average the `last` checkpoints of `run`, or those of `steps`, into the new folder `out`, under the newest one's step.
+    """Average the `last` checkpoints of `run`, or the checkpoints of `steps`, into the new folder `out`, under the newest one's step.
 
     All parameters are averaged with equal weights, in float64; biases of experts' routers, which go with them, as well. The host holds one
-    copy of the mean, and of one array its sum and that of a checkpoint. Raises UserError if checkpoints are missing or damaged; then
+    copy of the mean, and one array's sum and checkpoint. Raises UserError if checkpoints are missing or damaged; then
     nothing is left.
     """
     saved = open_run(run)
@@ -98,7 +98,7 @@ def _config(config: Config) -> Config:
     train = config.train.model_copy(update={"start_from": None, "branch_from": None})
     data = config.data.model_copy(update={"prepare": None})
     optimizer = config.optimizer.model_copy(update={"state": None})
-    if optimizer.name == SCHEDULE_FREE:  # whose checkpoints hold two points
+    if optimizer.name == SCHEDULE_FREE:  # its checkpoints hold two points
         optimizer = optimizer.model_copy(update={"name": "adamw"})
     without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
     return config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})

@@ -32,7 +32,7 @@ def empty_aligned(shape: Shape) -> np.ndarray:
 
 
 def copy_part(ours: np.ndarray, shard: np.ndarray, index: tuple[int | slice, ...], bounds: Bounds) -> None:
-    """Copy what a shard has of a piece, whose dims are those of the parameter without the numbers in `index`."""
+    """Copy the part of a piece that a shard holds. The dims of the piece are the dims of the parameter that `index` does not fix."""
     full = (*index, *[slice(None)] * (len(bounds) - len(index)))
     inside = tuple(at if isinstance(at, slice) else at - start for at, (start, _) in zip(full, bounds, strict=True))
     source = ours[tuple(slice(*b) for at, b in zip(full, bounds, strict=True) if isinstance(at, slice))]

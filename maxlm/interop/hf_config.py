@@ -14,7 +14,7 @@ TEXT_TOWER = {"language_model.model.": "model.", "language_model.lm_head.": "lm_
 OTHER_TOWERS = tuple(
     f"{outer}{name}." for outer in ("", "model.") for name in ("vision_tower", "multi_modal_projector", "mm_projector", "vision_model")
 )
-# Models of several modalities, whose text tower is imported: model_type -> model_type of `text_config` where `text_config` names none.
+# Models of several modalities; their text tower is imported: model_type -> model_type of `text_config` where `text_config` names none.
 TOWERS = {"gemma3": "gemma3_text", "mistral3": "mistral", "kimi_k25": "kimi_k2"}
 _OF_TOWERS = frozenset(  # keys of other towers, and of how they are joined
     [

@@ -17,16 +17,16 @@ TRAINING = (
 )
 
 
-_UNREADABLE = 1000  # differences that a family counts for whose config lacks what `config` does not have
+_UNREADABLE = 1000  # differences of a family with a config.json that cannot be read again
 _LEAST_POSITIONS = 2048  # the least that a family of the library has by default, but for GPT-2
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # null where there is none: the library has defaults of its own
-_OLDER_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")  # beside `rope_parameters`
+_OLDER_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")  # next to `rope_parameters`
 
 
 def family_of(config: ModelConfig, seq_len: int, published: Json | None = None) -> tuple[Family, Json]:
-    """(family, config.json) that describe `config`. `published`: of the model that it goes back to, whose config is restated with the keys
-    changed that say something else now. `seq_len`: tokens that it was trained on here, 0 if it was not. Raises UserError with what the
-    nearest family cannot say, or the library cannot run.
+    """Return (family, config.json) that describe `config`. `published`: the config.json of the imported model, restated except for keys
+    that differ now. `seq_len`: tokens of its sequences in training here, 0 without. Raises UserError naming the settings that the nearest
+    family cannot state, or the library cannot run.
     """
     base = None if published is None else _base(published)
     if base is not None and (restated := _restated(config, seq_len, *base)) is not None:
@@ -52,7 +52,7 @@ def _base(published: Json) -> tuple[Family, Json]:
         values = text_tower(published, "the published config.json")
         family = read_config(values, "the published config.json")[0]
     except UserError as error:  # imported by another version of maxlm
-        raise UserError(f"{error} To export without what the source said, remove the folder `published` from that of the run.") from None
+        raise UserError(f"{error} To export without what the source said, remove the folder `published` from the run.") from None
     known = next(name for name, one in FAMILIES.items() if one.architecture == family.architecture)
     if known != published["model_type"]:
         values = {key: value for key, value in values.items() if key != "auto_map"}

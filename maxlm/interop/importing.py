@@ -64,7 +64,7 @@ def import_model(
     """Import `source`, a folder or one safetensors file, into the new folder `out`. Raises UserError; then nothing is left.
 
     `overrides`: settings of `mesh`, over which the parameters are spread; without any they lie on one device, or with several processes
-    on all by mesh.fsdp. `config_file`: instead of the config.json beside the weights. `agree`: of several processes, which all see the
+    on all by mesh.fsdp. `config_file`: instead of the config.json of the folder. `agree`: of several processes, which all see the
     source and `out`; one that does not ends all.
     """
     known = on_all(agree, lambda: _read(source, overrides, config_file), lambda known: {"source": known.digest})

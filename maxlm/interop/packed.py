@@ -1,6 +1,6 @@
 """Weights of 4 or 8 bits in published files: formats of the compressed-tensors library (vllm-project/compressed-tensors), and fp8 blocks.
 
-Integers, `pack-quantized`: a matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32, whose words hold 32 / bits
+Integers, `pack-quantized`: a matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32 words of 32 / bits
 neighbouring inputs each, the first in the lowest bits, as value + 2^(bits - 1); `x.weight_scale` [outputs, 1], or a column for each group
 of inputs; and `x.weight_shape`, the two sizes. Floating point, `float-quantized`: `x.weight` in e4m3, and `x.weight_scale` [outputs, 1] or
 one number for all.

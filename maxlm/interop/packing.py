@@ -1,4 +1,4 @@
-"""`maxlm export --quantize`: which matrices are packed, and their rounding, which is that of training (`maxlm.precision`)."""
+"""`maxlm export --quantize`: choice of matrices to pack, and their rounding, the same as in training (`maxlm.precision`)."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -63,8 +63,8 @@ class Packing:
 
 
 def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
-    """Packing of the matrices of an export: those of layers that `precision.matmul` may quantize; where the run was trained in the same
-    format, those that it did. Raises UserError for a format or a matrix that cannot be stored so.
+    """Choose the matrices to pack: matrices of layers that `precision.matmul` may quantize, or, where the run was trained in the same format,
+    that it did. Raises UserError for a format or a matrix that cannot be stored so.
     """
     if quantize not in QUANTIZED:
         raise UserError(f"--quantize {quantize} is not one of {', '.join(QUANTIZED)}.")

@@ -1,4 +1,4 @@
-"""Files of a published model that an import keeps beside its checkpoint, so that an export restates what training has not changed."""
+"""Files of a published model that an import stores with its checkpoint, so that an export restates what training has not changed."""
 
 import hashlib
 import json

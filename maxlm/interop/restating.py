@@ -1,4 +1,4 @@
-"""Files beside the weights of an export: config.json, generation_config.json and the tokenizer, which describe the model as it is now and
+"""Files of an export other than the weights: config.json, generation_config.json and the tokenizer, which describe the model as it is now and
 otherwise restate the published files.
 """
 

@@ -99,14 +99,14 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             name = words.removesuffix(packed.PACKED)
             scale, sizes = name + packed.SCALE, name + packed.SHAPE
             if missing := [other for other in (scale, sizes) if other not in self._shape]:
-                raise UserError(f"{source}: {words} has no {missing[0]} beside it.")
+                raise UserError(f"{source}: {words} has no {missing[0]}.")
             if (kinds[words], kinds[sizes], self._shape[sizes]) != ("I32", "I64", (2,)) or kinds[scale] not in _DTYPES:
                 raise UserError(f"{source}: {name} is not packed as {packed.INTEGERS} says: int32 words, float scales and two sizes.")
             shape = tuple(int(size) for size in self._slice(sizes, None))
             groups = self._shape[scale][1:] if self._shape[scale][:1] == shape[:1] else ()
             if packed.bits_of(shape, self._shape[words]) is None or len(groups) != 1 or groups[0] < 1 or shape[1] % groups[0]:
                 found = f"{list(self._shape[words])} words and {list(self._shape[scale])} scales"
-                raise UserError(f"{source}: {name} of shape {list(shape)} has {found}, which are not those of 4 or 8 bits.")
+                raise UserError(f"{source}: {name} of shape {list(shape)} has {found}, which fit neither 4 nor 8 bits.")
             for part in (words, scale, sizes):
                 del self._shape[part]
             self._shape[name] = shape
@@ -117,7 +117,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             shape, scales = self._shape[name], [name + ending for ending in (packed.SCALE, packed.BLOCK_SCALE)]
             scale = next((scale for scale in scales if scale in self._shape), None)
             if scale is None:
-                raise UserError(f"{source}: {name} ({_FP8}) has no {' or '.join(scales)} beside it.")
+                raise UserError(f"{source}: {name} ({_FP8}) has no {' or '.join(scales)}.")
             found = self._shape.pop(scale)
             fitting: tuple[tuple[int, ...], ...] = ((shape[0], 1), (1, 1), (1,))
             rule = f"{packed.FLOATS} a float for each output or one for all"
@@ -235,8 +235,8 @@ def read_e4m3(file: Path, name: str) -> np.ndarray:
 
 
 def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Write a safetensors file with the permissions of any new file; the library gives it those of its temporary one, 0600. Raises OSError,
-    such as that of a full disk, which the library hides in an error of its own.
+    """Write a safetensors file with the permissions of any new file; the library would leave 0600. Raises OSError, such as a full disk's,
+    which the library hides in an error of its own.
     """
     file.touch()
     mode = file.stat().st_mode
@@ -271,7 +271,7 @@ def _listed(folder: Path) -> dict[str, Path]:
         if not (folder / file).is_file():
             raise UserError(f"{index} lists {file}, which is not there: download it again.")
     if (folder / WHOLE).is_file() and WHOLE not in names.values():
-        raise UserError(f"{folder}: {WHOLE} is beside {INDEX}, which does not list it; which of both counts is not said: remove one.")
+        raise UserError(f"{folder}: {WHOLE} is not listed in {INDEX}, and it is not clear which of both counts: remove one.")
     return {name: folder / file for name, file in names.items()}
 
 

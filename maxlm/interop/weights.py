@@ -53,7 +53,7 @@ class Target:
 
 
 def targets(config: ModelConfig, family: Family) -> list[Target]:
-    """All parameters and model state of a model, those of a rule together. Raises UserError for one that the family has no tensor for."""
+    """List all parameters and model state of a model, by rule. Raises UserError for a parameter that the family has no tensor for."""
     table = family.rules(config)
     rules = {(rule.per_layer, ours): rule for rule in table for ours in rule.ours}
     found = []

@@ -105,7 +105,7 @@ def doubts(fitted: Fit, errors: Sequence[float], times: Sequence[float | None]) 
     if repeated := [one for one in times if one is not None and one > 1]:
         said.append(
             f"{len(repeated)} of {len(times)} runs read their text more than once, up to {max(repeated):.3g} times: losses of repeated "
-            "text do not tell those of new text (the exponent of the tokens comes out wrong)."
+            "text do not predict losses of new text (the exponent of the tokens comes out wrong)."
         )
     return said
 

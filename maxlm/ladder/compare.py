@@ -114,7 +114,7 @@ def _losses(found: Sequence[Found]) -> list[float]:
     """Losses of final runs. Raises UserError if one failed: its settings are too near to those that fail."""
     if failed := [one for one in found if one.loss is None]:
         names = ", ".join(f"{one.rung.name} ({one.state})" for one in failed)
-        raise UserError(f"final runs failed, whose trial did not: {names}; try smaller learning rates, or other seeds.")
+        raise UserError(f"final runs failed though their trials did not: {names}; try smaller learning rates, or other seeds.")
     return [one.loss for one in found if one.loss is not None]
 
 

@@ -71,7 +71,7 @@ class Fit:
         return {name: tuple(float(v) for v in np.quantile([one[name] for one in samples], limits)) for name in samples[0]}  # type: ignore[misc]
 
     def losses_with(self, theta_P: Floats, runs: Runs) -> Floats:
-        """Losses [R] by other parameters of the form, such as those of a bootstrap sample."""
+        """Return losses [R] by other parameters of the form, such as a bootstrap sample's."""
         inputs = [values_R - middle for values_R, middle in zip(self.form.inputs(runs), self.centre, strict=True)]
         losses_R: Floats = np.exp(self.form.log_loss(theta_P, inputs)[0])
         return losses_R
@@ -143,7 +143,8 @@ def _draw(runs: Runs, residuals_R: Floats, parameters: int, samples: int, dice: 
 
 
 def _shared_noise(runs: Runs) -> tuple[float, float, float]:
-    """Variances of log loss that the runs of a seed share at one length, and at one size, and that of each run alone; zeros for one seed.
+    """Return the variances of log loss that the runs of a seed share at one length, and at one size, and of each run alone; zeros for one
+    seed.
 
     By an analysis of variance in two ways, of each seed's deviations from the mean over seeds; sizes and lengths that lack a seed, or have
     no other length or size, tell nothing.

@@ -127,7 +127,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     if others := [
         f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in assumed(base).items() if (was := result.assumed[key]) != now
     ]:
-        sentences.append(f"The ladder was trained with {', '.join(others)}: its losses are not those of this config.")
+        sentences.append(f"The ladder was trained with {', '.join(others)}: its losses do not hold for this config.")
     asked = {"flops": flops, "parameters": parameters, "tokens": tokens}
     largest = {name: max(getattr(run, name) for run in result.runs) for name in asked}
     if beyond := {name: value / largest[name] for name, value in asked.items() if value > 1.001 * largest[name]}:

@@ -37,6 +37,7 @@ class Found:
 
 
 def config_file(folder: Path, rung: Rung) -> Path:
+    """Return the file with the config of a run."""
     return folder / "configs" / f"{rung.name}.yml"
 
 

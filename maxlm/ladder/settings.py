@@ -103,7 +103,7 @@ class LadderSettings(Section):
         return self
 
     def given(self) -> Iterator[tuple[str, str]]:
-        """(field, dotted key) of each setting, also where sections are nested: those of all runs, then those of each size."""
+        """(field, dotted key) of each setting, also where sections are nested: settings of all runs, then of each size."""
         of_sizes = ((f"sizes.{name}.settings", size.settings) for name, size in self.sizes.items())
         for field, settings in (("settings", self.settings), *of_sizes):
             yield from ((field, key) for key, _ in flatten(settings))

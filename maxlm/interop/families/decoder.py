@@ -8,7 +8,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.interop.families.keys import MOST, Choice, Json, Key, Keys, Row, Section
 from maxlm.interop.families.record import Limit
 from maxlm.interop.families.rope import GLOBAL, LOCAL, Rope
-from maxlm.interop.layouts import FLAT, KEEP, LINEAR, OUTPUT, Layout, Rule, turned_first
+from maxlm.interop.layouts import FLAT, KEEP, LINEAR, OUTPUT, Layout, Rule, rotary_first
 
 LAYER = "model.layers.{layer}."
 ATTENTION = LAYER + "self_attn."
@@ -21,9 +21,11 @@ class HeadDim(Row):
     """The width of a head. `written`: for all models, for those where it is not d_model / n_heads, or never."""
 
     written: str = "always"
+    required: bool = False
 
     def read(self, keys: Keys, section: Section) -> None:
-        if keys.get("head_dim") is not None and (width := keys.count("head_dim")) * section["n_heads"] != section["d_model"]:
+        stated = self.required or keys.get("head_dim") is not None
+        if stated and (width := keys.count("head_dim")) * section["n_heads"] != section["d_model"]:
             section["head_dim"] = width
 
     def write(self, config: ModelConfig) -> Json:
@@ -48,7 +50,7 @@ GATE = Choice(("hidden_act",), "activation", GATED)
 
 
 def rows(head_dim: str = "always", rope: Row = Rope(), eps: Key = RMS_EPS) -> tuple[Row, ...]:
-    """Return the keys of a decoder. `head_dim`: models whose config.json states it."""
+    """Return the keys of a decoder. `head_dim`: models for which it is written."""
     return *SIZES, KV_HEADS, HeadDim(head_dim), eps, GATE, rope
 
 
@@ -171,8 +173,8 @@ def attention(queries: Callable[[Layout], Layout] = lambda layout: layout) -> tu
 
 
 def rotary_order(config: ModelConfig) -> tuple[int, ...]:
-    """Return the order of a head whose first dims are rotary."""
-    return turned_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
+    """Return the order of a head with its rotary dims first."""
+    return rotary_first(config.head_dim, config.rope.rotary_dims(config.head_dim))
 
 
 def pre_norms(norm: Layout = KEEP) -> tuple[Rule, ...]:

@@ -3,7 +3,7 @@
 from maxlm.config.schema import ModelConfig, RouterConfig
 from maxlm.interop.families import decoder
 from maxlm.interop.families.dense import MISTRAL
-from maxlm.interop.families.keys import MOST, Fixed, Ignored, Json, Key, Keys, Only, Row, Section
+from maxlm.interop.families.keys import MOST, Fixed, Ignored, Json, Key, Keys, Only, Row, Section, setting
 from maxlm.interop.families.record import Family
 from maxlm.interop.families.rope import Rope
 from maxlm.interop.layouts import KEEP, LINEAR, OUTPUT, Reordered, RotaryPairs, Rule
@@ -17,7 +17,7 @@ def _counts(experts: str, other: str = "", chosen: str = "") -> tuple[Key, ...]:
 
 
 class _OneOfSeveral(Row):
-    """Refuses one chosen expert whose weight is scaled to 1: it would have no gradient."""
+    """Refuse one chosen expert with a weight scaled to 1: its router would have no gradient."""
 
     def read(self, keys: Keys, section: Section) -> None:
         if section["moe.top_k"] == 1 < section["moe.n_experts"] and section.get("moe.router.normalize", True):
@@ -93,6 +93,17 @@ class _RouterV2(Row):
         return {"topk_method": method, "n_group": router.groups, "topk_group": router.top_groups, **balance}
 
 
+class _LatentHeads(Row):
+    """Number and width of heads, which the sizes of latent attention give."""
+
+    def read(self, keys: Keys, section: Section) -> None:
+        for key in ("num_key_value_heads", "head_dim"):
+            keys.count(key, 1)
+
+    def write(self, config: ModelConfig) -> Json:
+        return {"num_key_value_heads": config.n_kv_heads, "head_dim": setting(config, "latent.rope_dim")}
+
+
 class _Mxfp4(Row):
     """Quantized experts of gpt-oss, and RoPE, without which the library would take YaRN of its own."""
 
@@ -104,17 +115,23 @@ class _Mxfp4(Row):
 
 
 _LATENT = {"kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
-_SHARED = (
-    *_counts("n_routed_experts"),
-    Key("moe_intermediate_size", "moe.d_ff"),
-    Key("n_shared_experts", "moe.n_shared", default=0, limits=(("least", 0),)),
-    Key("first_k_dense_replace", "moe.n_dense", default=0, limits=(("least", 0),)),
-    Key(_NORMALIZE, "moe.router.normalize", "flag", False),
-    Key(_SCALE, "moe.router.scale", "positive", 1.0),
-)
+
+
+def _shared(*, normalize: bool) -> tuple[Key, ...]:
+    """Keys of routed and shared experts after some dense layers, as DeepSeek names them."""
+    return (
+        *_counts("n_routed_experts"),
+        Key("moe_intermediate_size", "moe.d_ff"),
+        Key("n_shared_experts", "moe.n_shared", default=0, limits=(("least", 0),)),
+        Key("first_k_dense_replace", "moe.n_dense", default=0, limits=(("least", 0),)),
+        Key(_NORMALIZE, "moe.router.normalize", "flag", normalize),
+        Key(_SCALE, "moe.router.scale", "positive", 1.0),
+    )
+
+
 _DEEPSEEK: tuple[Row, ...] = (
     *decoder.SIZES,
-    Ignored(num_key_value_heads="n_kv_heads", head_dim="latent.rope_dim"),
+    _LatentHeads(),
     decoder.RMS_EPS,
     decoder.GATE,
     Rope(latent=True),
@@ -124,7 +141,7 @@ _DEEPSEEK: tuple[Row, ...] = (
     Only("rope_interleave", True),
     Key("q_lora_rank", "latent.q_rank", optional=True),
     *(Key(theirs, f"latent.{ours}") for ours, theirs in _LATENT.items()),
-    *_SHARED,
+    *_shared(normalize=False),
 )
 _DEEPSEEK_V3 = (
     *_DEEPSEEK,
@@ -269,9 +286,9 @@ FAMILIES = (
         "gpt_oss",
         "GptOssForCausalLM",
         (
+            Only("hidden_act", "silu"),
             *decoder.rows(),
             Only("attention_bias", True, written=True),
-            Only("hidden_act", "silu"),
             _Mxfp4(),
             Fixed(bias="all", activation="swiglu_clamped", sinks=True),
             decoder.Alternating(),
@@ -294,7 +311,7 @@ FAMILIES = (
             Key("use_qk_norm", "qk_norm", "flag", False),
             decoder.bias("attention_bias", "qkv"),
             Ignored("num_mtp_layers"),
-            *_SHARED,
+            *_shared(normalize=True),
             _BiasedRouter(),
             _OneOfSeveral(),
         ),

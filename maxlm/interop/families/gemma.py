@@ -80,7 +80,7 @@ _TABLE = (
     *(row for row in decoder.SIZES if row.theirs != "tie_word_embeddings"),
     Key("tie_word_embeddings", "tie_embeddings", "flag", True),
     decoder.KV_HEADS,
-    decoder.HeadDim(),
+    decoder.HeadDim(required=True),
     decoder.RMS_EPS,
     Choice(("hidden_activation",), "activation", decoder.GATED, default=("gelu_pytorch_tanh",)),
     Fixed(norm_position="sandwich", scale_embeddings=True),

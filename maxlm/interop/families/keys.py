@@ -199,7 +199,7 @@ class Fixed(Row):
 
 
 class Ignored(Row):
-    """Keys that are read whatever they say. `stated`: key -> our setting, or a constant, written in an export."""
+    """Keys with any value. `stated`: values that an export writes."""
 
     def __init__(self, *names: str, **stated: Any) -> None:
         self._names, self._stated = names, stated
@@ -208,7 +208,7 @@ class Ignored(Row):
         keys.ignore(*self._names, *self._stated)
 
     def write(self, config: ModelConfig) -> Json:
-        return {key: setting(config, ours) if isinstance(ours, str) else ours for key, ours in self._stated.items()}
+        return self._stated
 
 
 def nested(section: Section) -> Section:
