@@ -63,8 +63,8 @@ class Packing:
 
 
 def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
-    """Choose the matrices to pack: matrices of layers that `precision.matmul` may quantize, or, where the run was trained in the same format,
-    that it did. Raises UserError for a format or a matrix that cannot be stored so.
+    """Choose the matrices to pack: the matrices of layers that `precision.matmul` may quantize, or where the run was trained in the same
+    format, the ones that it did. Raises UserError for a format or a matrix that cannot be stored so.
     """
     if quantize not in QUANTIZED:
         raise UserError(f"--quantize {quantize} is not one of {', '.join(QUANTIZED)}.")

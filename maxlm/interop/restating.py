@@ -1,5 +1,5 @@
-"""Files of an export other than the weights: config.json, generation_config.json and the tokenizer, which describe the model as it is now and
-otherwise restate the published files.
+"""Files of an export other than the weights: config.json, generation_config.json and the tokenizer. They describe the model as it is now
+and otherwise restate the published files.
 """
 
 import json

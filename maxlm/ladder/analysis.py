@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.ladder.fits import SHARE, Fit, fit, ratio_varies
+from maxlm.ladder.fits import Fit, fit, limits, ratio_varies
 from maxlm.ladder.forms import FORMS, Floats, Runs
 from maxlm.ladder.grid import epochs
 from maxlm.ladder.runs import Found, measured
@@ -160,10 +160,9 @@ def best_for(found: Fit, flops: float, cost: Callable[[Floats], Floats]) -> Opti
     keep_G = tokens_G >= 1
     grid = Runs(sizes_G[keep_G], tokens_G[keep_G], np.full(keep_G.sum(), flops), np.ones(keep_G.sum()))
     samples = [found.losses_with(theta_P, grid) for theta_P in found.thetas_KP]
-    limits = ((1 - SHARE) / 2, (1 + SHARE) / 2)
     best = int(found.predict(grid).argmin())
-    sizes = np.quantile([grid.parameters_R[losses_G.argmin()] for losses_G in samples], limits)
-    losses = np.quantile([losses_G[best] for losses_G in samples], limits)
+    sizes = limits([grid.parameters_R[losses_G.argmin()] for losses_G in samples])
+    losses = limits([losses_G[best] for losses_G in samples])
     return Optimum(
         flops, float(grid.parameters_R[best]), (float(sizes[0]), float(sizes[1])), float(grid.tokens_R[best]),
         float(found.predict(grid)[best]), (float(losses[0]), float(losses[1])),

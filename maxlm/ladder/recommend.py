@@ -18,7 +18,7 @@ from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
 from maxlm.ladder.analysis import doubts
-from maxlm.ladder.fits import SHARE, Fit
+from maxlm.ladder.fits import SHARE, Fit, limits
 from maxlm.ladder.forms import FORMS, Runs
 from maxlm.ladder.grid import ASSUMED, assumed, epochs, model_settings, parameters_of, resized
 from maxlm.ladder.ladder_command import RESULT
@@ -117,7 +117,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
         raise UserError(f"--flops {flops:g}: the best model would be wider than {LARGEST:,}; give less.")
     settings, (parameters, tokens, _, _) = candidates[best]
     samples = [int(found.losses_with(theta_P, grid).argmin()) for theta_P in found.thetas_KP]
-    low, high = (grid.parameters_R[round(float(place))] for place in np.quantile(samples, ((1 - SHARE) / 2, (1 + SHARE) / 2)))
+    low, high = (grid.parameters_R[round(float(place))] for place in limits(samples))
     sentences = [
         f"{flops:g} FLOPs, by the ladder of {quoted(result.base)}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
         f"{count(high)}), {count(tokens)} tokens ({tokens / parameters:.3g} a parameter); loss {losses_G[best]:.4g} "
