@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
 from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig, WeightsKind
-from maxlm.interop.importing import MODEL
+from maxlm.interop.importing import MODEL, write_model
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.weights import Step, nested
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
@@ -50,7 +49,9 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
         checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})
         checkpoints.save(chosen[-1], state, {})
         checkpoints.close()
-        _write_model(made / MODEL, config, f"the mean of checkpoints of {quoted(run.resolve().name)}: {', '.join(map(str, chosen))}")
+        said = f"The mean of checkpoints of {quoted(run.resolve().name)}: {', '.join(map(str, chosen))}, by `maxlm average`"
+        model = config.model.model_dump(mode="json", exclude_none=True)
+        write_model(made / MODEL, model, said, count_parameters(config.model))
         for name in (TOKENIZER, PUBLISHED):
             if (run / name).is_dir():
                 shutil.copytree(run / name, made / name)
@@ -102,13 +103,3 @@ def _config(config: Config) -> Config:
         optimizer = optimizer.model_copy(update={"name": "adamw"})
     without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
     return config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})
-
-
-def _write_model(path: Path, config: Config, source: str) -> None:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    model: dict[str, Any] = config.model.model_dump(mode="json", exclude_none=True)
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(f"# {source[0].upper()}{source[1:]}, by `maxlm average`.\n# {count_parameters(config.model):,} parameters.\n")
-        yaml.dump({"model": model}, stream)
