@@ -43,7 +43,7 @@ _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are ch
 _PROBE_BYTES = 1 << 20
 _LEAST_PART = 4 << 20  # bytes of a replicated leaf that a replica writes; of a smaller one the first replica writes all
 _READERS = 8  # manifests that are read at a time
-_REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
+_REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove a failed save, and the pause after each
 _ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
 _GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # outcomes of processes, which agree on the largest: a save is retried if any failure is transient
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
@@ -80,7 +80,7 @@ class _Pending:
 class Checkpoints:
     """Saves and restores states under one directory (a folder or `gs://...`).
 
-    `identity` is what a checkpoint must share with this run to be continued (field -> value). Reading never writes:
+    `identity`: fields and values that a checkpoint must share with this run to be continued. Reading never writes:
     the directory is created, cleaned of unfinished saves and tidied by the first `save`.
     """
 
@@ -183,7 +183,7 @@ class Checkpoints:
         own = _GOOD if error is None else _MAY_PASS if self._may_pass(error) else _FAILED
         worst = multihost.max_over_processes(own)
         if worst != _GOOD:
-            for folder in made if error is not None else ():  # what another process has filled stays
+            for folder in made if error is not None else ():  # a folder that another process has filled stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             reason = "another process cannot write there" if error is None else getattr(error, "strerror", None) or first_line(error)
@@ -226,7 +226,7 @@ class Checkpoints:
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
         saved: list[int] = []
-        with self._in_all(step, needed):  # what is wrong is found here, as far as possible: below, processes wait for each other
+        with self._in_all(step, needed):  # faults are found here, as far as possible: below, processes wait for each other
             self._probe(1)
             saved = self.steps()
         self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
@@ -520,7 +520,7 @@ class Checkpoints:
         )
 
     def _remove_unfinished(self) -> None:
-        """Remove what saves that failed or were killed have left, tried again while a thread of such a save still writes there.
+        """Remove saves that failed or were killed; tried again while a thread of such a save still writes there.
 
         Not left to Orbax: its thread may be at it when a writer is closed already, and meet a checkpoint that is moved or written by then;
         and in a bucket it removes every folder without a mark, also those that are none of ours.
@@ -539,7 +539,7 @@ class Checkpoints:
                 problems = [*filter(None, map(_remove, left))]
             time.sleep(_REMOVAL_SECONDS)
         if problems:
-            _log.warning("%s still holds what unfinished saves have left, which takes room: %s", self.directory, "; ".join(problems))
+            _log.warning("%s still holds unfinished saves, which take room: %s", self.directory, "; ".join(problems))
 
     def _was_healthy(self, step: int) -> bool | None:
         """Mark of a checkpoint; None if it cannot be read, now or at all."""
@@ -548,7 +548,7 @@ class Checkpoints:
         return self._healthy.get(step)
 
     def _reopen_writer(self) -> None:
-        """Replace the writer; the new one removes what a failed save left on the disk."""
+        """Replace the writer; the new one removes failed saves from the disk."""
         if self._writer is not None:
             with contextlib.suppress(Exception):  # it repeats the failure that is already reported
                 self._writer.close()
@@ -586,7 +586,7 @@ class Checkpoints:
         names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
         target = aside / next(name for name in names if name not in taken)
         committed = (folder / _COMMITTED).read_bytes() if in_bucket else b""
-        if in_bucket:  # file after file is moved there: after a kill, what is left is no checkpoint
+        if in_bucket:  # file after file is moved there: after a kill, the rest is no checkpoint
             (folder / _COMMITTED).unlink()
         folder.rename(target)
         if in_bucket:

@@ -71,7 +71,7 @@ class HostCopy:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The whole state of a copy: what a checkpoint's manifest says, and the tiles of each leaf."""
+    """The whole state of a copy: a checkpoint's manifest, and the tiles of each leaf."""
 
     described: Manifest
     tilings: dict[str, Tiling]
@@ -255,7 +255,7 @@ class Draft:
         self._folder.rename(target)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished copy."""
         with contextlib.suppress(OSError):
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -63,7 +63,7 @@ class Manifest:
 
 
 def parse(text: str) -> Manifest:
-    """Parse a manifest. Raises DamagedError if it is not what was written, CheckpointError if it has another format."""
+    """Parse a manifest. Raises DamagedError if its bytes have changed, CheckpointError if it has another format."""
     try:
         body = json.loads(text)
         checksum, version = body.pop("sha256"), body.pop("format")

@@ -7,6 +7,7 @@ where they outlive this process. All processes take part in every copy, in the s
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import secrets
@@ -23,7 +24,6 @@ from maxlm.checkpoint import digest, host_copies, multihost, recovery
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
-from maxlm.checkpoint.interval import steps_between
 from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -264,7 +264,7 @@ class MemoryCopies:
 
     def _check_space(self, folder: RunFolder, needed: int) -> None:
         """Raise ConfigError unless two copies of `needed` bytes fit into the folder, and into memory if it is one; UnavailableSettingError
-        where they would without what others have there now.
+        where they would without the files that others have there now.
         """
         free = folder.free_bytes()
         if _COMPLETE * needed > free:
@@ -316,6 +316,23 @@ class MemoryCopies:
             except OSError as error:
                 self.failure = f"the copy of step {number:,} in {folder.path} cannot be removed ({first_line(error)}): remove it"
                 _log.warning("%s", self.failure)
+
+
+def daly(save_s: float, mtbf_s: float) -> float:
+    """Return the seconds of work between two saves that block it for `save_s`, at one failure every `mtbf_s` on average.
+
+    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22:303, equation 37), whose first term,
+    sqrt(2 save_s mtbf_s), is Young's (CACM 17:530, 1974).
+    """
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def steps_between(save_s: float, written_s: float, step_s: float, mtbf_s: float) -> int:
+    """`daly` in steps of `step_s`, and no fewer than the background takes for `written_s`, so that no save waits for the one before."""
+    return max(1, math.ceil(max(daly(max(save_s, 1e-6), mtbf_s), written_s) / max(step_s, 1e-6)))
 
 
 def _read_number(file: ocp.path.Path) -> str:

@@ -114,7 +114,7 @@ class Snapshots:
 
 
 def _agreed_budget() -> float:
-    """Bytes that copies may take on a device of any process: a share of what the step has never used. Infinite where the runtime does not
+    """Return the bytes that copies may take on any device: a share of the memory that steps never use. Infinite where the runtime does not
     say: on a CPU the copies are host memory, which is checked beforehand.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]

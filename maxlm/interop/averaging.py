@@ -44,7 +44,7 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
     with new_folder(out) as made:
         config = _config(saved.config)
         (made / CONFIG).write_text(saved_text(config), encoding="utf-8")
-        open_run(made)  # what nothing could open is not worth averaging
+        open_run(made)  # before the work: a folder that cannot be opened is useless
         state = _mean(saved, chosen, kind, progress)
         checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})
         checkpoints.save(chosen[-1], state, {})
@@ -95,7 +95,7 @@ def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) 
 
 
 def _config(config: Config) -> Config:
-    """The run's config, without what made its own checkpoints: where it began, its objective, and the recipe of a store for that."""
+    """Return the run's config without the settings that made its checkpoints: its start, its objective, and its recipe of a store."""
     train = config.train.model_copy(update={"start_from": None, "branch_from": None})
     data = config.data.model_copy(update={"prepare": None})
     optimizer = config.optimizer.model_copy(update={"state": None})

@@ -9,7 +9,7 @@ from maxlm.interop.layouts import Shape
 
 Bounds = tuple[tuple[int, int], ...]  # of a shard: start and stop in every dim
 _FAST, _LAST = 512, 64  # numbers of a block along the dim that is contiguous in the source, and along the last
-_ALL_ONES, _SIGN = 0x7F80, 0x7FFF  # of bfloat16: the exponent of what is not finite, and all bits but the sign
+_ALL_ONES, _SIGN = 0x7F80, 0x7FFF  # of bfloat16: the exponent of infinity and NaN, and all bits but the sign
 _ALIGNED = 64  # bytes
 _CHECKED = 1 << 20  # numbers that are looked at together
 

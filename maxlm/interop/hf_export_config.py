@@ -61,7 +61,7 @@ def _base(published: Json) -> tuple[Family, Json]:
 
 
 def _restated(config: ModelConfig, seq_len: int, family: Family, published: Json) -> tuple[Family, Json] | None:
-    """The published config with what `config` says otherwise; None if this is no model of its family any more."""
+    """Return the published config with the settings of `config` that differ; None if this is no model of its family any more."""
     try:
         section = read_config(published, "the published config.json")[1]
         depth = published.get("num_nextn_predict_layers") or 0

@@ -1,4 +1,4 @@
-"""Several processes that do one thing together: what one of them cannot do, none does, and all say why."""
+"""Steps that several processes take together: if one fails, all raise the same error."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 class Layout:
     """A reversible layout. `shape`: of their tensor, from the shape of ours; `read`: theirs to ours; `write`: ours to theirs.
 
-    This one: the same numbers in the same order, and the same dims. `computes`: what it writes are other numbers, not only elsewhere.
+    This one: the same numbers in the same order, and the same dims. `computes`: it writes other numbers, not only another order.
     """
 
     computes: ClassVar[bool] = False

@@ -26,9 +26,9 @@ _log = logging.getLogger(__name__)
 def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
     """Yield a folder next to `out`, which becomes `out` if the block succeeds and is removed if it does not.
 
-    Process 0 makes and renames it, and removes what an earlier command for `out` has left that was killed. Raises UserError in all
-    processes if `out` is there and not empty, before or after, if it cannot be written, or if one of them does not see what process 0 has
-    made.
+    Process 0 makes and renames it, and removes the folders of earlier commands for `out` that were killed. Raises UserError in all
+    processes if `out` is there and not empty, before or after, if it cannot be written, or if one of them does not see the folder of
+    process 0.
     """
     out = Path.cwd() / out if out.name else out.resolve()
     first = jax.process_index() == 0
@@ -38,7 +38,7 @@ def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
     try:
         on_all(agree, lambda: _wait_for(made, out))
         yield made
-        agree({}, None)  # all have written what they write
+        agree({}, None)  # all have written their part
         on_all(agree, lambda: _rename(made, out) if first else None)
     except UserError:
         if not first:  # the first process to leave ends the others, so process 0 needs time to remove it

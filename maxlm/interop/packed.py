@@ -20,7 +20,7 @@ QUANTIZED = (*BITS, "fp8")  # formats of `maxlm export --quantize`; fp8: e4m3
 BLOCKS = "fp8"
 METHODS = (METHOD, BLOCKS)
 PACKED, SCALE, SHAPE, BLOCK_SCALE = "_packed", "_scale", "_shape", "_scale_inv"  # after the name of the matrix
-_WEIGHTS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is read of each format
+_WEIGHTS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # values that are read, by format
     INTEGERS: {"num_bits": tuple(BITS.values()), "type": ("int",), "symmetric": (True,), "strategy": ("channel", "group")},
     FLOATS: {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ("channel", "tensor")},
 }

@@ -45,7 +45,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     def __init__(self, source: Path, blocks: tuple[int, int] | None = None) -> None:
         """`source`: a folder, or one file. `blocks`: outputs and inputs of a block that has one scale in `x_scale_inv`.
 
-        Raises UserError for what is damaged, missing, listed wrongly, or no safetensors file.
+        Raises UserError for files that are damaged, missing, listed wrongly, or not safetensors.
         """
         self._file: dict[str, Path] = {}
         self._shape: dict[str, tuple[int, ...]] = {}

@@ -88,7 +88,7 @@ def their_shapes(config: ModelConfig, found: list[Target]) -> dict[str, Shape]:
 
 
 def check(config: ModelConfig, family: Family, found: list[Target], files: TensorFiles) -> list[str]:
-    """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on what is not read."""
+    """Refuse files that lack a tensor, or have one of another shape or an unknown one. Returns notes on tensors that are not read."""
     wanted = their_shapes(config, found)
     files.prefix(family.prefix, keep=UNEMBEDDING)
     if missing := sorted(wanted.keys() - files.keys()):

@@ -74,7 +74,7 @@ class Analysis:
 
 
 def doubts(fitted: Fit, errors: Sequence[float], times: Sequence[float | None]) -> list[str]:
-    """Sentences about what weakens every conclusion from a fit.
+    """Return sentences about weaknesses of a fit, which hold for every conclusion from it.
 
     Args:
         errors: of the largest size's runs, predicted from the others over measured, less 1.

@@ -39,7 +39,7 @@ class Entry:
 
 
 def compare(settings: LadderSettings, names: Sequence[str], folder: Path, *, training: bool, say: Callable[[str], None]) -> list[Entry]:
-    """Train what is missing of the comparison and return it, sizes from small to large.
+    """Train the missing runs of the comparison and return it, sizes from small to large.
 
     Raises UserError: no `compare` section, an optimizer that it does not name, or runs that failed or are missing.
     """
@@ -111,7 +111,7 @@ def _at_size(rung: Rung, settings: LadderSettings, config: CompareConfig, names:
 
 
 def _losses(found: Sequence[Found]) -> list[float]:
-    """Losses of final runs. Raises UserError if one failed: its settings are too near to those that fail."""
+    """Return losses of final runs. Raises UserError if one failed: its settings are too near to failing ones."""
     if failed := [one for one in found if one.loss is None]:
         names = ", ".join(f"{one.rung.name} ({one.state})" for one in failed)
         raise UserError(f"final runs failed though their trials did not: {names}; try smaller learning rates, or other seeds.")
@@ -119,7 +119,7 @@ def _losses(found: Sequence[Found]) -> list[float]:
 
 
 def _trials(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str) -> list[tuple[Rung, Mapping[str, Any]]]:
-    """Runs with the seed 0, each with what is tried in it: `peak_lr`, and `warmup` and `weight_decay` if they are tuned."""
+    """Return runs with the seed 0, each with the values to try: `peak_lr`, and `warmup` and `weight_decay` if they are tuned."""
     tried: dict[str, Sequence[float]] = {"peak_lr": config.optimizers[name].peak_lr}
     warmup = config.warmup or (None if settings.warmup is None else (settings.warmup,))
     tried |= {key: values for key, values in (("warmup", warmup), ("weight_decay", config.weight_decay)) if values is not None}

@@ -134,7 +134,7 @@ def ratio_varies(runs: Runs) -> bool:
 
 
 def _draw(runs: Runs, residuals_R: Floats, parameters: int, samples: int, dice: np.random.Generator) -> Floats:
-    """Noise of `samples` ladders like this one [K, R]: own residuals of runs, drawn anew, and what seeds show that runs share."""
+    """Draw the noise of `samples` ladders like this one [K, R]: residuals of single runs, and noise that runs of a seed share."""
     inflated_R = _inflated(residuals_R, parameters)
     shape = (samples, len(residuals_R))
     own_KR = dice.choice(inflated_R, shape) * dice.choice((-1.0, 1.0), shape)

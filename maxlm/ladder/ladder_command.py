@@ -1,4 +1,4 @@
-"""The command `maxlm ladder`: train what is missing, fit, write the page."""
+"""The command `maxlm ladder`: train missing runs, fit, write the page."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ _LOCK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. `dry_run`: show the grid and write nothing; `train`: false writes the configs and fits what is done;
+    """The command line. `dry_run`: show the grid and write nothing; `train`: false writes the configs and fits finished runs;
     `without_failed`: fit although runs are missing.
     """
 
@@ -73,7 +73,7 @@ def run_comparison(file: str, overrides: Sequence[str], optimizers: str, options
 
 
 def grid_table(settings: LadderSettings, folder: Path, rungs: Sequence[Rung]) -> Table:
-    """The runs, and what is known of each."""
+    """Return the runs, with their sizes, lengths, state and time."""
     total = sum(rung.flops for rung in rungs)
     table = Table(title=f"{len(rungs)} runs of {settings.base}, {total:.3g} FLOPs in all")
     for head in ("run", "parameters", "tokens", "ratio", "FLOPs", "state", "time"):
@@ -88,7 +88,7 @@ def grid_table(settings: LadderSettings, folder: Path, rungs: Sequence[Rung]) ->
 
 
 def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder: Path) -> None:
-    """Print what was fitted."""
+    """Print the fit, its predictions and the best sizes."""
     ranges = analysis.fit.ranges()
     console.print(f"L = {analysis.fit.form.formula}", highlight=False)
     for name, value in analysis.fit.values().items():
@@ -154,7 +154,7 @@ def _optima(settings: LadderSettings, analysis: Analysis) -> list[Optimum]:
 
 
 def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optimum]) -> dict[str, Any]:
-    """All figures, for programs."""
+    """Return all figures, for programs."""
     fit = analysis.fit
     return {
         "base": settings.base,

@@ -116,11 +116,11 @@ def _inline(text: str) -> str:
 
 
 def all_plots(analysis: Analysis) -> Sequence[tuple[str, str]]:
-    """(title, SVG) of those that there is something to draw for."""
+    """Return (title, SVG) of each plot that has data."""
     drawn = (
         ("Losses and the fit", losses(analysis)),
         ("The largest size, predicted from the others", predictions(analysis)),
         ("Loss over size at equal FLOPs", parabolas(analysis)),
-        ("What the fit leaves", residuals(analysis)),
+        ("Residuals of the fit", residuals(analysis)),
     )
     return [(title, svg) for title, svg in drawn if svg]

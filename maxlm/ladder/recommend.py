@@ -28,7 +28,7 @@ from maxlm.telemetry.formatting import count
 
 MOST_BYTES = 2**26  # of a fitted ladder
 
-UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
+UNIT = 128  # widths are multiples of it, or of the head's width if larger: it fills matrix units
 LARGEST = 65_536  # width
 LENGTHS = ("steps", "tokens")  # fields of `train`
 STEP = 1.07  # between two candidates' widths, at least: a fit is not more certain

@@ -1,4 +1,4 @@
-"""Runs of a ladder on this machine, one after another, and what is found of those that were trained here or elsewhere."""
+"""Runs of a ladder: trained on this machine, one after another, and found in its folder, trained here or elsewhere."""
 
 import math
 import sys

@@ -17,7 +17,7 @@ Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,
 
 
 class SizeConfig(Section):
-    """One size. What is not given keeps the proportions of the base config: head_dim, n_heads / n_kv_heads, d_ff / d_model."""
+    """One size. Settings that are not given keep the proportions of the base config: head_dim, n_heads / n_kv_heads, d_ff / d_model."""
 
     d_model: Positive
     n_layers: Positive

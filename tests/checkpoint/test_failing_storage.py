@@ -144,7 +144,7 @@ def test_one_unfinished_save_that_cannot_be_removed_keeps_no_other_and_is_named(
     assert store.steps() == [1]
     assert [folder.exists() for folder in left] == [False, True, False]
     assert file.exists() and link.is_symlink() and (tmp_path / "elsewhere" / "state").exists()
-    assert "still holds what unfinished saves have left, which takes room: 4.orbax-checkpoint-tmp: " in caplog.text
+    assert "still holds unfinished saves, which take room: 4.orbax-checkpoint-tmp: " in caplog.text
 
 
 @pytest.mark.parametrize("error", [DISK, BUCKET], ids=["disk", "bucket"])

@@ -20,7 +20,7 @@ import pytest
 from checkpoint_cases import IDENTITY, bits, layout, make_state
 
 from maxlm.checkpoint import Checkpoints, host_copies, memory, snapshot
-from maxlm.checkpoint.interval import daly, steps_between
+from maxlm.checkpoint.memory import daly, steps_between
 from maxlm.checkpoint.snapshot import failure_domains, peer_ring
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError, ExitCode, UserError
