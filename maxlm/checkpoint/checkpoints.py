@@ -9,25 +9,24 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import itertools
 import json
 import logging
-import re
-import stat
-import time
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, manifest, multihost, orbax_logging
+from maxlm.checkpoint import digest, manifest, multihost
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
+from maxlm.checkpoint.folder import CheckpointFolder
 from maxlm.checkpoint.memory import MemoryCopies
-from maxlm.checkpoint.reader import STATE, check_metadata, holds, read_checkpoint
+from maxlm.checkpoint.reader import STATE, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
@@ -38,17 +37,14 @@ from maxlm.config.schema import CheckpointConfig
 from maxlm.config.transient import first_line, is_storage_error, is_transient, retried
 
 _log = logging.getLogger(__name__)
+_LIBRARIES = ("orbax", "tensorstore", "uvloop")
+_LOG_CHARS = 300  # of a line of another library
 STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
 _LEAST_PART = 4 << 20  # bytes of a replicated leaf that a replica writes; of a smaller one the first replica writes all
 _READERS = 8  # manifests that are read at a time
-_REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove a failed save, and the pause after each
-_ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
 _GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # outcomes of processes, which agree on the largest: a save is retried if any failure is transient
-_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
-_COMMITTED = "commit_success.txt"
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is running or was killed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +81,10 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
-        orbax_logging.install()
+        _quieten_orbax()
         absolute = str(directory) if is_remote(str(directory)) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
+        self.folder = CheckpointFolder(self.directory)
         self._config = config
         self.identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
@@ -96,8 +93,6 @@ class Checkpoints:
         self._resumed_at: int | None = None  # a restored step; newer checkpoints are still in the directory
         self._damaged_step: int | None = None  # step of a damaged checkpoint that a copy in memory replaced
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
-        self._keeps_listing = False
-        self._listing: tuple[list[int], list[str]] | None = None  # steps and strays
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
         self.failed_in_a_row = 0  # saves, up to the newest that has ended; the same in all processes
         self.check_owner: Callable[[], None] = lambda: None  # raises once another start of the run owns the directory
@@ -109,7 +104,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
-        return self._listed()[0]
+        return self.folder.listing()[0]
 
     def saved_steps(self) -> list[int]:
         """`steps` of process 0, in all processes. Raises UnavailableError in all."""
@@ -127,7 +122,7 @@ class Checkpoints:
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
-        return self._listed()[1]
+        return self.folder.listing()[1]
 
     def positions(self) -> dict[int, dict[str, Any]]:
         """Return step -> data position of every checkpoint with a manifest that process 0 can read, and of a copy in memory.
@@ -177,7 +172,7 @@ class Checkpoints:
         made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
         error: Exception | None = None
         try:
-            self._probe(_PROBE_BYTES)
+            self.folder.probe(_PROBE_BYTES)
         except Exception as failure:  # any: clients of buckets raise kinds of their own, and the other processes must learn of it
             error = failure
         own = _GOOD if error is None else _MAY_PASS if self._may_pass(error) else _FAILED
@@ -205,13 +200,6 @@ class Checkpoints:
         except UnreachableError:
             return True
 
-    def _probe(self, size: int) -> None:
-        """Write and remove a file of so many bytes. Raises OSError, or what a client of buckets raises."""
-        probe = self.directory / f".probe-{jax.process_index()}"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(size))
-        probe.unlink()
-
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
         """Start a save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
 
@@ -227,7 +215,7 @@ class Checkpoints:
         needed = bytes_here(leaves)
         saved: list[int] = []
         with self._in_all(step, needed):  # faults are found here, as far as possible: below, processes wait for each other
-            self._probe(1)
+            self.folder.probe(1)
             saved = self.steps()
         self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
         if step in multihost.from_process_0(saved):
@@ -395,43 +383,8 @@ class Checkpoints:
         """Return the steps that process 0 sees, in all processes, and strays in process 0 alone: with listings of their own, one process
         might begin anew and the others restore. Raises UnavailableError in all processes.
         """
-        steps, strays = multihost.only_process_0(self._listed, f"listing {self.directory}") or ([], [])
+        steps, strays = multihost.only_process_0(self.folder.listing, f"listing {self.directory}") or ([], [])
         return multihost.from_process_0(steps), strays
-
-    @contextlib.contextmanager
-    def one_listing(self) -> Iterator[None]:
-        """List the directory once within this context, which must not write there: in a bucket each checkpoint takes a request."""
-        self._keeps_listing = True
-        try:
-            yield
-        finally:
-            self._keeps_listing, self._listing = False, None
-
-    def _listed(self) -> tuple[list[int], list[str]]:
-        """`steps` and `strays`, which the caller may change."""
-        listing = self._listing or self._list()
-        self._listing = listing if self._keeps_listing else None
-        return list(listing[0]), list(listing[1])
-
-    def _list(self) -> tuple[list[int], list[str]]:
-        steps, strays = [], []
-        try:
-            names: list[str] = []
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # `is_dir` is False if the storage fails
-                names = [entry.name for entry in self.directory.iterdir()]
-            for name in sorted(names):
-                if not _STEP.fullmatch(name):
-                    if any(char.isdigit() for char in name) and _UNFINISHED not in name and not name.startswith("."):
-                        strays.append(f"{name} is not the name of a checkpoint")
-                elif reason := _unlisted(self.directory, int(name)):
-                    strays.append(f"{name} is not a committed checkpoint: {reason}")
-                else:
-                    steps.append(int(name))
-        except Exception as error:
-            if not is_storage_error(error):
-                raise
-            raise UnreachableError(f"{self.directory} cannot be listed: {first_line(error)}.") from error
-        return sorted(steps), strays
 
     def _deferred_manifest(
         self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any], sums: "Future[digest.Sums]"
@@ -503,7 +456,7 @@ class Checkpoints:
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         if jax.process_index() == 0:
-            self._remove_unfinished()
+            self.folder.remove_unfinished()
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
@@ -518,28 +471,6 @@ class Checkpoints:
             context=context,
             preservation_policy=retention(self._config, self._was_healthy),
         )
-
-    def _remove_unfinished(self) -> None:
-        """Remove saves that failed or were killed; tried again while a thread of such a save still writes there.
-
-        Not left to Orbax: its thread may be at it when a writer is closed already, and meet a checkpoint that is moved or written by then;
-        and in a bucket it removes every folder without a mark, also those that are none of ours.
-        """
-        problems: list[str] = []
-        for _ in range(_REMOVALS):
-            try:
-                left = [entry for entry in self.directory.iterdir() if _is_unfinished(self.directory, entry)]
-            except Exception as error:
-                if not is_storage_error(error):
-                    raise
-                problems = [first_line(error)]
-            else:
-                if not left:
-                    return
-                problems = [*filter(None, map(_remove, left))]
-            time.sleep(_REMOVAL_SECONDS)
-        if problems:
-            _log.warning("%s still holds unfinished saves, which take room: %s", self.directory, "; ".join(problems))
 
     def _was_healthy(self, step: int) -> bool | None:
         """Mark of a checkpoint; None if it cannot be read, now or at all."""
@@ -566,32 +497,16 @@ class Checkpoints:
             return
         newer: list[int] = []
         with in_all():
-            newer = [step for step in saved if step > resumed_at or step == self._damaged_step or not _lists(self.directory, step)]
+            newer = [step for step in saved if step > resumed_at or step == self._damaged_step or not self.folder.is_readable(step)]
         newer = multihost.from_process_0(newer)
         with in_all():
             for step in newer if jax.process_index() == 0 else ():
-                self._set_aside(step, resumed_at)
+                self.check_owner()
+                self.folder.set_aside(step, resumed_at)
         saved[:] = [step for step in saved if step not in newer]
         self._resumed_at = None
         if newer and self._writer is not None:
             self._writer.reload()
-
-    def _set_aside(self, step: int, resumed_at: int) -> None:
-        self.check_owner()
-        folder, aside, in_bucket = self.directory / str(step), self.directory / _ASIDE, is_remote(str(self.directory))
-        aside.mkdir(parents=True, exist_ok=True)
-        if in_bucket:  # which has no folder without a file, and without this one a program of Orbax's takes it for an unfinished save
-            (aside / _COMMITTED).write_text("checkpoints that training went back behind")
-        taken = {entry.name for entry in aside.iterdir()}
-        names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
-        target = aside / next(name for name in names if name not in taken)
-        committed = (folder / _COMMITTED).read_bytes() if in_bucket else b""
-        if in_bucket:  # file after file is moved there: after a kill, the rest is no checkpoint
-            (folder / _COMMITTED).unlink()
-        folder.rename(target)
-        if in_bucket:
-            (target / _COMMITTED).write_bytes(committed)
-        _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
 
 
 def _severity(failure: CheckpointError | None) -> int:
@@ -601,41 +516,34 @@ def _severity(failure: CheckpointError | None) -> int:
     return _MAY_PASS if isinstance(failure, UnreachableError) else _FAILED
 
 
-def _unlisted(directory: ocp.path.Path, step: int) -> str:
-    """Reason that the entry named `step` is not a committed checkpoint; "" if it is one. Raises what the storage raises if it fails:
-    `is_dir`, and Orbax's own search, find none then, and training would go back in silence.
+@functools.cache
+def _quieten_orbax() -> None:
+    """Filter the loggers that Orbax uses: it prints pages of tracebacks for one full disk, and then raises the error. Filter Python's
+    warnings about its coroutines that were never awaited, too.
     """
-    folder = directory / str(step)
-    if is_remote(str(directory)):  # on a disk the renaming of the folder is the commit
-        return "" if holds(folder / _COMMITTED) else "its save was not finished"
-    try:
-        return "" if stat.S_ISDIR(Path(folder).stat().st_mode) else "it is not a folder"
-    except FileNotFoundError:
-        return "it is gone"
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_shorten)
+    before = sys.unraisablehook
+
+    def log_or_print(unraisable: Any) -> None:
+        """Log exceptions of coroutines that Orbax drops when one of many reads fails, in place of printing them."""
+        source = unraisable.object
+        code = source.cr_code.co_filename if isinstance(source, CoroutineType) else ""
+        text = f"{code} {type(source).__module__} {unraisable.err_msg} {unraisable.exc_value}"
+        if any(library in text for library in _LIBRARIES) or "Event loop is closed" in text:
+            _log.debug("ignored: %s", text[:_LOG_CHARS].split("\n", maxsplit=1)[0])
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = log_or_print
 
 
-def _is_unfinished(directory: ocp.path.Path, entry: ocp.path.Path) -> bool:
-    """True for a folder that a save has begun and not committed. Raises what the storage raises if it fails."""
-    if is_remote(str(directory)):
-        return bool(_STEP.fullmatch(entry.name)) and entry.is_dir() and bool(_unlisted(directory, int(entry.name)))
-    return _UNFINISHED in entry.name and stat.S_ISDIR(Path(entry).lstat().st_mode)
-
-
-def _remove(folder: ocp.path.Path) -> str:
-    """Remove a folder and return its name with the error of the storage, if there is one; else ""."""
-    try:
-        folder.rmtree()
-    except Exception as error:
-        if not is_storage_error(error):
-            raise
-        return f"{folder.name}: {first_line(error)}"
-    return ""
-
-
-def _lists(directory: ocp.path.Path, step: int) -> bool:
-    """True if Orbax can read its metadata of this checkpoint; with a checkpoint that it cannot read, it saves no other."""
-    try:
-        check_metadata(directory / str(step))
-    except DamagedError:
+def _shorten(record: logging.LogRecord) -> bool:
+    """Shorten a record of Orbax to one line, and drop exceptions: one is raised to the caller, the others are of other leaves."""
+    if not any(library in f"{record.pathname} {record.getMessage()}" for library in _LIBRARIES):
+        return True
+    if record.exc_info or "exception was never retrieved" in record.getMessage():
         return False
+    message = record.getMessage().strip().split("\n")[0]
+    record.msg, record.args = message[:_LOG_CHARS], ()
     return True

@@ -116,7 +116,7 @@ def open_run(
     server = metrics_server(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
-    with elastic.waiting_if_too_large(here), checkpoints.one_listing():
+    with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
         start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput, directory)
     if start.step < config.total_steps:
         for line in data.train.go_on(start.position, start.left_out):

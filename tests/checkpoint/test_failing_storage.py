@@ -137,7 +137,7 @@ def test_one_unfinished_save_that_cannot_be_removed_keeps_no_other_and_is_named(
     (file := tmp_path / "3.orbax-checkpoint-tmp.tar").write_text("kept to look at")
     (link := tmp_path / "2.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
     store = open_store(tmp_path)
-    monkeypatch.setattr("maxlm.checkpoint.checkpoints._REMOVAL_SECONDS", 0.0)
+    monkeypatch.setattr("maxlm.checkpoint.folder._REMOVAL_SECONDS", 0.0)
     monkeypatch.setattr(type(store.directory), "rmtree", failing(error, only="4.orbax", real=type(store.directory).rmtree))
     assert store.save(1, {"params": {"w": jnp.ones(4)}}, {})
     store.close()
@@ -210,7 +210,7 @@ def test_a_start_lists_the_folder_once(saved, monkeypatch):
     store, listings = open_store(saved[0]), []
     real = type(store.directory).iterdir
     monkeypatch.setattr(type(store.directory), "iterdir", lambda path: listings.append(str(path)) or real(path))
-    with store.one_listing():
+    with store.folder.one_listing():
         assert (store.latest(), list(store.positions()), store.latest({3: ""})) == (3, [1, 2, 3], 2)
         assert store.restore(saved[1][3], unfit={3: "it was taken back"}).step == 2
         assert listings.count(str(saved[0])) == 1
