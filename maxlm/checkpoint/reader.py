@@ -11,14 +11,13 @@ from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
 from maxlm.checkpoint.tree_paths import OPTIONAL, PARAMS
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, some
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_out_of_memory, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
 _METADATA = "_CHECKPOINT_METADATA"  # times and items of a checkpoint, written by Orbax
 _LISTED = "_METADATA"  # names, shapes and dtypes of the arrays, written by Orbax
-_SHOWN = 3  # differences named in a message; the rest are counted
 
 
 def read_checkpoint(
@@ -130,7 +129,7 @@ def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -
     ]
     if differing:
         raise CheckpointError(
-            f"{where} was written by another experiment: {_some(differing)}; use another run.name, or go back to the settings of that one."
+            f"{where} was written by another experiment: {some(differing)}; use another run.name, or go back to the settings of that one."
         )
 
 
@@ -146,7 +145,7 @@ def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct]
         ]
     if problems := [problem for problem in problems if problem]:
         raise CheckpointError(
-            f"{where}, written by maxlm {version}, does not fit this run's state: {_some(problems)}; restore it with the settings and the "
+            f"{where}, written by maxlm {version}, does not fit this run's state: {some(problems)}; restore it with the settings and the "
             "maxlm it was written with, begin another run from its parameters (train.start_from), or use another run.name."
         )
 
@@ -159,8 +158,3 @@ def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> 
     if saved.dtype != str(wanted.dtype):
         return f"{name} is {saved.dtype} there and {wanted.dtype} here (it is never cast silently)"
     return ""
-
-
-def _some(texts: list[str]) -> str:
-    more = len(texts) - _SHOWN
-    return ", ".join(texts[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

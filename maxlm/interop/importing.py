@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError, load
-from maxlm.config.errors import quoted
+from maxlm.config.errors import quoted, some
 from maxlm.config.loader import saved_text
 from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
@@ -27,7 +27,7 @@ from maxlm.interop.hf_config import has_towers, read_config, text_tower
 from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.published_files import GENERATION, TOKENIZER_FILES, ends_of, keep_files, object_or_none, read_object
-from maxlm.interop.tensor_files import TensorFiles, some
+from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER

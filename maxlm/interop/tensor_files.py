@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.config.errors import UserError, error_kind, some
 from maxlm.config.paths import open_regular, read_file
 from maxlm.config.transient import first_line
 from maxlm.interop import packed
@@ -26,7 +26,6 @@ ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 _PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
-_SHOWN = 3
 _MOST_HEADER = 100_000_000  # bytes of JSON before the tensors, the format's own bound; an index is held to it too
 _COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
@@ -247,12 +246,6 @@ def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
     file.chmod(mode)
-
-
-def some(names: list[str]) -> str:
-    """The first of these names, and the number of others."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def _listed(folder: Path) -> dict[str, Path]:

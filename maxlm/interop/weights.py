@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, some
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.copying import bounds_of, copy_part, empty_aligned, is_inside
 from maxlm.interop.families import Family
 from maxlm.interop.families.decoder import EMBEDDING, UNEMBEDDING
 from maxlm.interop.layouts import Rule, Shape, expert_axis
-from maxlm.interop.tensor_files import TensorFiles, some
+from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
 from maxlm.models.stack import Names, within_layer
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from maxlm.config.console import Console
 from maxlm.config.directory_lock import locked
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, some
 from maxlm.config.loader import load_as
 from maxlm.ladder import compare
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for, doubts_of
@@ -128,16 +128,12 @@ def _check_complete(found: Sequence[Found], codes: dict[str, int], options: Opti
         return
     if failed:
         raise UserError(
-            f"{len(failed)} of {len(found)} runs failed: {_some(failed)}; mend and run again, or fit the others with --without-failed."
+            f"{len(failed)} of {len(found)} runs failed: {some(failed, 5)}; mend and run again, or fit the others with --without-failed."
         )
     if waiting:
         raise UserError(
-            f"{len(waiting)} of {len(found)} runs are not done: {_some(waiting)}; train them, or fit the others with --without-failed."
+            f"{len(waiting)} of {len(found)} runs are not done: {some(waiting, 5)}; train them, or fit the others with --without-failed."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _optima(settings: LadderSettings, analysis: Analysis) -> list[Optimum]:

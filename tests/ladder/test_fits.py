@@ -112,12 +112,12 @@ def coverage(runs, ladders, noise):
 
 @pytest.mark.soak
 def test_intervals_hold_the_truth_as_often_as_they_say():
-    """Of 200 ladders of each of three sizes, with 0.7% noise. The mean share of 200 is known to 1.3%, and of all 600 to 0.8%."""
+    """Of 200 ladders of each of three sizes, with 0.7% noise. The mean share of 200 has a standard error of 1.3%."""
     held = [coverage(small_ladder(*grid), 200, (0.007, 0.0, 0.0)) for grid in ((5, 3, 4, 1), (6, 5, 16, 1), (9, 8, 16, 1))]
     print(held)
     means = [float(np.mean(list(one.values()))) for one in held]
-    assert 0.87 <= np.mean(means) <= 0.93
-    assert min(means) >= 0.85 and min(min(one.values()) for one in held) >= 0.8
+    assert all(0.87 <= mean <= 0.93 for mean in means)
+    assert min(min(one.values()) for one in held) >= 0.85
 
 
 @pytest.mark.soak
