@@ -89,7 +89,11 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     described = found.layout.described
     check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", described.maxlm, whole=True)
     tilings = found.layout.tilings
-    needed = {name: {tile for index in _regions(leaf) for tile in tilings[name].overlapping(index)} for name, leaf in wanted.items()}
+    needed: dict[str, set[int]] = {}
+    for name, leaf in wanted.items():
+        assert leaf.sharding is not None, "checked before"
+        regions = filter(None, leaf.sharding.addressable_devices_indices_map(leaf.shape).values())
+        needed[name] = {tile for index in regions for tile in tilings[name].overlapping(bounded(index, leaf.shape))}
     received, sent = _exchange(found, wanted, needed)
     arrays: dict[str, jax.Array] = {}
     failure = False
@@ -130,8 +134,10 @@ def _usable(folder: RunFolder, identity: dict[str, str], say: Say) -> list[tuple
 
 def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say) -> Found | None:
     """Return the state of these copies, if every tile is undamaged in some process. `holder`: a process that has its layout."""
-    content = np.frombuffer(mine[0][2][0].layout.encode() if mine else b"", np.uint8)
-    found, received = Found(parse(_from_process(holder, content).tobytes().decode()), {}), dict[Tile, HostCopy]()
+    content = np.frombuffer(mine[0][2][0].layout.encode() if jax.process_index() == holder else b"", np.uint8)
+    size = int(multihost.maximum(np.array([content.size], np.int32))[0])
+    layout = multihost.maximum(np.pad(content, (0, size - content.size)))
+    found, received = Found(parse(layout.tobytes().decode()), {}), dict[Tile, HostCopy]()
     for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
         (received if copy.tiles[tile].received else found.here).setdefault(tile, copy)
     held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
@@ -139,13 +145,6 @@ def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say
         found.here.update({tile: received[tile] for tile, own in zip(found.tiles, held, strict=True) if not own and tile in received})
         held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
     return found if bool(held.all()) else None
-
-
-def _from_process(number: int, content: np.ndarray) -> np.ndarray:
-    """The bytes of process `number`, in all."""
-    content = content if jax.process_index() == number else np.zeros(0, np.uint8)
-    size = int(multihost.maximum(np.array([content.size], np.int32))[0])
-    return multihost.maximum(np.pad(content, (0, size - content.size)))
 
 
 def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
@@ -210,12 +209,6 @@ def _read_or_zeros(found: Found, tile: Tile) -> np.ndarray:
         return copy.read(tile)
     except (OSError, DamagedError):
         return np.zeros(copy.tiles[tile].size, np.uint8)
-
-
-def _regions(leaf: jax.ShapeDtypeStruct) -> list[Index]:
-    """The regions of a leaf on this process's devices."""
-    assert leaf.sharding is not None, "checked before"
-    return [bounded(index, leaf.shape) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values() if index is not None]
 
 
 def _reader(found: Found, received: dict[Tile, np.ndarray], name: str, leaf: jax.ShapeDtypeStruct) -> Callable[[Index | None], np.ndarray]:

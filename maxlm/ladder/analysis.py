@@ -115,7 +115,7 @@ def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
     runs, done = measured(found)
     if not done:
         raise UserError(f"none of {len(found)} runs has a loss, and there is nothing to fit: mend them and run again.")
-    name = settings.form or _choose(runs)
+    name = settings.form or ("chinchilla" if ratio_varies(runs) else "compute")
     whole = fit(FORMS[name], runs, huber=settings.huber, samples=settings.samples)
     try:
         predictions, reason = _predict_largest(runs, done, settings, name), ""
@@ -129,11 +129,6 @@ def doubts_of(analysis: Analysis) -> list[str]:
     """`doubts` of an analysis."""
     times = [epochs(one.rung.config, one.rung.tokens) for one in analysis.done]
     return doubts(analysis.fit, [one.error for one in analysis.predictions], times)
-
-
-def _choose(runs: Runs) -> str:
-    """chinchilla if the ratio of tokens to parameters varies, else compute."""
-    return "chinchilla" if ratio_varies(runs) else "compute"
 
 
 def _predict_largest(runs: Runs, done: Sequence[Found], settings: FitConfig, name: str) -> list[Prediction]:
@@ -182,14 +177,10 @@ def parabolas_of(done: Sequence[Found]) -> list[Parabola]:
             continue
         centre, flops = -slope / (2 * curvature), float(np.exp(np.log(some.flops_R).mean()))
         inside = bool(low < centre < high)
-        tokens = float(np.exp(np.interp(centre, *_sorted(np.log(some.parameters_R), np.log(some.tokens_R)))))
+        order_R = np.argsort(some.parameters_R)
+        tokens = float(np.exp(np.interp(centre, np.log(some.parameters_R[order_R]), np.log(some.tokens_R[order_R]))))
         found.append(Parabola(flops, float(np.exp(centre)), tokens, float(level - slope**2 / (4 * curvature)), float(curvature), inside))
     return found
-
-
-def _sorted(x_R: Floats, y_R: Floats) -> tuple[Floats, Floats]:
-    order_R = np.argsort(x_R)
-    return x_R[order_R], y_R[order_R]
 
 
 def _exponents(parabolas: Sequence[Parabola]) -> dict[str, float]:

@@ -107,12 +107,7 @@ def _svg(figure: Figure) -> str:
     text = StringIO()
     with rc_context(_FIXED):
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
-    return _inline(text.getvalue())
-
-
-def _inline(text: str) -> str:
-    """The SVG without its XML declaration, so that it may stand in a page."""
-    return re.sub(r"^.*?(?=<svg)", "", text, flags=re.DOTALL)
+    return re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)  # without its XML declaration, as part of a page
 
 
 def all_plots(analysis: Analysis) -> Sequence[tuple[str, str]]:
