@@ -1,6 +1,5 @@
 """Packages of documentation: fetched by name with the ordinary clients, and read member by member without unpacking them to disk."""
 
-import hashlib
 import json
 import re
 import subprocess
@@ -103,30 +102,3 @@ def _tar(stream: IO[bytes], mode: str = "r|") -> Iterator[tuple[str, bytes]]:
             if member.isfile() and member.size <= LARGEST:
                 content = archive.extractfile(member)
                 yield member.name.removeprefix("./"), content.read() if content else b""
-
-
-def licence(path: str, content: bytes) -> str | None:
-    """The licence that a file of a package states for the whole of it: Debian's copyright file, PKG-INFO, package.json."""
-    text = content.decode("utf-8", "replace")
-    if re.fullmatch(r"usr/share/doc/[^/]+/copyright", path):
-        found = re.search(r"^Files: \*\n(?:.+\n)*?License: *(\S.*)", text, re.MULTILINE) or re.search(
-            r"^License: *(\S.*)", text, re.MULTILINE
-        )
-        return found[1].strip()[:80] if found else None
-    if re.fullmatch(r"[^/]+/PKG-INFO", path):
-        found = re.search(r"^License(?:-Expression)?: (?!UNKNOWN)(\S.*)", text, re.MULTILINE)
-        found = found or re.search(r"^Classifier: License :: (?:OSI Approved :: )?(\S.*)", text, re.MULTILINE)
-        return found[1].strip()[:80] if found else None
-    if path == "package/package.json":
-        try:
-            value = json.loads(text).get("license")
-        except ValueError:
-            return None
-        return value[:80] if isinstance(value, str) else None
-    return None
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

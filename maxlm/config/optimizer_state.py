@@ -15,9 +15,9 @@ class OptimizerStateConfig(Section):
     moments: MomentFormat = FLOAT32
     # None: as `moments`. factored: row and column means, whose product stands for a matrix (Adafactor, arXiv 1804.04235).
     second_moment: MomentFormat | Literal["factored"] | None = None
-    rounding: Literal["stochastic", "nearest"] = (
-        "stochastic"  # up or down by chance, so that the mean is exact; a function of (seed, update)
-    )
+    # stochastic: up or down by chance, so that the mean is exact; a function of (seed, update). None: as the format needs it, int8 moments
+    # to the nearest code (they drift less so), bfloat16 moments and split24 masters stochastic.
+    rounding: Literal["stochastic", "nearest"] | None = None
     # split: bfloat16 halves that matmuls read, and the other 16 bits apart; split24: 8 bits apart, 3 bytes in all
     masters: Literal["float32", "split", "split24"] = FLOAT32
 
@@ -25,6 +25,10 @@ class OptimizerStateConfig(Section):
     def second(self) -> str:
         """Format of the second moment."""
         return self.second_moment or self.moments
+
+    def rounds_by_chance(self, format: str) -> bool:
+        """True if values stored in `format` (of a moment or of masters) are rounded stochastically."""
+        return self.rounding == "stochastic" if self.rounding is not None else format != "int8"
 
     @property
     def identity(self) -> dict[str, str]:

@@ -32,7 +32,7 @@ HBM_SHARE = 0.9  # long copies
 PREDICTED_MATMUL_SHARES = {"v5e": 0.94, "v5p": 0.97, "v6e": 0.81}
 PREDICTED_MATMUL_SHARE = 0.88  # other chips: assumed
 # Matmuls as libtpu 0.0.42 says, by which programs are priced that were scheduled and have no machine code yet: share of peak, and share of
-# the shorter of arithmetic and copies that is not hidden where functions are computed on the way (`tools/schedule_error.py`).
+# the shorter of arithmetic and copies that is not hidden where functions are computed on the way (docs/schedule.md).
 SCHEDULED_MATMULS = {"v5e": (0.98, 0.15), "v5p": (0.98, 0.15), "v6e": (0.88, 0.5), "tpu7x": (0.84, 0.7)}
 SCHEDULED_MATMUL = (0.9, 0.5)  # other chips: assumed
 # The same at most where a program keeps XLA's own limit of scoped VMEM: XLA's cycles of MaxText's programs for v5e and v5p (2026-11-21).

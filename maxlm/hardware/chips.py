@@ -23,7 +23,7 @@ MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a 
 PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
 
 # Speed of a large matmul (4096 x 4096 x 4096) relative to bf16: cycles that the machine code of libtpu 0.0.42.1 issues, waits for HBM
-# included (tools/format_speeds.py). XLA's own estimates may differ: 1.28 for int8 on v6e, 0.96 on tpu7x. By those estimates, as nothing was
+# included (low_precision_speed.md). XLA's own estimates may differ: 1.28 for int8 on v6e, 0.96 on tpu7x. By those estimates, as nothing was
 # counted: v4, v5e, floats of v5p; e5m2 on tpu7x is taken to be as fast as e4m3.
 COMPILED_SPEEDS: Mapping[str, Mapping[MatmulFormat, float]] = {
     "v4": {"int8": 0.90, "e4m3": 0.84, "e5m2": 0.84},

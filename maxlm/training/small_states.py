@@ -40,13 +40,14 @@ class SmallState(NamedTuple):
 @dataclass(frozen=True)
 class Storage:
     """Form in which one leaf is stored. `name`: its path, which random bits depend on; `dim`: along which 8-bit codes share a
-    scale, None for bfloat16.
+    scale, None for bfloat16; `by_chance`: rounded stochastically.
     """
 
     name: str
     parameter: Names
     signed: bool
     dim: int | None
+    by_chance: bool
 
     def read(self, stored: Array, scales: Array | None) -> Float[Array, "..."]:
         return stored.astype(jnp.float32) if scales is None else decode(stored, scales)
@@ -80,7 +81,6 @@ class _SmallMoments:
         self, config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation, axes: Parameters, first_row: Array | int
     ) -> None:
         self._inner, self._seed, self._first_row = inner, config.train.seed, first_row
-        self._by_chance = settings.rounding == "stochastic"
         self._forms, self._tree = _forms(config, settings, inner, axes)
         self._scaled = any(form is not None and form.dim is not None for form in self._forms)
 
@@ -114,7 +114,7 @@ class _SmallMoments:
         def write(form: Storage | None, moment: Array, scale: Array | None) -> Array:
             if form is None:
                 return moment
-            random = random_bits(self._seed, form.name, updates, moment.shape, self._first_row) if self._by_chance else None
+            random = random_bits(self._seed, form.name, updates, moment.shape, self._first_row) if form.by_chance else None
             return form.write(moment, scale, random)
 
         stored = [write(*leaf) for leaf in zip(self._forms, moments, scales, strict=True)]
@@ -154,7 +154,8 @@ def _forms(
         kind = chosen[path[start - 1]]
         dim = scaled_dim(axes[path[start:]], shape) if kind == "int8" else None
         rounded = kind == "bfloat16" or dim is not None
-        return Storage(".".join(path), path[start:], path[start - 1] != SECOND, dim) if rounded else None
+        by_chance = settings.rounds_by_chance(kind)
+        return Storage(".".join(path), path[start:], path[start - 1] != SECOND, dim, by_chance) if rounded else None
 
     return [form(path_of(path), leaf.shape) for path, leaf in leaves], structure
 

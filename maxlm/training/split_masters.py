@@ -61,7 +61,7 @@ def stored(
     the nearest. `first_row`: of a piece.
     """
     settings, bits = config.optimizer.state, 8 * difference_dtype(config).itemsize
-    by_chance = settings is not None and settings.rounding == "stochastic" and bits == 8 and step is not None
+    by_chance = settings is not None and settings.rounds_by_chance(settings.masters) and bits == 8 and step is not None
     random = random_bits(config.train.seed, ".".join(name), step, master.shape, first_row) if by_chance and step is not None else None
     return split(master, bits, random)
 

@@ -296,14 +296,14 @@ def random_pieces(seed):
     return "".join(rng.choice(pieces)[: rng.choice((3, 9, 99))] for _ in range(rng.randint(1, 25)))
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_masking_twice_changes_nothing(seed):
+def test_masking_twice_changes_nothing():
     """And the compiled search for hints leaves nothing out."""
-    text = random_pieces(seed)
-    once = mask(text)
-    assert mask(once.text).text == once.text
-    padded = mask(text + "\n\n" + " 1.1.1 2000: +1 123 4567 12345678901a a1a1a1a1a1a1a1")  # every hint is set
-    assert padded.text.startswith(once.text.rstrip()) or not text
+    for seed in range(300):
+        text = random_pieces(seed)
+        once = mask(text)
+        assert mask(once.text).text == once.text, seed
+        padded = mask(text + "\n\n" + " 1.1.1 2000: +1 123 4567 12345678901a a1a1a1a1a1a1a1")  # every hint is set
+        assert padded.text.startswith(once.text.rstrip()) or not text, seed
 
 
 def test_masks_are_counted_and_can_be_switched_off():

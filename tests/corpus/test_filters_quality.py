@@ -42,11 +42,10 @@ LONG = ["internationalisation", "counterrevolutionary", "uncharacteristically", 
 VARIED = [f"{word}{chr(97 + i)}{chr(97 + j)}" for i in range(12) for j in range(2) for word in LONG]
 NO_STOP = re.compile(r"\b(the|be|to|of|and|that|have|with)\b", re.IGNORECASE)
 SHORT = [f"{a}{b}" for a in "bcdfghjklmnp" for b in "aeiou"]
+MANY = [f"{w}{i}" for i in range(900) for w in ("the", "of", "tree")]
 BROKEN = {  # reason -> a text that breaks this rule and no other one of the three filters
     "gopher_too_few_words": " ".join(words(RNG, 49)) + ".",
-    "gopher_too_many_words": "\n".join(
-        " ".join(RNG.choices([f"{w}{i}" for i in range(900) for w in ("the", "of", "tree")], k=101)) + "." for _ in range(1000)
-    ),
+    "gopher_too_many_words": "\n".join(" ".join(RNG.choices(MANY, k=101)) + "." for _ in range(1000)),
     "gopher_mean_word_length": "the of " + " ".join(VARIED) + ".",
     "gopher_hash_signs": "\n".join(" ".join(f"#{w}" if i % 7 == 0 else w for i, w in enumerate(s.split())) for s in lines_of(RNG, 15)),
     "gopher_ellipses": "\n".join(" ".join(f"{w}…" if i % 6 == 1 else w for i, w in enumerate(s.split())) for s in lines_of(RNG, 15)),

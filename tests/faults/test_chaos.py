@@ -1,4 +1,4 @@
-"""Runs that are broken at random moments end as the undisturbed run: one trial of tools/chaos.py here, twenty minutes of it as a soak."""
+"""Runs that are broken at random moments end as the undisturbed run: one trial here, twenty minutes as a soak (chaos.py)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damage to stores and checkpoints of every kind is noticed or harmless: the program that stays in tools/, and in `make soak` all of it."""
+"""Damage to stores and checkpoints of every kind is noticed or harmless: a sample of attack_files.py, and in `make soak` all of it."""
 
 import collections
 import importlib.util
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "attack_files.py"
+PROGRAM = Path(__file__).resolve().with_name("attack_files.py")
 
 
 def attack_of(trials: int, seed: int, folder: Path) -> None:

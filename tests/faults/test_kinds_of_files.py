@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from attack_files import make_store
 from safetensors.numpy import save_file
 
 from maxlm import cli
 from maxlm.telemetry import atomic
-from tools.attack_files import make_store
 
 GOLDEN = Path(__file__).resolve().parents[1] / "interop" / "golden" / "llama2.npz"
 SECONDS = 200  # a door that waits for a pipe never ends

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "attack_rendezvous.py"
+PROGRAM = Path(__file__).resolve().with_name("attack_rendezvous.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A hundred signals at random moments of random commands, see tools/attack_signals.py."""
+"""A hundred signals at random moments of random commands, see tests/faults/attack_signals.py."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools" / "attack_signals.py"
+TOOL = Path(__file__).resolve().with_name("attack_signals.py")
 
 
 @pytest.mark.soak

@@ -46,9 +46,9 @@ def test_there_is_something_to_look_at():
     assert len(SOURCES) > 50
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_path_runs_foreign_code(path):
-    assert problems(path.read_text(encoding="utf-8")) == []
+def test_no_path_runs_foreign_code():
+    found = {str(path.relative_to(ROOT)): problems(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

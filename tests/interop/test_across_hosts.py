@@ -2,18 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from golden_hf import drawn
 from safetensors.numpy import save_file
 from small_run import command, environment, free_port
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from golden_hf import drawn
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError, load

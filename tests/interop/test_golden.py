@@ -1,7 +1,6 @@
 """Recorded results of the Hugging Face library, replayed: the same weights give the same logits, loss and gradients, and come out again."""
 
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -9,11 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 from golden_hf import CASES, WEIGHT_AHEAD, drawn, tokens
+from safetensors.numpy import load_file, save_file
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import load

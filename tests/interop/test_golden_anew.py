@@ -12,16 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 from golden_hf import CASES, drawn
+from safetensors.numpy import save_file
 
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "golden_hf.py"
+TOOL = Path(__file__).resolve().with_name("golden_hf.py")
 GOLDEN = Path(__file__).parent / "golden"
 HERE = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "safetensors"))
 PYTHON = os.environ.get("MAXLM_HF_PYTHON") or (sys.executable if HERE else None)

@@ -2,20 +2,16 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from golden_hf import drawn
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tiny import tiny_batch, tiny_config
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from golden_hf import drawn
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError

@@ -1,18 +1,14 @@
 """Layouts in which models are published: text towers under prefixed names, and matrices in fp8 with a scale for each block."""
 
 import json
-import sys
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 from golden_hf import drawn
+from safetensors.numpy import load_file, save_file
 from test_golden import restored
 
 from maxlm.config.errors import UserError

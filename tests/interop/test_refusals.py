@@ -3,17 +3,13 @@
 import json
 import pickle
 import struct
-import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
 from golden_hf import drawn
+from safetensors.numpy import load_file, save_file
 
 from maxlm.config.errors import UserError
 from maxlm.interop.exporting import export_model

@@ -13,9 +13,19 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=CASES, ids=lambda s: f"{s.kind}-p{s.stages}-m{s.microbatches}-v{s.chunks}")
-def schedule(request):
-    return request.param
+def of_every_schedule(check):
+    """A test that makes `check` with each of the cases, and names the one that fails."""
+
+    def test():
+        for schedule in CASES:
+            try:
+                check(schedule)
+            except AssertionError as error:
+                error.add_note(f"of {schedule}")
+                raise
+
+    test.__doc__ = check.__doc__
+    return test
 
 
 def work_of(schedule, stage):
@@ -38,6 +48,7 @@ def when(schedule):
     return found
 
 
+@of_every_schedule
 def test_every_unit_runs_once_and_gets_its_input_from_the_tick_before(schedule):
     ticks, parts = when(schedule), schedule.stages * schedule.chunks
     assert len(ticks) == 2 * schedule.microbatches * parts
@@ -48,6 +59,7 @@ def test_every_unit_runs_once_and_gets_its_input_from_the_tick_before(schedule):
         assert ticks["backward", microbatch, parts - 1] >= ticks["forward", microbatch, parts - 1]
 
 
+@of_every_schedule
 def test_a_stage_does_one_unit_a_way_and_tick(schedule):
     for stage in range(schedule.stages):
         done = [(tick, way) for tick, way, _, _ in work_of(schedule, stage)]
@@ -55,6 +67,7 @@ def test_a_stage_does_one_unit_a_way_and_tick(schedule):
         assert max(tick for tick, _ in done) < schedule.ticks
 
 
+@of_every_schedule
 def test_bubbles_are_as_the_formula_says(schedule):
     """(P - 1) / (v M + P - 1), whatever a pass costs, counted from what the stages do: a tick lasts as long as its busiest stage."""
     for forward, backward in ((1.0, 2.0), (1.0, 3.0)):
@@ -68,6 +81,7 @@ def test_bubbles_are_as_the_formula_says(schedule):
         assert 1 - busy / phases == pytest.approx(wanted)
 
 
+@of_every_schedule
 def test_phases_are_the_ticks_in_which_something_is_done(schedule):
     active = {
         way: {tick for stage in range(schedule.stages) for tick, other, _, _ in work_of(schedule, stage) if other == way}
@@ -84,6 +98,7 @@ def test_phases_are_the_ticks_in_which_something_is_done(schedule):
         assert schedule.chunks > 1 or ticks & last == (ticks if phase.loss else set())
 
 
+@of_every_schedule
 def test_a_slot_is_read_before_it_is_written_again(schedule):
     """Unit k is kept in slot k mod `depth` until its backward pass; in a tick, forward passes write first."""
     for stage in range(schedule.stages):
@@ -105,6 +120,7 @@ def test_what_1f1b_keeps_does_not_grow_with_the_microbatches():
         assert [Schedule("gpipe", stages, rounds * stages, chunks).depth for rounds in (3, 8)] == [3 * stages * chunks, 8 * stages * chunks]
 
 
+@of_every_schedule
 def test_the_units_of_forward_and_backward_are_named_alike(schedule):
     for unit in range(schedule.units):
         assert schedule.forward_of(*schedule.forward(unit)) == unit

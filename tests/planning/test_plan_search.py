@@ -38,13 +38,18 @@ AVAILABLE = 95 * GIB
 CONFIG = load("models/llama3-8b", [*LARGE, "cluster.topology=v5p:4x4x4"]).config
 MODEL = analytic(CONFIG, "v5p:4x4x4")
 MODEL.estimate = functools.cache(MODEL.estimate)  # every search asks for all of them
-SPACE = [
-    replace(frame, loss_chunks=loss_chunks, remat=remat)
-    for frame in frames(CONFIG, 64)
-    if frame.sizes["stage"] == frame.sizes["context"] == 1 and frame.zero == 3
-    for loss_chunks, remat, offload in savings(CONFIG, frame)
-    if loss_chunks in (4, 8) and not offload
-]
+
+
+@functools.cache
+def space():
+    """Layouts of one slice without stages and context; made when a test asks for it, not when tests are collected."""
+    return [
+        replace(frame, loss_chunks=loss_chunks, remat=remat)
+        for frame in frames(CONFIG, 64)
+        if frame.sizes["stage"] == frame.sizes["context"] == 1 and frame.zero == 3
+        for loss_chunks, remat, offload in savings(CONFIG, frame)
+        if loss_chunks in (4, 8) and not offload
+    ]
 
 
 class Compiler:
@@ -72,7 +77,7 @@ class Compiler:
 
 
 def search(compiler, *, own=None, most=MOST_COMPILES, updates=math.inf):
-    found = begin(SPACE, MODEL, compiler.available)
+    found = begin(space(), MODEL, compiler.available)
     found.updates = updates
     explore(found, CONFIG, [own] if own else [], compiler, lambda *_: None, most)
     return found
@@ -83,7 +88,7 @@ def test_the_best_is_found_though_the_model_is_wrong(seed):
     """Ten of some thousand layouts are compiled, and none of the others is more than 1% faster than the choice."""
     compiler = Compiler(seed)
     found = search(compiler, own=layout_of(CONFIG, 64))
-    everything = {one: compiler.of(one) for one in SPACE}
+    everything = {one: compiler.of(one) for one in space()}
     fastest = min(verdict.step_s for verdict in everything.values())
     assert len(compiler.asked) <= MOST_COMPILES
     assert compiler.asked[0] == layout_of(CONFIG, 64)
@@ -104,7 +109,7 @@ def test_a_lone_try_is_the_most_promising_not_the_leanest():
     """Topologies are compared by a single compiled layout of each."""
     compiler = Compiler()
     search(compiler, most=1)
-    estimates = {one: MODEL.estimate(one) for one in SPACE}
+    estimates = {one: MODEL.estimate(one) for one in space()}
     fitting = [said for said in estimates.values() if max(said.state + said.temporaries, said.least_bytes) <= AVAILABLE]
     assert sum(estimates[compiler.asked[0]].parts) == pytest.approx(min(sum(said.parts) for said in fitting))
 
@@ -171,7 +176,7 @@ def test_what_was_found_stays_where_it_cannot_be_compiled_without_a_loop(why):
 
 
 def test_few_long_trials_leave_no_time_for_more():
-    found = begin(SPACE[:2], MODEL, AVAILABLE)
+    found = begin(space()[:2], MODEL, AVAILABLE)
     explore(found, CONFIG, [], Compiler(seconds=PATIENCE_S / 2), lambda *_: None, MOST_COMPILES)
     tried = found.tried
     unrolled(found, None)
@@ -180,7 +185,7 @@ def test_few_long_trials_leave_no_time_for_more():
 
 def test_chunks_of_the_loss_are_compiled_where_they_are_predicted_to_be_faster():
     """They change a step as predicted, and are not worth a try because predictions may be wrong."""
-    some = [replace(SPACE[0], loss_chunks=number) for number in (2, 4, 8, 16)]
+    some = [replace(space()[0], loss_chunks=number) for number in (2, 4, 8, 16)]
     estimates = {layout: Estimate(10.0, 0.0, 0.0, 0.01 * place, 0.0, 0, 1, 0, 0.0) for place, layout in enumerate(some)}
     found = begin(some, SimpleNamespace(estimate=estimates.get), AVAILABLE)
     verify = lambda config: Verdict(1, AVAILABLE, estimates[layout_of(config, 64)].parts, 1.0, cached=False)  # noqa: E731
@@ -191,14 +196,14 @@ def test_chunks_of_the_loss_are_compiled_where_they_are_predicted_to_be_faster()
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mesh_that_was_compiled_is_soon_known(seed):
     """Layouts of other meshes keep their margin until several meshes were compiled, those of this one do not."""
-    found = begin([layout for layout in SPACE if layout.sizes["fsdp"] == 64], MODEL, AVAILABLE)
+    found = begin([layout for layout in space() if layout.sizes["fsdp"] == 64], MODEL, AVAILABLE)
     explore(found, CONFIG, [], Compiler(seed), lambda *_: None, MOST_COMPILES)
     assert found.best is not None and found.tried <= MOST_COMPILES / 2
 
 
 def test_a_mesh_unlike_the_compiled_is_tried_though_their_parts_speak_against_it():
     """One waits six times as long as predicted, for weights; another, which sends tokens, as predicted, and that is more."""
-    gathers, sends = (next(one for one in SPACE if one.sizes["fsdp"] == size) for size in (64, 8))
+    gathers, sends = (next(one for one in space() if one.sizes["fsdp"] == size) for size in (64, 8))
     waits = {gathers: (1.0, 6.0), sends: (2.4, 2.4)}
     parts = {layout: [(10.0, 0.0, 0.0, wait, 0.0) for wait in both] for layout, both in waits.items()}
     estimates = {layout: Estimate(*said, 0, 1, 0, 0.0) for layout, (said, _) in parts.items()}
@@ -217,7 +222,7 @@ def test_ctrl_c_keeps_what_was_found(stopped_at):
             raise KeyboardInterrupt
         return compiler(config)
 
-    found = begin(SPACE, MODEL, AVAILABLE)
+    found = begin(space(), MODEL, AVAILABLE)
     explore(found, CONFIG, [layout_of(CONFIG, 64)], interrupted, lambda *_: None, MOST_COMPILES)
     assert (found.end, len(found.trials)) == ("stopped", stopped_at)
     assert (found.best is None) == (stopped_at == 0)
@@ -292,7 +297,7 @@ def test_each_layout_that_was_predicted_to_be_faster_has_its_reason():
     compiler = Compiler(1, available=24 * GIB, seconds=10.0)
     compiler.memory = 2.0
 
-    found = begin(SPACE, MODEL, compiler.available)
+    found = begin(space(), MODEL, compiler.available)
     found.updates = 2000
     explore(found, CONFIG, [], failing(compiler, 1), lambda *_: None, MOST_COMPILES)
     named = not_taken(found)
@@ -325,7 +330,7 @@ def test_the_model_believes_the_compiler():
     own = layout_of(CONFIG, 64)
     said = MODEL.estimate(own)
     verdict = Verdict(said.state + 2 * said.temporaries, AVAILABLE, tuple(1.5 * part for part in said.parts), 1.0, cached=False)
-    far = next(one for one in SPACE if one.remat == "none" and one.sizes["tensor"] == 8)
+    far = next(one for one in space() if one.remat == "none" and one.sizes["tensor"] == 8)
     found = predict([own, far], [said, MODEL.estimate(far)], [Trial(own, said, verdict)])
     near_s, far_s = (step / sum(MODEL.estimate(one).parts) for step, one in zip(found.step_s_N, (own, far), strict=True))
     assert near_s == pytest.approx(1.5, rel=0.03)
@@ -352,7 +357,7 @@ def test_the_frontier_holds_what_no_other_beats():
 
 def test_a_comparison_that_is_stopped_forgets_no_layout_that_does_not_fit(monkeypatch):
     """Ctrl-C while the second layout of a machine is compiled: the first, predicted to fit, did not."""
-    search, one = begin(SPACE[:1], MODEL, AVAILABLE), SPACE[0]
+    search, one = begin(space()[:1], MODEL, AVAILABLE), space()[0]
     (point,) = points(search)
     machine = choose_topology.Machine(parse("v5p:4x4x4"), CONFIG, search, None, None, point=point)
 
@@ -382,7 +387,7 @@ def failing(compiler, *at):
 
 
 def test_a_layout_at_which_the_compiler_fails_is_dropped():
-    compiler, found = Compiler(), begin(SPACE, MODEL, AVAILABLE)
+    compiler, found = Compiler(), begin(space(), MODEL, AVAILABLE)
     explore(found, CONFIG, [], failing(compiler, 2, 3), lambda *_: None, MOST_COMPILES)
     assert set(found.failed.values()) == {"The compiler's process ended with code -9: see above."} and len(found.failed) == 2
     assert found.tried == len(compiler.asked) + 2 <= MOST_COMPILES
@@ -397,7 +402,7 @@ def test_a_layout_whose_loops_are_not_counted_is_dropped():
         verdict = compiler(config)
         return replace(verdict, parts=(1e-9,), unknown_loops=("while.2",)) if len(compiler.asked) == 2 else verdict
 
-    found = begin(SPACE, MODEL, AVAILABLE)
+    found = begin(space(), MODEL, AVAILABLE)
     explore(found, CONFIG, [], sometimes, lambda *_: None, MOST_COMPILES)
     assert list(found.failed) == [compiler.asked[1]] and "while.2" in found.failed[compiler.asked[1]]
     assert found.best.verdict.step_s > 1e-9
@@ -405,7 +410,7 @@ def test_a_layout_whose_loops_are_not_counted_is_dropped():
 
 def test_a_compiler_that_fails_at_once_is_an_error():
     with pytest.raises(UserError, match="code -9"):
-        explore(begin(SPACE, MODEL, AVAILABLE), CONFIG, [], failing(Compiler(), 0), lambda *_: None, MOST_COMPILES)
+        explore(begin(space(), MODEL, AVAILABLE), CONFIG, [], failing(Compiler(), 0), lambda *_: None, MOST_COMPILES)
 
 
 @pytest.mark.parametrize("fails", [(0,), (1, 2)])
@@ -414,7 +419,7 @@ def test_a_comparison_outlives_a_failed_compile(monkeypatch, fails):
     monkeypatch.setattr(choose_topology, "Compiler", lambda **_: contextlib.nullcontext(failing(Compiler(), *fails)))
     machines = [
         choose_topology.Machine(parse("v5p:4x4x4"), CONFIG, search, None, None, point=points(search)[0])
-        for search in (begin(SPACE[start : start + 50], MODEL, AVAILABLE) for start in (0, 50))
+        for search in (begin(space()[start : start + 50], MODEL, AVAILABLE) for start in (0, 50))
     ]
     monkeypatch.setattr(choose_topology.Machine, "choose", lambda self: setattr(self, "point", choose_topology._best(self.search)))
     if 0 in fails:

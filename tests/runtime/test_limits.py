@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from watchdog_traces import TRACES, follow
 
 from maxlm.config.reliability import WatchdogConfig
 from maxlm.runtime import stacks
@@ -11,7 +12,6 @@ from maxlm.runtime.limits import BACKGROUND_SAVE, KEPT, PHASES, RATIO, Lengths, 
 from maxlm.runtime.watchdog import Age
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training.progress import LoopProgress
-from tools.watchdog_traces import TRACES, follow
 
 
 def learned(part="step", seconds=6.0, count=None, **settings):

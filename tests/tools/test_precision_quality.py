@@ -8,7 +8,7 @@ from pathlib import Path
 
 import maxlm
 
-PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "precision_quality.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "lab" / "precision_quality.py"
 CELLS = {"bf16": (4.0, 4.02, 3.98), "moments-int8": (4.001, 4.021, 3.981), "other": (4.04, 4.06, float("nan"))}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from maxlm.planning.goodput import LLAMA_CHIPS, MEMORY, PARTS, TO_VERDICT_S, Job, Tier, expected_goodput, simulate
-from tools.simulate_goodput import variants
+from tools.lab.simulate_goodput import variants
 
 BLOCK, MTBF = 10.0, 20_000.0
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tools" / "lab"
 TRIAL = {"axis": "width", "kind": "mup", "width": 64, "depth": 2, "steps": 10, "first": 0.1, "place": 0, "rate": 0.1}
 TRIAL |= {"seed": 0, "loss": 3.5}
 
@@ -73,5 +74,5 @@ def test_a_rate_that_diverges_is_no_neighbour_of_a_parabola(study):
     ],
 )
 def test_wrong_arguments_are_one_line(program, arguments, said):
-    done = subprocess.run([sys.executable, str(TOOLS / program), *arguments], capture_output=True, text=True, check=False, cwd=TOOLS.parent)
+    done = subprocess.run([sys.executable, str(TOOLS / program), *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -109,10 +109,10 @@ def test_an_absurd_weight_leaves_the_ratio_of_its_layer_a_number():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["long warm-up", "short warm-up", "mixture", "small rate"])
 def test_no_alarm_in_normal_runs(stores, kind, seed):
-    """16 runs of 600 updates: warm-ups, a mixture that goes from code to words without order and back, another seed each."""
+    """8 runs of 600 updates: warm-ups, a mixture that goes from code to words without order and back, another seed each."""
     sources = {name: {"store": str(stores / name), "weight": 1.0 if name == "code" else 1e-6} for name in ("code", "other")}
     stages = [{"from_tokens": 200 * ROWS * SEQ, "weights": {"other": 1.0}}, {"from_tokens": 400 * ROWS * SEQ, "weights": {"code": 1.0}}]
     mixture = {"sources": sources, "stages": stages} if kind == "mixture" else None

@@ -25,7 +25,7 @@ from maxlm.training import fits
 from maxlm.training.factored import adafactor, factored_adam, matrix_dims
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.saved_run import open_run
-from maxlm.training.split_masters import SplitMasters, join_all
+from maxlm.training.split_masters import SplitMasters, join_all, stored
 from maxlm.training.step import TrainState, Updater, build_train_step
 
 INT8, BF16 = {"moments": "int8"}, {"moments": "bfloat16"}
@@ -98,6 +98,20 @@ def test_without_the_section_the_optimizer_is_that_of_optax():
     }
     assert names["absent"] == names["float32"] != names["narrow"]
     assert names["absent"][0] == "0.count"
+
+
+@pytest.mark.parametrize(("moments", "default"), [("int8", "nearest"), ("bfloat16", "stochastic")])
+def test_each_format_has_a_rounding_of_its_own(moments, default):
+    """Without `rounding` moments are rounded as the format's default does it, to the bit."""
+    found, wanted = (updated({}, **stored_as({"moments": moments, **set_to}))[2] for set_to in ({}, {"rounding": default}))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_masters_of_24_bits_are_rounded_by_chance_beside_int8_moments():
+    config = tiny_program(1, **stored_as({**INT8, "masters": "split24"}, precision={"compute": "bfloat16"})).config
+    masters = jnp.full((4, 256), 1 + 2**-18)
+    before, after = (np.unique(np.asarray(stored(config, ("w",), masters, step)[1])) for step in (None, jnp.int32(1)))
+    assert len(before) == 1 and len(after) == 2
 
 
 # Factored second moments.

@@ -1,6 +1,6 @@
 """Attack the config loader and the command line with mutated input; prints how it ended, and exits with 1 if any case failed.
 
-    python tools/attack_config.py [--configs 5000] [--commands 500] [--seed 0]
+    python tests/faults/attack_config.py [--configs 5000] [--commands 500] [--seed 0]
 
 A case passes if it is refused by one line (exit code 2, no traceback, within 2 seconds of processor time), or if it is accepted and every
 value that was written is the value in the resolved config, or differs from it for a reason in `ACCEPTED`.

@@ -1,7 +1,7 @@
 """Goodput of a job by simulation (maxlm/planning/goodput.py): with and without each tier of checkpoints, and what each assumption costs.
 
-    python tools/simulate_goodput.py --out docs/reliability.png      # all tables and the curves of docs/reliability.md
-    python tools/simulate_goodput.py --startup 10 --spares 0
+    python tools/lab/simulate_goodput.py --out docs/reliability.png      # all tables and the curves of docs/reliability.md
+    python tools/lab/simulate_goodput.py --startup 10 --spares 0
 
 Every default is an argument, with its source in docs/reliability.md. Idle spares are paid for.
 """

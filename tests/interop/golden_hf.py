@@ -1,8 +1,8 @@
 """Record small cases of the Hugging Face library, one a family: logits, loss and the gradient of every tensor.
 
 Usage, in an environment of its own with torch, transformers and safetensors:
-    python tools/golden_hf.py [FOLDER] [CASE ...]
-    python tools/golden_hf.py --compare FOLDER     load what `maxlm export` made of the cases, and compare the logits
+    python tests/interop/golden_hf.py [FOLDER] [CASE ...]
+    python tests/interop/golden_hf.py --compare FOLDER     load what `maxlm export` made of the cases, and compare the logits
 Weights are drawn from a seed by the name of each tensor (`drawn`), so that only results are stored; tests/interop replays them.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path(__file__).resolve().parents[1] / "tests" / "interop" / "golden"
+FOLDER = Path(__file__).resolve().with_name("golden")
 SHAPE, SEQ_LEN, VOCAB = (2, 24), 24, 48
 
 _DENSE: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Find the largest model that each kind of parallelism can train, by compiling: writes docs/memory.md and docs/memory.png.
 
-    python tools/memory_study.py [--devices 4 8] [--tiers [--only TEXT]]
+    python tools/lab/memory_study.py [--devices 4 8] [--tiers [--only TEXT]]
 
 The study follows DeepSpeed's third-party characterisation: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 of them a
 device) gets layers until the step no longer fits. Theirs ran on A100s of 40 GB; ours are compiled for TPU v6e chips of 32 GB, without the
@@ -32,7 +32,7 @@ from maxlm.hlo.parser import read  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.analytic import HOST_SHARE  # noqa: E402
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 TOPOLOGIES = {4: "v6e:2x2", 8: "v6e:2x4"}
 MOST = 4000  # layers
 PUBLISHED_BYTES = 40e9
@@ -128,7 +128,7 @@ def _guess(compiled: Mapping[int, CompiledStep], devices: int) -> int:
 
 HEAD = """# Largest model that fits in memory
 
-`python tools/memory_study.py`, {date}, jax {jax}: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 a device, AdamW,
+`python tools/lab/memory_study.py`, {date}, jax {jax}: a GPT-2-like model (16 heads, 2,048 wide, sequences of 256, 16 a device, AdamW,
 float32 master weights, bfloat16 compute, full remat) with the most layers that the compiler fits into {available:.2f} GiB of a TPU v6e
 chip; it refuses 2% more. The published figures are from DeepSpeed's third-party characterisation, for A100s of 40 GB, {more:.2f} times
 as much.

@@ -1,6 +1,6 @@
 """Attack the rendezvous of three processes with untrusted connections ("strangers").
 
-    python tools/attack_rendezvous.py --strangers 500 --seed 0 [--no-secret]
+    python tests/faults/attack_rendezvous.py --strangers 500 --seed 0 [--no-secret]
 
 Each stranger connects from a random loopback address and sends random bytes, HTTP, 200,000 brackets, `Infinity`, a byte at a time,
 nothing, half a handshake, a recorded hello, a hello with a wrong count, or one that is right in all but the secret. Process 0 starts

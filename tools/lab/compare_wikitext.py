@@ -1,6 +1,6 @@
 """Compare our plain text of wikitext with mwparserfromhell's (`pip install mwparserfromhell`) on the articles of dumps.
 
-    python tools/compare_wikitext.py DUMP ...
+    python tools/lab/compare_wikitext.py DUMP ...
 
 Prints for each parser its speed, the words it leaves, and how much markup stands in its text, by kind. Samples of real dumps are in the
 wheel of gensim, gensim/test/test_data/*.xml*.bz2. Exit code 1 if more markup is left by ours than by the library.

@@ -1,6 +1,6 @@
 """Price the updates of several optimizers beside the training step of a run, all compiled ahead of time for its machine.
 
-    python tools/optimizer_cost.py runs/llama3-8b-v5p-128 muon soap [--step 3.1] [cluster.topology=v5p:4x8x8 ...]
+    python tools/lab/optimizer_cost.py runs/llama3-8b-v5p-128 muon soap [--step 3.1] [cluster.topology=v5p:4x8x8 ...]
 
 Prints for each the seconds of its update alone (reduced gradients to new parameters), its memory, and its share of the step. Updates of
 SOAP that renew the bases are priced apart; the mean leaves out the first, which finds them. The step is that of the run as `maxlm compile`

@@ -1,6 +1,6 @@
 """The watchdog's learned limits on made-up traces of step times: runs ended although they did not hang, and seconds until a hang is found.
 
-    python tools/watchdog_traces.py --steps 2000000
+    python tests/runtime/watchdog_traces.py --steps 2000000
 
 Each trace is millions of healthy steps. A run that is ended wrongly starts again with what the run directory keeps, as a real one would.
 """

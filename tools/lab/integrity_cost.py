@@ -1,6 +1,6 @@
 """Price the checks for silent corruption beside the training step, all compiled ahead of time for the machine of a run.
 
-    python tools/integrity_cost.py runs/llama3-8b-v5p-128 mesh.data=4
+    python tools/lab/integrity_cost.py runs/llama3-8b-v5p-128 mesh.data=4
 
 Prints seconds and memory of the step, of one comparison of copies and of one replay, and the shares of the run's time that they take at the
 intervals of `integrity` (defaults where the config has none). Figures are those of `maxlm compile`: nothing is measured on a chip.

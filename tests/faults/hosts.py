@@ -1,4 +1,4 @@
-"""Hosts in miniature, for tests and tools/chaos.py: a network namespace each, with a name and an address of its own, joined by a bridge.
+"""Hosts in miniature: a network namespace each, with a name and an address of its own, joined by a bridge.
 
 Needs root and iproute2.
 """

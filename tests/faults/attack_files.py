@@ -1,6 +1,6 @@
 """Damage token stores, checkpoints and copies in memory in many ways, and check that no damage goes unnoticed.
 
-    python tools/attack_files.py [--trials 2000] [--seed 0] [--directory DIR]
+    python tests/faults/attack_files.py [--trials 2000] [--seed 0] [--directory DIR]
 
 Every trial damages one file or folder of a small store, of the newest of three checkpoints or of the newer of two copies in memory, reads
 everything in this process, and puts the files back. Outcomes: `noticed` (one line names the damage; an older state was restored to the

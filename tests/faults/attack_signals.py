@@ -1,6 +1,6 @@
 """Send signals at random moments to the commands of maxlm; check that each ends in time, with the right exit code, and loses nothing.
 
-    python tools/attack_signals.py --trials 100 --seed 0
+    python tests/faults/attack_signals.py --trials 100 --seed 0
 
 Each trial starts a command in a copy of a small workspace, waits until it handles signals, sends it SIGINT, SIGTERM, SIGHUP, two SIGINTs
 or SIGKILL at a random moment of its usual duration, and then runs the same command again without signals. Needs Linux: it reads /proc.

@@ -1,6 +1,6 @@
 """Speed of a large matmul in each number format relative to bf16, on TPUs that are not there.
 
-    python tools/format_speeds.py [--chips v5e v6e] [--formats bfloat16 int8] [--size 4096]
+    python tools/lab/format_speeds.py [--chips v5e v6e] [--formats bfloat16 int8] [--size 4096]
 
 Prints, for each chip and format: the dtypes that the compiled dot reads, the cycles that XLA estimates, those that its machine code issues,
 waits for HBM included, and the speeds that follow from both. The two differ by up to a factor of two: `chips.COMPILED_SPEEDS` has the

@@ -1,6 +1,6 @@
 """Write synthetic traces in the format of `jax.profiler` (xplane.proto), as of TPUs and GPUs: for tests, and to measure the reader.
 
-    python tools/synthetic_trace.py --gb 1 --out synthetic.xplane.pb
+    python tests/telemetry/profile/synthetic_trace.py --gb 1 --out synthetic.xplane.pb
 
 They are made up: their planes, lines and stats have the names of real ones, and times of no hardware.
 """

@@ -1,6 +1,6 @@
 """Final loss of a small model in every number format, against bfloat16: each format with several seeds, equal batches for equal seeds.
 
-    python tools/precision_quality.py FOLDER [--formats bf16 moments-int8] [--add NAME key=value ...] [--seeds 3] [--steps 2000]
+    python tools/lab/precision_quality.py FOLDER [--formats bf16 moments-int8] [--add NAME key=value ...] [--seeds 3] [--steps 2000]
 
 A format is a list of settings. A cell is one format with one seed: it writes FOLDER/FORMAT-SEED.json when it is done, and is not run
 again, so the study can be stopped at any time and continued. Every call writes FOLDER/table.md and FOLDER/table.json of the cells that are
@@ -55,7 +55,7 @@ FORMATS: dict[str, list[str]] = {
     "moments-bf16": ["optimizer.state={moments: bfloat16}"],
     "moments-bf16-nearest": ["optimizer.state={moments: bfloat16, rounding: nearest}"],
     "moments-int8": ["optimizer.state={moments: int8}"],
-    "moments-int8-nearest": ["optimizer.state={moments: int8, rounding: nearest}"],
+    "moments-int8-stochastic": ["optimizer.state={moments: int8, rounding: stochastic}"],
     "factored": ["optimizer.state={second_moment: factored}"],
     "masters-split": ["optimizer.state={masters: split}"],
     "masters-split24": ["optimizer.state={masters: split24}"],

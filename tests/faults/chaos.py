@@ -1,9 +1,9 @@
 """Break small runs in many ways, and check that each recovers by itself and ends as if nothing had happened.
 
-    python tools/chaos.py --list
-    python tools/chaos.py --runs 200 --seed 0 --hosts 4 --devices 2 --folder chaos
-    python tools/chaos.py --runs 5 --faults kill_trainer,cut_network --hosts 2 --devices 1
-    python tools/chaos.py --clean 10000
+    python tests/faults/chaos.py --list
+    python tests/faults/chaos.py --runs 200 --seed 0 --hosts 4 --devices 2 --folder chaos
+    python tests/faults/chaos.py --runs 5 --faults kill_trainer,cut_network --hosts 2 --devices 1
+    python tests/faults/chaos.py --clean 10000
 
 Hosts are network namespaces of this machine, started as srun would; so this needs root, iproute2 and a C compiler. Each trial starts a run
 under `maxlm launch` on every host, injects one fault at a random step, and waits. It counts as recovered if every supervisor ended with 0,
