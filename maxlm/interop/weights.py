@@ -19,6 +19,7 @@ from maxlm.interop.families import Family
 from maxlm.interop.families.decoder import EMBEDDING, UNEMBEDDING
 from maxlm.interop.layouts import Rule, Shape, expert_axis
 from maxlm.interop.tensor_files import TensorFiles
+from maxlm.models.adapters import put
 from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
 from maxlm.models.stack import Names, within_layer
 
@@ -133,10 +134,7 @@ def load(config: ModelConfig, found: list[Target], files: TensorFiles, mesh: Mes
     for target in found:
         kind = "params" if entry(specs["params"], target.name) is not None else "model_state"
         sharding = NamedSharding(mesh, entry(specs[kind], target.name))
-        branch = tree[kind]
-        for part in target.name[:-1]:
-            branch = branch.setdefault(part, {})
-        branch[target.name[-1]] = _leaf(target, files, sharding)
+        put(tree[kind], target.name, _leaf(target, files, sharding))
         done += 4 * math.prod(target.shape)
         step(done, total)
     return tree
