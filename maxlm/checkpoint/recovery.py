@@ -92,7 +92,7 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     needed: dict[str, set[int]] = {}
     for name, leaf in wanted.items():
         assert leaf.sharding is not None, "checked before"
-        regions = filter(None, leaf.sharding.addressable_devices_indices_map(leaf.shape).values())
+        regions = [index for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values() if index is not None]
         needed[name] = {tile for index in regions for tile in tilings[name].overlapping(bounded(index, leaf.shape))}
     received, sent = _exchange(found, wanted, needed)
     arrays: dict[str, jax.Array] = {}
