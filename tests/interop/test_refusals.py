@@ -189,7 +189,7 @@ CASES = {
     ),
     "index and a whole file": (
         shards(lambda index, folder: (folder / "model.safetensors").write_bytes((folder / index["weight_map"][Q]).read_bytes())),
-        "which does not list it; which of both counts",
+        "and it is not clear which of both counts",
     ),
     "index lies": (shards(moved), f"{Q} is not where it says"),
     "index forgets": (shards(lambda index, folder: index["weight_map"].pop(Q)), f"{Q} is not where it says"),
