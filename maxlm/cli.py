@@ -16,7 +16,7 @@ from maxlm.command_line import run_app
 from maxlm.config.errors import UserError, shorten
 
 if TYPE_CHECKING:
-    from maxlm.config.schema import WeightsKind
+    from maxlm.config.sections.train import WeightsKind
     from maxlm.hardware.prices import Term
 
 CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "resiliparse")  # of maxlm.corpus, some imported only when needed

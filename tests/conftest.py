@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "faults"))  # hosts.py and small_run.py, which other folders use as well
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))  # programs that are tested
+sys.path.insert(0, str(Path(__file__).resolve().parent / "faults"))  # small_run.py and hosts.py, which other folders use as well
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU what kernels are compared with would be compiled without optimisation as well

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 
 LEAVES, ROUNDS, EVERY = 24, 3, (0, 1, 4)
 Step = Callable[[Any], tuple[Any, jax.Array]]

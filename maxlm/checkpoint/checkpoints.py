@@ -32,8 +32,8 @@ from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
 from maxlm.config.errors import WRONG_PATH
 from maxlm.config.paths import is_remote
-from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.transient import first_line, is_storage_error, is_transient, retried
 
 _log = logging.getLogger(__name__)

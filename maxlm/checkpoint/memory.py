@@ -29,7 +29,7 @@ from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
 from maxlm.config.paths import check_regular, is_remote
-from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, host_memory, in_bytes, in_memory
 

@@ -1,8 +1,9 @@
-"""Settings assumed for a model alone, whose files have no `data` and no `train`, so that it can be counted and compiled."""
+"""Settings that the loader fills in for a model alone, and those that it changes for a run that was made shorter."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from maxlm.config.schema import Config
 from maxlm.hardware import topologies
 
 ASSUMED = "assumed"
@@ -26,6 +27,34 @@ def fill(merged: dict[str, Any], sources: dict[str, str]) -> None:
         section, _, name = key.partition(".")
         if name not in merged[section]:
             merged[section][name], sources[key] = value, ASSUMED
+
+
+def fit_schedule(config: Config, shorter: Collection[str]) -> tuple[Config, dict[str, str]]:
+    """Shorten warm-up and decay to the length of a run, for a smoke test of a long run's config. `shorter`: settings that came after the
+    schedule, on the command line; nothing is changed unless the length is among them and the warm-up or decay is not. Returns the config
+    and a sentence for each setting that was changed, by its dotted key.
+    """
+    if (config.train.steps is None) == (config.train.tokens is None):  # which the rules refuse
+        return config, {}
+    total, optimizer, decay = config.total_steps, config.optimizer, config.decay_steps
+    lengths = {"warmup": config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0), "decay": decay}
+    fits = lengths["warmup"] < total and sum(lengths.values()) <= total
+    if fits or not {"train.steps", "train.tokens"} & set(shorter) or config.train.branch_from is not None:
+        return config, {}
+    if decay and not any(key.startswith("optimizer.decay_") for key in shorter):
+        decay = min(decay, max(total // 10, 1))
+    wanted = {"decay": decay, "warmup": max(min(lengths["warmup"], total - max(decay, 1)), 0)}
+    changed: dict[str, int | None] = {}
+    sentences = {}
+    for name, steps in wanted.items():
+        given = next((unit for unit in ("steps", "tokens") if getattr(optimizer, f"{name}_{unit}") is not None), None)
+        if given is None or steps == lengths[name] or f"optimizer.{name}_{given}" in shorter:
+            continue
+        changed |= {f"{name}_tokens": None, f"{name}_steps": steps}
+        before = f"optimizer.{name}_{given} = {getattr(optimizer, f'{name}_{given}')}"
+        rule = f"is longer than a run of {total} updates leaves room for"
+        sentences[f"optimizer.{name}_steps"] = f"{before} {rule}: optimizer.{name}_steps={steps} is used."
+    return config.model_copy(update={"optimizer": optimizer.model_copy(update=changed)}), sentences
 
 
 def as_text(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:

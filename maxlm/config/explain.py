@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -33,20 +33,6 @@ BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than"
 BOOLEANS = {"yes": "true", "on": "true", "y": "true", "1": "true", "no": "false", "off": "false", "n": "false", "0": "false"}
 NUMBERS = ("int_type", "float_type", "bool_type", "int_parsing", "float_parsing", "bool_parsing", "int_from_float", "finite_number")
 NAMED = 12  # settings that an error names at most
-MOVED = {  # settings of earlier versions -> where they are now
-    "model.attention_softcap": "model.softcap.attention",
-    "model.logits_softcap": "model.softcap.logits",
-    "model.max_seq_len": "model.learned_positions.max_seq_len",
-    "model.mtp_depth": "model.mtp.depth",
-    "model.positions": "model.learned_positions",
-    "optimizer.muon_momentum": "optimizer.muon.momentum",
-    "optimizer.outer": "diloco",
-    "run.sample_prompts": "samples.prompts",
-    "run.sample_tokens": "samples.tokens",
-    "train.mtp_loss": "model.mtp.loss_weight",
-    "train.pipeline": "pipeline.schedule",
-    "train.stage_chunks": "pipeline.chunks",
-}
 
 
 class Place(NamedTuple):
@@ -64,9 +50,6 @@ def first_problem(
     """The most telling problem of `error`: a misspelt key first, since it often causes the others."""
     details = error.errors(include_url=False)
     unknown = [_locate(detail, values, schema) for detail in details if detail["type"] == "extra_forbidden"]
-    moved = [place for place in unknown if place.key in MOVED]
-    if moved:
-        return _moved(moved, sources)
     if unknown:
         return _unknown_key(unknown[0], _source(unknown[0].key, sources))
     first = details[0]
@@ -106,15 +89,6 @@ def _locate(detail: ErrorDetails, values: Mapping[str, Any], schema: type[BaseMo
             continue
         path.append(str(part))
     return Place(".".join(path), here, owner, field)
-
-
-def _moved(places: Sequence[Place], sources: Mapping[str, str]) -> UserError:
-    """Settings of an earlier version: the first in full, the others by name."""
-    first, *others = places
-    new = MOVED[first.key]
-    rest = ", and likewise " + ", ".join(f"{place.key} as {MOVED[place.key]}" for place in others) if others else ""
-    fix = f"write it as {new}{rest}; remove what was not in use"
-    return ConfigError(first.key, first.value, f"this setting is now {new}", fix, _source(first.key, sources))
 
 
 def _unknown_key(place: Place, source: str) -> UserError:
@@ -191,7 +165,7 @@ def _fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) ->
 
 def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
     """The section class that a field holds; of several, the one whose `kind` is that of `values`."""
-    sections = _sections(info) if info else []
+    sections = sections_of(info) if info else []
     kind = values.get("kind") if isinstance(values, Mapping) else None
     return next((section for section in sections if kind in _kinds(section)), sections[0] if sections else None)
 
@@ -214,7 +188,7 @@ def holds_text(key: str, schema: type[BaseModel]) -> bool:
 
 
 def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str:
-    choices = _choices_of(detail) or [kind for section in _sections(info) for kind in _kinds(section)]
+    choices = _choices_of(detail) or [kind for section in sections_of(info) for kind in _kinds(section)]
     if detail["type"] == "union_tag_not_found":
         return f"add for example {name}.kind: {choices[0]} (there are {', '.join(choices)})"
     if isinstance(value, str) and value in _leaves(info.annotation):
@@ -226,7 +200,7 @@ def _choice(detail: ErrorDetails, value: Any, info: FieldInfo, name: str) -> str
 
 
 def _list_form(value: Any, info: FieldInfo) -> str:
-    sections = _sections(info)
+    sections = sections_of(info)
     if sections:
         return "write one entry or more, as in [{" + ", ".join(f"{name}: ..." for name in sections[0].model_fields) + "}]"
     words = [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, str)]
@@ -277,7 +251,7 @@ def _leaves(annotation: Any) -> list[Any]:
     return [leaf for arg in args for leaf in _leaves(arg)] if args else [annotation]
 
 
-def _sections(info: FieldInfo) -> list[type[BaseModel]]:
+def sections_of(info: FieldInfo) -> list[type[BaseModel]]:
     return [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 

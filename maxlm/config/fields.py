@@ -1,5 +1,6 @@
 """Types of settings, with their bounds, and the base of all sections."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
@@ -8,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from maxlm.config import paths
 
 INT64 = 2**63 - 1  # no count of ours is larger, and arrays hold no more
+BELOW_ONE = 1 - 2**-25  # larger numbers round to 1 in float32
 SMALLEST, LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127  # of the normal numbers of float32
 
 
@@ -53,3 +55,12 @@ class Section(BaseModel):
     """A group of settings: frozen, and a key it does not have is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of nested mappings as (dotted key, value); a list is a leaf."""
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, values

@@ -19,10 +19,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 import maxlm
-from maxlm.config import assumed, explain, rules, schedule_rules
+from maxlm.config import assumed, explain, rules
 from maxlm.config.errors import SHOWN, UserError, error_kind, shorten, show
 from maxlm.config.paths import expand_home, irregular, open_regular, read_file
 from maxlm.config.schema import Config
+from maxlm.config.table import config_class
 
 COMMAND_LINE = "command line"
 _WRITTEN_BY = "# Written by maxlm "
@@ -71,7 +72,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         place = {"run": {"dir": str(folder.parent), "name": folder.name}}
         _merge(merged, place, lambda _: f"the folder {folder}", sources)
     model_alone = "model" in merged and not {"data", "train"} & set(merged)
-    _override(merged, sources, overrides, files, Config)
+    _override(merged, sources, overrides, files, config_class())
     run = merged.setdefault("run", {})
     if isinstance(run, dict) and "name" not in run:
         run["name"], sources["run.name"] = path.stem, f"the name of {path}"
@@ -79,7 +80,7 @@ def _load(path: Path, folder: Path | None, overrides: Sequence[str], *, any_mesh
         assumed.fill(merged, sources)
     config = validate(merged, sources)
     given = [key for key, source in sources.items() if source == COMMAND_LINE]
-    config, notes = schedule_rules.fit_schedule(config, given) if shorten else (config, {})
+    config, notes = assumed.fit_schedule(config, given) if shorten else (config, {})
     rules.check(config, sources, any_mesh=any_mesh)
     return LoadedConfig(config, sources | dict.fromkeys(notes, "shortened to the length of the run"), tuple(notes.values()))
 
@@ -99,7 +100,7 @@ def _override(values: dict[str, Any], sources: dict[str, str], overrides: Sequen
 
 def validate(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
     """`values` as a Config; the first thing wrong with their names, types or ranges as a ConfigError."""
-    return _validate(Config, values, sources)
+    return _validate(config_class(), values, sources)
 
 
 def _validate(schema: type[Schema], values: Mapping[str, Any], sources: Mapping[str, str]) -> Schema:
@@ -144,7 +145,7 @@ def _naming_writer(file: Path) -> Iterator[None]:
         version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
         if version == maxlm.__version__:
             raise
-        writer = f"maxlm {version}" if version else "a maxlm of before 28 November 2026"
+        writer = f"maxlm {version}" if version else "another version of maxlm"
         fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
         raise UserError(f"{error} {file.name} was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None
 
@@ -161,15 +162,6 @@ def _present(section: BaseModel) -> dict[str, Any]:
         elif isinstance(value, dict):
             values[name] = {key: _present(inner) if isinstance(inner, BaseModel) else inner for key, inner in value.items()}
     return values
-
-
-def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested mappings as (dotted key, value); a list is a leaf."""
-    if isinstance(values, Mapping) and values:
-        for key, value in values.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, values
 
 
 def find(name: str) -> Path:

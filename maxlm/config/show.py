@@ -6,7 +6,8 @@ from typing import Any
 
 from maxlm.config import inert
 from maxlm.config.assumed import ASSUMED
-from maxlm.config.loader import LoadedConfig, flatten
+from maxlm.config.fields import flatten
+from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
 
 COUNTED = "counted"  # source and section of figures that are derived from the settings

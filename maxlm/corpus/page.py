@@ -6,12 +6,10 @@ from html import escape
 from typing import Any
 
 from maxlm.corpus.tally import total
-from maxlm.telemetry.report.style import CSS
-from maxlm.telemetry.report.tables import table
+from maxlm.telemetry import pages
+from maxlm.telemetry.pages import table
 
-# No network access and no scripts: the page shows text that strangers wrote.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-MORE_CSS = """
+CSS = """
 .bars{display:grid;grid-auto-flow:dense;grid-template-columns:max-content 1fr max-content;gap:5px 14px;
 align-items:center;font-size:.9rem;max-width:900px}
 .bars span{white-space:nowrap;font-variant-numeric:tabular-nums}.bars i{display:block;height:18px;border-radius:3px;background:var(--c)}
@@ -44,14 +42,7 @@ def page(report: Mapping[str, Any]) -> str:
         _sets(report),
     ]
     sections += [_examples(passes), _settings(report["settings"])]
-    html = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>Corpus report</title><style>{CSS}{MORE_CSS}</style></head>\n<body><main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
-    )
-    return _printable(html)
+    return pages.page("Corpus report", map(_printable, sections), css=CSS)
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -67,13 +58,12 @@ def _head(report: Mapping[str, Any]) -> str:
         ("Left", f"{left:,}", f"documents, {share(left, documents)}"),
         ("Text left", megabytes(left_size), share(left_size, size)),
     )
-    blocks = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd><small>{hint}</small></div>" for name, value, hint in cards)
     lead = (
         "Each document that came in is in documents/ or in one list of removed/. Sizes are of text as UTF-8. "
         "Examples are chosen by a hash of the document's name, the same in each run."
     )
     title = '<p class="kind">Corpus report</p><h1>What came in and what is left</h1>'
-    return f'<header>{title}<p class=lead>{lead}</p><dl class="cards">{blocks}</dl></header>'
+    return f"<header>{title}<p class=lead>{lead}</p>{pages.cards(cards)}</header>"
 
 
 def unread(report: Mapping[str, Any]) -> int:

@@ -53,7 +53,7 @@ def changed(config: Config, settings: Settings) -> Config | None:
         else:
             values[section] = value
     try:
-        result = Config.model_validate(values)
+        result = type(config).model_validate(values)
         rules.check(result)
     except (ConfigError, ValueError):
         return None

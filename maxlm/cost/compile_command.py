@@ -9,7 +9,8 @@ from pathlib import Path
 from maxlm.config import assumed, load, rules
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import LoadedConfig, flatten
+from maxlm.config.fields import flatten
+from maxlm.config.loader import LoadedConfig
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 

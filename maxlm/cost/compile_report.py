@@ -152,7 +152,7 @@ def too_small(config: Config, topology: Topology, available: int) -> str:
     """An error message if no mesh of this machine can hold the parameters and the optimizer of `config`, with `available` bytes of HBM on
     each device, else empty.
     """
-    state = sum(leaf.held_bytes(config, (None,), leaf.numbers) for leaf in parameter_leaves(config))
+    state = sum(leaf.held_bytes((None,), leaf.numbers) for leaf in parameter_leaves(config))
     least, room = state / topology.chips, available * topology.chip.devices_per_chip
     words = vocabulary(topology.chip)
     if least <= room:

@@ -73,7 +73,7 @@ def _use(name: str, found: list[Runs], step_s: float, network: Network, topology
     axes = dict.fromkeys(axis for runs in found for axis in runs.span.collective.axes)
     exposed_s = sum(len(runs.begins) * runs.span.exposed_s for runs in found)
     rates = rates_of(found, step_s, network)
-    return LinkUse.of(name, kind, rates, limit, busy=rates.busy, exposed_s=exposed_s, used_by=", ".join(axes))
+    return LinkUse.from_rates(name, kind, rates, limit, busy=rates.busy, exposed_s=exposed_s, used_by=", ".join(axes))
 
 
 def rates_of(found: list[Runs], step_s: float, network: Network) -> Rates:

@@ -11,6 +11,10 @@ import jax
 
 from maxlm.config.axes import mesh_axes_of
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.mesh import AXES
+from maxlm.config.sections.offload_state import COPY
+from maxlm.config.sections.optimizer_state import HALVES
+from maxlm.config.table import state
 from maxlm.hardware.chips import LANES, Chip
 from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import computed_pairs, padded
@@ -24,7 +28,6 @@ from maxlm.models.saved_tensors import Matmul
 from maxlm.models.stack import PATTERN
 from maxlm.parallel.experts import rows_of_round
 from maxlm.training.optimizer import build_optimizer
-from maxlm.training.split_masters import difference_dtype
 
 
 @dataclass(frozen=True)
@@ -119,30 +122,24 @@ def _pattern(model: ModelConfig, depths: range | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class ParameterLeaf:
-    """One array of parameters: how many numbers, bytes of it and of what the optimizer adds, and the mesh axes that split it."""
+    """One array of parameters: how many numbers, bytes of its state by tier of memory (None: HBM), and the mesh axes that split it."""
 
     numbers: int
-    master_bytes: int
-    moment_bytes: int
+    state: Mapping[str | None, int]
     axes: tuple[str, ...]
     matrix: bool
     scanned: bool = False  # of the stack of layers
 
     def on_device(self, sizes: Mapping[str, int]) -> int:
+        """Numbers on a device of a mesh of these sizes."""
         numbers = self.numbers
         for axis in self.axes:
             numbers //= sizes[axis]
         return numbers
 
-    def held_bytes(self, config: Config, tiers: tuple[str | None, ...], numbers: int) -> int:
-        """Bytes that these tiers of memory hold for so many numbers of it: the parameter, its average and its moments. None: HBM."""
-        settings = config.memory.offload_state if self.matrix else None
-        master, moments = (None, None) if settings is None else (settings.master, settings.optimizer)
-        halves = 0 if difference_dtype(config) is None or master is None else 2 * self.numbers  # of masters in two: matmuls read them
-        masters = self.master_bytes - halves + (0 if config.ema is None else 4 * self.numbers)
-        of_halves = "host" if settings is not None and settings.weights is not None and self.scanned else None
-        held = halves * (of_halves in tiers) + masters * (master in tiers) + self.moment_bytes * (moments in tiers)
-        return held * numbers // self.numbers
+    def held_bytes(self, tiers: tuple[str | None, ...], numbers: int) -> int:
+        """Bytes that these tiers hold for so many numbers of it, without a copy that matmuls read."""
+        return sum(self.state.get(tier, 0) for tier in tiers) * numbers // self.numbers
 
 
 def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
@@ -151,17 +148,26 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     optimizer = jax.tree_util.tree_flatten_with_path(jax.eval_shape(build_optimizer(config).init, shapes))[0]
     axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
-    state: Counter[str] = Counter()
+    moments: Counter[str] = Counter()
     for path, leaf in optimizer:
-        state[_parameter(jax.tree_util.keystr(path), named)] += leaf.size * leaf.dtype.itemsize
-    difference = difference_dtype(config)
-    matrix_bytes = 4 if difference is None else 2 + difference.itemsize
+        moments[_parameter(jax.tree_util.keystr(path), named)] += leaf.size * leaf.dtype.itemsize
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
-        masters = leaf.size * (matrix_bytes if is_matrix(logical) else 4)
         split, scanned = tuple(itertools.chain(*mesh_axes_of(logical))), name.startswith(f"['{PATTERN[0]}']")
-        leaves.append(ParameterLeaf(leaf.size, masters, state[name], split, is_matrix(logical), scanned))
+        kept = _by_tier(config, moments[name], leaf.size, matrix=is_matrix(logical), scanned=scanned)
+        leaves.append(ParameterLeaf(leaf.size, kept, split, is_matrix(logical), scanned))
     return tuple(leaves)
+
+
+def _by_tier(config: Config, moments: int, numbers: int, *, matrix: bool, scanned: bool) -> dict[str | None, int]:
+    """Bytes of the state of a parameter in each tier of memory."""
+    tiers, kept = config.memory.offload_state, state(config, dict.fromkeys(AXES, 1), moments, numbers, matrix=matrix)
+    if HALVES in kept.entries and tiers is not None and tiers.weights is not None and scanned:
+        kept = kept.move(HALVES, tiers.weights)
+    found: Counter[str | None] = Counter()
+    for name, entry in kept.entries.items():
+        found[entry.tier] += entry.bytes * (name != COPY and (matrix or not entry.matrices))
+    return found
 
 
 def _parameter(moment: str, names: Collection[str]) -> str:

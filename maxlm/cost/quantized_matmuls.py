@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.matmul import QuantizedConfig, QuantizedMatrix
 from maxlm.cost import model_shapes
 from maxlm.cost.model_shapes import LayerKind
 from maxlm.cost.pricing import format_of

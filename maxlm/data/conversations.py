@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import ChatConfig, PreferencesConfig, PromptResponseConfig
+from maxlm.config.sections.prepare import ChatConfig, PreferencesConfig, PromptResponseConfig
 from maxlm.data.chat_template import ChatTemplate, Conversation, Rendered
 from maxlm.data.encoding import Note
 from maxlm.data.marks import segment

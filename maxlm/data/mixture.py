@@ -9,8 +9,8 @@ import numpy as np
 
 from maxlm.config import paths
 from maxlm.config.errors import ConfigError
-from maxlm.config.mixture import MixtureConfig, SourceConfig
 from maxlm.config.schema import DataConfig
+from maxlm.config.sections.mixture import MixtureConfig, SourceConfig
 from maxlm.data import manifest
 from maxlm.data.manifest import Split
 from maxlm.data.selection import Metadata

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.mixture import MixtureConfig
+from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.data.mixture import FIELD, Source, wanted_stages
 from maxlm.data.order import Stage, counts_at, planned, shares_of
 

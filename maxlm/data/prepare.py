@@ -17,7 +17,8 @@ from maxlm.config import directory_lock
 from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError, UserError, setting_error, show
 from maxlm.config.paths import is_remote, user_path
-from maxlm.config.schema import DataConfig, PrepareConfig
+from maxlm.config.schema import DataConfig
+from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data import manifest, marks, storage
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.conversations import ConversationEncoder

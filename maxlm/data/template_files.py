@@ -5,7 +5,7 @@ from datetime import date as Date
 from typing import Any
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.schema import ChatConfig, PreferencesConfig, PromptResponseConfig
+from maxlm.config.sections.prepare import ChatConfig, PreferencesConfig, PromptResponseConfig
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.manifest import TEMPLATE, TOOL_TEMPLATE
 from maxlm.data.messages import FIELD, RESERVED

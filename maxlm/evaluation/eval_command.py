@@ -9,7 +9,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError
-from maxlm.config.schema import WeightsKind
+from maxlm.config.sections.train import WeightsKind
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, check_unused, result_file, table, write_result
@@ -72,8 +72,8 @@ def check(task: Task) -> None:
     config = task.config
     if not isinstance(config, PerplexityTask):
         Prompts(task, config).check()
-    elif config.data is not None and not task.beside(config.data).is_file():
-        raise UserError(f"task {task.name}: {task.beside(config.data)} does not exist.")
+    elif config.data is not None and not task.path_of(config.data).is_file():
+        raise UserError(f"task {task.name}: {task.path_of(config.data)} does not exist.")
 
 
 def _run(task: Task, found: Opened) -> Result:

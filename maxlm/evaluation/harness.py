@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from maxlm.config.errors import UserError, show
-from maxlm.config.schema import WeightsKind
+from maxlm.config.sections.train import WeightsKind
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request

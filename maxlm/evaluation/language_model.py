@@ -3,24 +3,30 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 import maxlm
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import UserError
+from maxlm.config.schema import Config
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.evaluation.generating import Greedy, check_memory
 from maxlm.evaluation.requests import Request, Window, distinct, likelihood_window, rolling_windows
-from maxlm.evaluation.result_log import ResultLog, key_of
 from maxlm.evaluation.scoring import Scorer
+from maxlm.inference.generate import Sampler, batch_rows, cache_slots, continue_ids, prepare
 from maxlm.models import Parameters
-from maxlm.training.fits import Part
+from maxlm.telemetry.atomic import AppendFile
+from maxlm.telemetry.strict_json import dumps, read_objects
+from maxlm.training.fits import Part, check_generation
 
 PROMPTS = 16  # generated together, at least: the devices that split a batch divide the number
 
@@ -155,7 +161,7 @@ class LanguageModel:
         self.truncated["tokens"] += sum(cuts)
 
     @contextmanager
-    def _log(self, settings: dict[str, Any], requests: Sequence[Request]) -> Iterator[ResultLog]:
+    def _log(self, settings: dict[str, Any], requests: Sequence[Request]) -> Iterator["ResultLog"]:
         path = None
         if self.folder is not None:
             config = self.scorer.config
@@ -174,7 +180,7 @@ class LanguageModel:
 class Rehearsal(LanguageModel):
     """Computes nothing: what a task asks is made and checked, and every answer is a constant."""
 
-    held: Part | None = None  # that devices hold beside what generation takes; None: memory is not checked
+    held: Part | None = None  # memory that devices hold during generation; None: memory is not checked
     asked: list[str] = field(default_factory=list)  # a digest of each call
 
     def score(self, requests: Sequence[Request], stride: int | None = None) -> list[Likelihood]:
@@ -191,3 +197,61 @@ class Rehearsal(LanguageModel):
             longest = max(len(request.context) for request in unique)
             check_memory(self.scorer.config, self.scorer.mesh, self.held, min(self._together, len(unique)), longest, tokens)
         return [""] * len(prompts)
+
+
+class Greedy:
+    """Generates with a copy of the weights, which lives as long as this does."""
+
+    def __init__(self, config: Config, mesh: Mesh, params: Parameters, model_state: Parameters) -> None:
+        self._mesh = mesh
+        with jax.set_mesh(mesh):
+            self._prepared = prepare(config.model, params, model_state, config.precision)
+
+    def continuations(
+        self, prompts: Sequence[tuple[int, ...]], tokens: int, end_of_document: int, finished: Callable[[list[int]], bool]
+    ) -> list[list[int]]:
+        """The most likely continuation of each prompt, token by token: at most `tokens` ids, up to the end of the document; it may end as
+        soon as it is `finished`.
+        """
+        with jax.set_mesh(self._mesh):
+            sampler = Sampler(max_new_tokens=tokens, temperature=0.0)
+            return continue_ids(self._prepared, list(map(list, prompts)), sampler, end_of_document, finished)
+
+
+def check_memory(config: Config, mesh: Mesh, held: Part, prompts: int, longest: int, tokens: int) -> None:
+    """Raise UserError if a device cannot generate `tokens` for so many prompts of `longest` tokens in the memory that `held` leaves."""
+    with jax.set_mesh(mesh):
+        slots, rows = cache_slots(longest, tokens), batch_rows(prompts)
+    check_generation(config.model, slots, rows, dict(mesh.shape), config.precision.compute, held)
+
+
+class ResultLog:
+    """One file a set of requests and weights: a JSON line a finished request. A line that a kill has torn counts as missing."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: of the file; None keeps nothing."""
+        self.known: dict[int, dict[str, Any]] = {}
+        self._file = None if path is None else AppendFile(path)
+        if path is not None and path.is_file():
+            for item in read_objects(path):
+                if isinstance(item.get("request"), int) and None not in item.values():
+                    self.known[item["request"]] = item
+
+    def append(self, request: int, values: Mapping[str, Any]) -> None:
+        """Add the result of a request. Raises OSError."""
+        self.known[request] = dict(values)
+        if self._file is not None:  # the newline comes first: it ends the remains of a torn line
+            self._file.append(b"\n" + dumps({"request": request, **values}).encode())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def key_of(settings: Mapping[str, Any], requests: Sequence[Request]) -> str:
+    """Digest of requests, in their order, and of all that their results depend on."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for request in requests:
+        digest.update(np.array([len(request.context), len(request.continuation)], np.int64).tobytes())
+        digest.update(np.array(request.context + request.continuation, np.int64).tobytes())
+    return digest.hexdigest()[:32]

@@ -11,7 +11,7 @@ import jax
 
 from maxlm.config import Config, UserError
 from maxlm.config.paths import read_file
-from maxlm.config.schema import WeightsKind
+from maxlm.config.sections.train import WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer

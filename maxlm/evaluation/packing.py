@@ -20,7 +20,7 @@ class Packed(NamedTuple):
     targets_BS: np.ndarray
     segment_ids_BS: np.ndarray  # 1, 2, ... for each window of the row; 0 where padded
     positions_BS: np.ndarray  # from 0 in each window
-    places: list[tuple[Window, int, slice]]  # (window, row, positions whose targets it scores)
+    places: list[tuple[Window, int, slice]]  # (window, row, positions of the targets that it scores)
 
 
 def row_length(windows: Sequence[Window], longest: int, unit: int) -> int:

@@ -27,7 +27,7 @@ class Prompts:
         """The item's own prompt."""
         return template.render(self.config.prompt, item.values, self.task.where(item))
 
-    def of(self, number: int) -> str:
+    def with_shots(self, number: int) -> str:
         """The prompt of an item, after its shots. Raises UserError if there are not enough others to draw from."""
         own, fewshot = self.plain(self.task.items[number]), self.config.fewshot
         if fewshot is None:
@@ -45,7 +45,7 @@ class Prompts:
     def _pool(self) -> list[Solved]:
         """All items of the file, whatever the limit: fewer of them are asked, with the same shots."""
         data = (self.config.fewshot and self.config.fewshot.data) or self.config.data
-        return [Solved(self.plain(item), self.answer(item)) for item in read_items(self.task.beside(data))]
+        return [Solved(self.plain(item), self.answer(item)) for item in read_items(self.task.path_of(data))]
 
     def answer(self, item: Item) -> str:
         """The right continuation of an item's prompt."""
@@ -87,5 +87,5 @@ class Prompts:
     def check(self) -> None:
         """Render everything. Raises UserError naming the first item that is wrong."""
         for number, item in enumerate(self.task.items):
-            self.of(number)
+            self.with_shots(number)
             self.answer(item)

@@ -2,16 +2,20 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.table import Table
 
 from maxlm.config.errors import UserError
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.strict_json import dumps, read_objects
+
+RESAMPLES, SEED = 1000, 0
+DRAWN = 2**22  # indices at a time
 
 
 class Figure(NamedTuple):
@@ -79,3 +83,22 @@ def table(results: Sequence[Result]) -> Table:
             error = "–" if figure.stderr is None else f"{figure.stderr:.4f}"
             made.add_row(result.task, metric.replace("_", " "), f"{figure.value:.4f}", error, f"{result.n:,}")
     return made
+
+
+def standard_error(values: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], resamples: int = RESAMPLES) -> float | None:
+    """Deviation of a statistic over samples of the items, drawn with replacement (Efron 1979), by a fixed seed. None for fewer than two.
+
+    Args:
+        values: [items] or [items, figures].
+        statistic: from means over items, [samples] or [samples, figures], to one number a sample.
+        resamples: number of samples.
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    rng = np.random.default_rng(SEED)
+    means, at_a_time = [], max(DRAWN // n, 1)
+    for start in range(0, resamples, at_a_time):
+        drawn = rng.integers(0, n, (min(at_a_time, resamples - start), n))
+        means.append(values[drawn].mean(axis=1))
+    return float(np.std(statistic(np.concatenate(means)), ddof=1))

@@ -14,8 +14,7 @@ from maxlm.evaluation import template
 from maxlm.evaluation.language_model import LanguageModel, Rehearsal
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.requests import Request
-from maxlm.evaluation.results import Figure, Result
-from maxlm.evaluation.statistics import SEED, standard_error
+from maxlm.evaluation.results import SEED, Figure, Result, standard_error
 from maxlm.evaluation.task import ExactMatchTask, MultipleChoiceTask, PerplexityTask, Task
 from maxlm.training.fits import Part
 
@@ -108,7 +107,7 @@ def _groups(documents: Iterable[_Document]) -> Iterator[list[_Document]]:
 
 def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:
     assert config.data is not None, "checked when the task was read"
-    path = task.beside(config.data)
+    path = task.path_of(config.data)
     if task.has_items:
         for item in task.items:
             where = task.where(item)
@@ -126,7 +125,7 @@ def _texts(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator
 
 
 def _stored(task: Task, config: PerplexityTask, model: LanguageModel) -> Iterator[_Document]:
-    """Documents of a token store, each with its end-of-document token, whose bytes are none."""
+    """Documents of a token store, each with its end-of-document token, which has no bytes."""
     assert config.store is not None
     store = TokenStore(config.store, config.split)
     if store.info.tokenizer_hash != model.tokenizer.hash:
@@ -153,7 +152,7 @@ def _multiple_choice(task: Task, config: MultipleChoiceTask, model: LanguageMode
     gold = [prompts.gold(item) for item in task.items]
     asked, alone = [], []
     for number, item in enumerate(task.items):
-        prompt = prompts.of(number)
+        prompt = prompts.with_shots(number)
         for choice in choices[number]:
             text = prompts.continuation(item, choice)
             asked.append(model.request(prompt, text))
@@ -176,9 +175,9 @@ def _multiple_choice(task: Task, config: MultipleChoiceTask, model: LanguageMode
 
 
 def _exact_match(task: Task, config: ExactMatchTask, model: LanguageModel) -> tuple[int, dict[str, Figure]]:
-    """The share of items whose greedy continuation is the answer."""
+    """The share of items with the answer as greedy continuation."""
     prompts = Prompts(task, config)
-    texts = model.generate([prompts.of(number) for number in range(len(task.items))], config.max_new_tokens, config.stop)
+    texts = model.generate([prompts.with_shots(number) for number in range(len(task.items))], config.max_new_tokens, config.stop)
     wanted = [template.render(config.answer, item.values, task.where(item)) for item in task.items]
 
     def plain(text: str) -> str:

@@ -93,7 +93,7 @@ class Scorer:
 
 
 class _Parts:
-    """Scores of windows, put together to those of requests."""
+    """Scores of requests, put together from scores of windows."""
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self._missing: dict[int, int] = {}

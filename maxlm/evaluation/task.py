@@ -77,7 +77,7 @@ class PromptTask(TaskConfig):
 
 
 class MultipleChoiceTask(PromptTask):
-    """The choice whose text is the most likely continuation of the prompt."""
+    """The choice with the most likely text as continuation of the prompt."""
 
     kind: Literal["multiple_choice"]
     choices: Text | Annotated[tuple[Text, ...], Field(min_length=2)]  # the field that holds their list, or the texts themselves
@@ -133,7 +133,7 @@ class Task:
         """True if `data` is JSONL, not one text."""
         return self.config.data is not None and Path(self.config.data).suffix.lower() in JSONL
 
-    def beside(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """A file that the task names."""
         return self.path.parent / user_path(name)
 
@@ -141,7 +141,7 @@ class Task:
     def items(self) -> list[Item]:
         """Items of `data`, up to `limit`. Raises UserError naming the line that is wrong."""
         assert self.config.data is not None, "asked of a task with a store"
-        path = self.beside(self.config.data)
+        path = self.path_of(self.config.data)
         found = list(islice(read_items(path), self.config.limit))
         if not found:
             raise UserError(f"{path} holds no item; {self.path} needs one at least.")
@@ -194,7 +194,7 @@ def _find(name: str) -> Path:
 def _read(path: Path) -> Any:
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no task file has: data belong into a file beside it.")
+            raise UserError(f"{path} has more than {MOST_BYTES:,} bytes, which no task file has: put the data into a file of its own.")
         text = path.read_text(encoding="utf-8")
         # JSON may write a character beyond 16 bits as two escapes, which YAML takes for two characters.
         return json.loads(text) if path.suffix == ".json" else YAML(typ="safe", pure=True).load(text)

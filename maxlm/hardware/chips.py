@@ -1,14 +1,17 @@
-"""Peak arithmetic, memory and links of each accelerator, with the source of every figure. No jax here."""
+"""Peak arithmetic, memory and links of each accelerator, as `facts.toml` states them with their sources. No jax here."""
 
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
 
 from maxlm.hardware.cpu_speeds import CpuSpeeds
 
-GIB = 2**30
 GPU_MEMORY_SHARE = 0.92  # of a GPU's memory that our runs let jax take; jax's own default is 0.75. NCCL and CUDA live on the rest
 
+GIB = 2**30
 LANES = 128  # numbers side by side in a vector register of a TPU (docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm)
 MOST_VMEM_BYTES = 128 * 2**20  # of a TPU chip of any kind (jax-ml.github.io/scaling-book, part 2)
 HOP_S = 1e-6  # latency from a TPU to its neighbour (jax-ml.github.io/scaling-book, part 3)
@@ -16,22 +19,9 @@ DCN_S = 1e-5  # latency from a slice to another: two hosts and the switches betw
 SWITCH_S = 1e-5  # latency of an NCCL collective over NVLink, however small. Assumed
 HBM_LATENCY_S = 2e-6  # of a read from HBM, an upper bound: XLA charges the smallest copy 1.3 microseconds
 
-_BOOK = "jax-ml.github.io/scaling-book (parts 2 and 12, read August 2026)"
-_CLOUD = "docs.cloud.google.com/tpu/docs"
-
 MatmulFormat = Literal["bf16", "int8", "e4m3", "e5m2"]  # of both operands of a matmul
 PEAK_NAMES: Mapping[MatmulFormat, str] = {"bf16": "bf16", "int8": "int8", "e4m3": "fp8", "e5m2": "fp8"}  # as vendors state peaks
 
-# Speed of a large matmul (4096 x 4096 x 4096) relative to bf16: cycles that the machine code of libtpu 0.0.42.1 issues, waits for HBM
-# included (low_precision_speed.md). XLA's own estimates may differ: 1.28 for int8 on v6e, 0.96 on tpu7x. By those estimates, as nothing was
-# counted: v4, v5e, floats of v5p; e5m2 on tpu7x is taken to be as fast as e4m3.
-COMPILED_SPEEDS: Mapping[str, Mapping[MatmulFormat, float]] = {
-    "v4": {"int8": 0.90, "e4m3": 0.84, "e5m2": 0.84},
-    "v5e": {"int8": 1.99, "e4m3": 0.97, "e5m2": 1.99},
-    "v5p": {"int8": 1.96, "e4m3": 0.97, "e5m2": 1.97},
-    "v6e": {"int8": 1.91, "e4m3": 0.51, "e5m2": 0.99},
-    "tpu7x": {"int8": 0.52, "e4m3": 1.92, "e5m2": 1.92},
-}
 WORTH = 1.1  # least of these speeds with which quantizing operands pays for itself
 
 
@@ -70,6 +60,7 @@ class Chip:
     driver_bytes: int | None = None  # GPU memory that NVIDIA's driver reports (A100, B200: XLA's target_config/specs)
     peak_int8_ops: float | None = None  # OP/s, dense; None where none is published
     peak_fp8_flops: float | None = None  # FLOP/s, dense, of e4m3 and e5m2; None where none is published
+    speeds: Mapping[str, float] = field(default_factory=dict, hash=False)  # of compiled matmuls relative to bf16, by format
     achieved: Achieved = Achieved()
     cpu: CpuSpeeds | None = None  # of a CPU, as measured
 
@@ -104,7 +95,7 @@ class Chip:
 
     def matmul_speed(self, format: MatmulFormat) -> float:
         """Speed of a large matmul in `format` relative to bf16: as compiled where that is known, else the ratio of the published peaks."""
-        return COMPILED_SPEEDS.get(self.name, {}).get(format, self.peak_flops(format) / self.peak_bf16_flops)
+        return self.speeds.get(format, self.peak_flops(format) / self.peak_bf16_flops)
 
     @property
     def hbm_bytes_per_device(self) -> int:
@@ -112,153 +103,18 @@ class Chip:
         return self.hbm_bytes // self.devices_per_chip
 
 
-_A100 = Chip(
-    name="A100-40GB",
-    device_kinds=("NVIDIA A100-SXM4-40GB",),
-    peak_bf16_flops=312e12,
-    peak_int8_ops=624e12,
-    hbm_bytes=40_000_000_000,
-    hbm_bytes_per_s=1.555e12,
-    ici_bytes_per_s_per_link=2.5e10,
-    ici_links=12,
-    dcn_bytes_per_s=2.5e10,
-    source="NVIDIA A100 data sheet (SXM4); DGX A100 (200 Gbit/s a GPU)",
-    driver_bytes=42_331_013_120,
-)
-_H100 = Chip(
-    name="H100",
-    device_kinds=("NVIDIA H100 80GB HBM3",),
-    peak_bf16_flops=989e12,
-    peak_int8_ops=1979e12,
-    peak_fp8_flops=1979e12,
-    hbm_bytes=80_000_000_000,
-    hbm_bytes_per_s=3.35e12,
-    ici_bytes_per_s_per_link=2.5e10,
-    ici_links=18,
-    dcn_bytes_per_s=5e10,
-    source="NVIDIA H100 data sheet (SXM5, without sparsity); DGX H100 (400 Gbit/s a GPU)",
-    driver_bytes=84_942_979_072,
-)
+@lru_cache(maxsize=1)
+def facts() -> dict[str, Any]:
+    """The document of facts about hardware."""
+    return tomllib.loads(Path(__file__).with_name("facts.toml").read_text(encoding="utf-8"))
 
-# Clocks: the published peak over the FLOPs a cycle of the matrix units (v4, v5p 2 x 4 and v5e 4 of 128 x 128; v6e and each core of tpu7x 4
-# times 256 x 256 at 2 FLOPs). The first three agree with Google's (arXiv 2304.01433; docs.cloud.google.com/tpu/docs).
-# Host links: v4 and v5e by the book (part 2); v5p and v6e as libtpu's own scheduler counts (read off how much compute it puts between the
-# start and the end of a copy). That of tpu7x is not published: v6e's is assumed.
-# Host memory (docs.cloud.google.com/tpu/docs): 192 GB for 4 chips of v5e, 1,536 GiB for 8 of v6e.
-# Peaks of int8 and fp8: the pages of the bf16 peaks; of GPUs without sparsity (B200: half of the sheet's figures, which are with it).
-# Link speeds of TPUs are the book's, which is what collectives reach: 0.9 of Google's nominal figure
-# (v5p: 1,200 GB/s a chip, over 6 links and both ways).
-CHIPS: tuple[Chip, ...] = (
-    Chip(
-        name="v4",
-        device_kinds=("TPU v4",),
-        peak_bf16_flops=275e12,
-        peak_int8_ops=275e12,
-        hbm_bytes=32 * GIB,
-        hbm_bytes_per_s=1.2e12,
-        ici_bytes_per_s_per_link=4.5e10,
-        ici_links=6,
-        dcn_bytes_per_s=6.25e9,
-        source=f"{_CLOUD}/v4; links and DCN: {_BOOK}",
-        clock_hz=1.05e9,
-        host_bytes_per_s=1.6e10,
-    ),
-    Chip(
-        name="v5e",
-        device_kinds=("TPU v5 lite", "TPU v5e"),
-        peak_bf16_flops=197e12,
-        peak_int8_ops=393e12,
-        hbm_bytes=16 * GIB,
-        hbm_bytes_per_s=8.19e11,
-        ici_bytes_per_s_per_link=4.5e10,
-        ici_links=4,
-        dcn_bytes_per_s=3.125e9,
-        source=f"{_CLOUD}/v5e (6.4 Tbit/s of DCN for 256 chips); links: {_BOOK}",
-        clock_hz=1.5e9,
-        host_bytes_per_s=1.6e10,
-        host_bytes=48e9,
-    ),
-    Chip(
-        name="v5p",
-        device_kinds=("TPU v5", "TPU v5p"),
-        peak_bf16_flops=459e12,
-        peak_int8_ops=918e12,
-        hbm_bytes=95 * GIB,
-        hbm_bytes_per_s=2.765e12,
-        ici_bytes_per_s_per_link=9e10,
-        ici_links=6,
-        dcn_bytes_per_s=6.25e9,
-        source=f"{_CLOUD}/v5p (50 Gbit/s of DCN a chip); links: {_BOOK}",
-        clock_hz=1.75e9,
-        host_bytes_per_s=2.9e10,
-    ),
-    Chip(
-        name="v6e",
-        device_kinds=("TPU v6 lite", "TPU v6e"),
-        peak_bf16_flops=918e12,
-        peak_int8_ops=1836e12,
-        hbm_bytes=32 * GIB,
-        hbm_bytes_per_s=1.638e12,
-        ici_bytes_per_s_per_link=9e10,
-        ici_links=4,
-        dcn_bytes_per_s=1.25e10,
-        source=f"{_CLOUD}/v6e (100 Gbit/s of DCN a chip); links: {_BOOK}",
-        matrix_unit=256,
-        clock_hz=1.75e9,
-        host_bytes_per_s=3.2e10,
-        host_bytes=192 * GIB,
-    ),
-    Chip(
-        name="tpu7x",
-        device_kinds=("TPU7x",),
-        peak_bf16_flops=2307e12,
-        peak_fp8_flops=4614e12,
-        hbm_bytes=192 * GIB,
-        hbm_bytes_per_s=7.38e12,
-        ici_bytes_per_s_per_link=9e10,
-        ici_links=6,
-        dcn_bytes_per_s=1.25e10,
-        source=f"{_CLOUD}/tpu7x (100 Gbit/s of DCN a chip; two devices a chip); links: {_BOOK}",
-        devices_per_chip=2,
-        matrix_unit=256,
-        clock_hz=2.2e9,
-        host_bytes_per_s=3.2e10,
-    ),
-    _A100,
-    replace(
-        _A100,
-        name="A100-80GB",
-        device_kinds=("NVIDIA A100-SXM4-80GB",),
-        hbm_bytes=80_000_000_000,
-        hbm_bytes_per_s=2.039e12,
-        driver_bytes=85_100_068_864,
-    ),
-    _H100,
-    replace(
-        _H100,
-        name="H200",
-        device_kinds=("NVIDIA H200",),
-        hbm_bytes=141_000_000_000,
-        hbm_bytes_per_s=4.8e12,
-        source="NVIDIA H200 data sheet (SXM5, without sparsity); DGX H200 (400 Gbit/s a GPU)",
-        driver_bytes=151_397_597_184,
-    ),
-    Chip(
-        name="B200",
-        device_kinds=("NVIDIA B200",),
-        peak_bf16_flops=2250e12,
-        peak_int8_ops=4500e12,
-        peak_fp8_flops=4500e12,
-        hbm_bytes=180_000_000_000,
-        hbm_bytes_per_s=8e12,
-        ici_bytes_per_s_per_link=5e10,
-        ici_links=18,
-        dcn_bytes_per_s=5e10,
-        source="NVIDIA DGX B200 data sheet (1,000 W, without sparsity; 1,440 GB and 64 TB/s for 8 GPUs; 400 Gbit/s a GPU)",
-        driver_bytes=191_514_411_008,
-    ),
-)
 
+def _chip(row: Mapping[str, Any]) -> Chip:
+    stated = {name: row[name] for name in (field.name for field in fields(Chip)) if name in row}
+    return Chip(**{**stated, "device_kinds": tuple(row["device_kinds"])})
+
+
+CHIPS = tuple(map(_chip, facts()["chip"]))
 _BY_KIND = {kind: chip for chip in CHIPS for kind in chip.device_kinds}
 
 

@@ -8,48 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from maxlm.hardware.chips import CHIPS, Chip
+from maxlm.hardware.chips import CHIPS, Chip, facts
 
 CHIPS_PER_HOST = 4  # TPU VMs hold 2x2; a v5e or v6e VM may hold 1 or 8, which the compiler does not need to know
 
-# Largest pods in chips, and the shapes that Cloud TPU lends. Sources: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}.
-_MOST = {"v4": 4096, "v5e": 256, "v5p": 8960, "v6e": 256, "tpu7x": 9216}
 _MOST_GPUS = 2**17
 _A_NODE = 8  # GPUs of a DGX or HGX node, which the NVLink switches of the node join
-_MOST_A_NODE = {"A100-40GB": 16, "B200": 72}  # Google's a2-megagpu-16g and GB200 NVL72; 8 of all others
-_CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}  # a chip, which Cloud TPU counts in the names of these; chips in all others
 _CLOUD_NAMES = {"v5litepod": "v5e", "v5lite": "v5e"}  # Cloud TPU's own names of a chip
+_FACTS = {chip["name"]: chip for chip in facts()["chip"]}
 # Machine types of clouds -> topology. Sources (2026): docs.cloud.google.com/compute/docs/gpus, docs.cloud.google.com/tpu/docs,
 # docs.aws.amazon.com/ec2/latest/instancetypes/ac.html, learn.microsoft.com/azure/virtual-machines/sizes/overview.
-MACHINE_TYPES = {
-    **{f"a2-highgpu-{gpus}g": f"a100-40gb:1x{gpus}" for gpus in (1, 2, 4, 8)},
-    "a2-megagpu-16g": "a100-40gb:1x16",
-    **{f"a2-ultragpu-{gpus}g": f"a100-80gb:1x{gpus}" for gpus in (1, 2, 4, 8)},
-    **{f"a3-highgpu-{gpus}g": f"h100:1x{gpus}" for gpus in (8, 4, 2, 1)},
-    "a3-megagpu-8g": "h100:1x8",
-    "a3-ultragpu-8g": "h200:1x8",
-    "a4-highgpu-8g": "b200:1x8",
-    "ct4p-hightpu-4t": "v4:2x2x1",
-    "ct5lp-hightpu-1t": "v5e:1x1",
-    "ct5lp-hightpu-4t": "v5e:2x2",
-    "ct5lp-hightpu-8t": "v5e:2x4",
-    "ct5p-hightpu-4t": "v5p:2x2x1",
-    "ct6e-standard-1t": "v6e:1x1",
-    "ct6e-standard-4t": "v6e:2x2",
-    "ct6e-standard-8t": "v6e:2x4",
-    "tpu7x-standard-4t": "tpu7x:2x2x1",
-    "p4d.24xlarge": "a100-40gb:1x8",
-    "p4de.24xlarge": "a100-80gb:1x8",
-    "p5.4xlarge": "h100:1x1",
-    "p5.48xlarge": "h100:1x8",
-    "p5e.48xlarge": "h200:1x8",
-    "p5en.48xlarge": "h200:1x8",
-    "p6-b200.48xlarge": "b200:1x8",
-    "standard_nd96asr_v4": "a100-40gb:1x8",
-    "standard_nd96amsr_a100_v4": "a100-80gb:1x8",
-    "standard_nd96isr_h100_v5": "h100:1x8",
-    "standard_nd96isr_h200_v5": "h200:1x8",
-}
+MACHINE_TYPES = {machine: f"{name.lower()}:{shape}" for name, chip in _FACTS.items() for machine, shape in chip.get("machines", {}).items()}
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16", "16x16x24", "16x20x28")
 _NODES = ("1x1", "1x2", "1x4", *(f"{2**power}x{_A_NODE}" for power in range(12)))
@@ -167,7 +136,7 @@ def _of_size(chip: Chip, name: str, size: int) -> str:
     if found is None and not is_tpu(chip) and size % _A_NODE == 0:
         found = f"{chip.name.lower()}:{size // _A_NODE}x{_A_NODE}"
     if found is None:
-        nearest = [_rented_name(topology) for topology in near(chip, size // _CORES.get(chip.name, 1))]
+        nearest = [_rented_name(topology) for topology in near(chip, size // _FACTS[chip.name].get("cores", 1))]
         raise TopologyError(f"no {name} is rented", f"near it there are {', '.join(nearest)}")
     return found
 
@@ -175,14 +144,14 @@ def _of_size(chip: Chip, name: str, size: int) -> str:
 def _rented_name(topology: str) -> str:
     """Name with the size: v5p-128, v5litepod-16, h100x8."""
     chip = topology.partition(":")[0]
-    separator = "-" if chip in map(str.lower, _MOST) else "x"
+    separator = "-" if any(name.lower() == chip and "pod" in facts for name, facts in _FACTS.items()) else "x"
     return f"{'v5litepod' if chip == 'v5e' else chip}{separator}{_size(topology)}"
 
 
 def _size(topology: str) -> int:
     """Number in the rented name of `topology`: TensorCores of v4, v5p and tpu7x, chips of others."""
     chip, _, shape = topology.partition(":")
-    return _count(shape) * _CORES.get(chip, 1)
+    return _count(shape) * next((facts.get("cores", 1) for name, facts in _FACTS.items() if name.lower() == chip), 1)
 
 
 def _lent(chip: Chip) -> list[str]:
@@ -194,7 +163,11 @@ def near(chip: Chip, chips: int, most: int = 3) -> list[str]:
     """Names of topologies of `chip`, nearest in size to `chips`, smallest first: those that Cloud TPU lends; of GPUs, nodes of up to 8,
     alone or a power of two of them.
     """
-    shapes = [shape for shape in (_FLAT if chip.ici_links == 4 else _DEEP) if _count(shape) <= _MOST[chip.name]] if is_tpu(chip) else _NODES
+    shapes = (
+        [shape for shape in (_FLAT if chip.ici_links == 4 else _DEEP) if _count(shape) <= _FACTS[chip.name]["pod"]]
+        if is_tpu(chip)
+        else _NODES
+    )
     nearest = sorted(shapes, key=lambda shape: abs(math.log(_count(shape) / max(chips, 1))))[:most]
     return [f"{chip.name.lower()}:{shape}" for shape in sorted(nearest, key=_count)]
 
@@ -202,8 +175,8 @@ def near(chip: Chip, chips: int, most: int = 3) -> list[str]:
 def _check_shape(topology: Topology) -> None:
     chip, sides = topology.chip, topology.sides
     fix = f"near it there are {', '.join(near(chip, math.prod(sides)))}"
-    if math.prod(sides) > _MOST[chip.name]:
-        raise TopologyError(f"has {math.prod(sides):,} chips, and a {chip.name} pod has {_MOST[chip.name]:,}", fix)
+    if math.prod(sides) > _FACTS[chip.name]["pod"]:
+        raise TopologyError(f"has {math.prod(sides):,} chips, and a {chip.name} pod has {_FACTS[chip.name]['pod']:,}", fix)
     single = set(sides) == {1} and len(sides) == 2
     if not single and (sides[0] % 2 or sides[1] % 2):
         raise TopologyError("cannot be made of hosts of 2x2 chips", fix)
@@ -216,7 +189,7 @@ def _check_nodes(topology: Topology) -> None:
     if topology.slices > 1:
         rule = f"is of GPUs, which have no slices, and mesh.slices = {topology.slices}"
         raise TopologyError(rule, f"write {chip}:{nodes * topology.slices}x{gpus}, and mesh.slices=1")
-    if gpus > (most := _MOST_A_NODE.get(topology.chip.name, _A_NODE)):
+    if gpus > (most := _FACTS[topology.chip.name].get("most_a_node", _A_NODE)):
         rule = f"has {gpus:,} GPUs a node, and NVLink joins {most} of {chip} at most"
         raise TopologyError(rule, f"write nodes before GPUs a node, as in {chip}:2x{_A_NODE}")
     if topology.chips > _MOST_GPUS:

@@ -12,8 +12,9 @@ import jax
 from maxlm.config import Config, UserError
 from maxlm.config.console import Console
 from maxlm.config.paths import read_file
-from maxlm.config.rules import most_generated
-from maxlm.config.schema import ModelConfig, WeightsKind
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.samples import most_generated
+from maxlm.config.sections.train import WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.data.messages import SHAREGPT
 from maxlm.data.stops import Stops

@@ -13,7 +13,8 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
 from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
-from maxlm.config.schema import CheckpointConfig, WeightsKind
+from maxlm.config.schema import CheckpointConfig
+from maxlm.config.sections.train import WeightsKind
 from maxlm.interop.importing import MODEL, write_model
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.weights import Step, nested

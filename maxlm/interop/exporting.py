@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from maxlm.config import Config, UserError
 from maxlm.config.errors import shorten
-from maxlm.config.schema import WeightsKind
+from maxlm.config.sections.train import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of

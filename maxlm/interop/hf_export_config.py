@@ -1,9 +1,10 @@
 """The config.json that describes a model of ours: the family whose config, read again, gives the same settings."""
 
 from maxlm.config.errors import UserError
-from maxlm.config.loader import flatten
-from maxlm.config.rope import DynamicScaling
-from maxlm.config.schema import ModelConfig, MtpConfig
+from maxlm.config.fields import flatten
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.mtp import MtpConfig
+from maxlm.config.sections.rope import DynamicScaling
 from maxlm.interop.families import FAMILIES, Family
 from maxlm.interop.families.keys import Json
 from maxlm.interop.families.rope import POSITIONS, positions

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from maxlm.config import Config, UserError
-from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.matmul import QuantizedConfig, QuantizedMatrix
 from maxlm.interop.families.decoder import UNEMBEDDING
 from maxlm.interop.layouts import Linear, Reordered
 from maxlm.interop.packed import BITS, FLOATS, INTEGERS, METHOD, PACKED, QUANTIZED, SCALE, SHAPE, pack

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from maxlm.config import UserError
-from maxlm.config.rules import adaptable
-from maxlm.config.schema import LoraConfig, WeightsKind
+from maxlm.config.sections.lora import LoraConfig
+from maxlm.config.sections.train import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.exporting import Exported
 from maxlm.interop.hf_export_config import family_of
@@ -41,7 +41,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     lora = saved.trained.model.lora
     if lora is None:
         raise UserError(f"{run} was trained without model.lora, so it has no adapter: leave --adapter out.")
-    feed_forward = [name for name in lora.matrices or adaptable(saved.config.model) if name in FEED_FORWARD]
+    feed_forward = [name for name in lora.matrices or saved.config.model.adaptable if name in FEED_FORWARD]
     if saved.config.model.moe is not None and feed_forward:
         raise UserError(
             f"{run}: model.lora adapts `{feed_forward[0]}` in a model with experts, and PEFT (0.21) takes modules of that name for "

@@ -12,7 +12,7 @@ from rich.table import Table
 from scipy.special import stdtrit
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.loader import flatten
+from maxlm.config.fields import flatten
 from maxlm.ladder.grid import Rung, make_grid, variant
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import TUNED, CompareConfig, LadderSettings

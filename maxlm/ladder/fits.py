@@ -124,7 +124,7 @@ def limits(samples_K: ArrayLike) -> tuple[Floats, Floats]:
     """Return the limits that `SHARE` of a bootstrap lies in: order statistics number (K + 1) q (Davison and Hinkley, Bootstrap Methods and
     their Application, 1997, section 5.2). Interpolated between K samples, 200 of them would hold 89.1%.
     """
-    low, high = np.quantile(samples_K, ((1 - SHARE) / 2, (1 + SHARE) / 2), axis=0, method="weibull")
+    low, high = np.quantile(np.asarray(samples_K, np.float64), ((1 - SHARE) / 2, (1 + SHARE) / 2), axis=0, method="weibull")
     return low, high
 
 

@@ -7,12 +7,11 @@ from maxlm.ladder.analysis import Analysis, Optimum, doubts_of
 from maxlm.ladder.fits import SHARE
 from maxlm.ladder.plots import all_plots
 from maxlm.ladder.runs import Found
+from maxlm.telemetry import pages
 from maxlm.telemetry.formatting import count, duration
-from maxlm.telemetry.report.style import CSS
-from maxlm.telemetry.report.tables import table
+from maxlm.telemetry.pages import table
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-MORE_CSS = """
+CSS = """
 figure{min-width:0;overflow-x:auto}figure svg{width:100%;height:auto;background:#fff;border-radius:8px}figure svg text{fill:#1b1f24}
 @media screen and (max-width:760px){figure svg{min-width:560px}}
 """
@@ -21,13 +20,7 @@ figure{min-width:0;overflow-x:auto}figure svg{width:100%;height:auto;background:
 def page(title: str, found: Sequence[Found], analysis: Analysis, optima: Sequence[Optimum]) -> str:
     """The page as HTML, without scripts or anything from elsewhere."""
     sections = [_head(title, found, analysis), _predictions(analysis), _plots(analysis), _fit(analysis), _optima(optima), _runs(found)]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>{CSS}{MORE_CSS}</style></head>\n<body><main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
-    )
+    return pages.page(title, sections, css=CSS)
 
 
 def _head(title: str, found: Sequence[Found], analysis: Analysis) -> str:
@@ -40,8 +33,7 @@ def _head(title: str, found: Sequence[Found], analysis: Analysis) -> str:
         ("FLOPs", f"{runs.flops_R.min():.2g} to {runs.flops_R.max():.2g}", f"of a run; {runs.flops_R.sum():.2g} in all"),
         ("Scatter", f"{100 * analysis.fit.noise:.2g}%", "of measured losses around the fit"),
     ]
-    blocks = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd><small>{hint}</small></div>" for name, value, hint in cards)
-    return f'<p class="kind">Scaling ladder</p><h1>{escape(title)}</h1><dl class="cards">{blocks}</dl>'
+    return f'<p class="kind">Scaling ladder</p><h1>{escape(title)}</h1>{pages.cards(cards)}'
 
 
 def _predictions(analysis: Analysis) -> str:

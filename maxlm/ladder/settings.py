@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from maxlm.config.errors import ConfigError
-from maxlm.config.fields import Fraction, LocalPath, NonNegative, Positive, PositiveFloat, Section, Seed, Text, Tokens
-from maxlm.config.loader import flatten
+from maxlm.config.fields import Fraction, LocalPath, NonNegative, Positive, PositiveFloat, Section, Seed, Text, Tokens, flatten
 
 MOST_RUNS = 1000
 TUNED = ("optimizer.name", "optimizer.peak_lr", "optimizer.warmup", "optimizer.weight_decay", "train.", "run.")  # by a comparison

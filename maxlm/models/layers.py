@@ -13,8 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from maxlm import kernels
-from maxlm.config.rope import RopeConfig
-from maxlm.config.schema import ClampConfig, ContextAttention, MemoryConfig, ModelConfig
+from maxlm.config.schema import MemoryConfig, ModelConfig
+from maxlm.config.sections.mesh import ContextAttention
+from maxlm.config.sections.model import ClampConfig
+from maxlm.config.sections.rope import RopeConfig
 from maxlm.kernels.attention import Form, Layout, Mask
 from maxlm.kernels.platform import device
 from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, Axes, enter, gated_linear, linear

@@ -6,7 +6,7 @@ from typing import get_args
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.config.schema import LoraConfig, LoraMatrix
+from maxlm.config.sections.lora import LoraConfig, LoraMatrix
 from maxlm.models.adapted_matrix import AdaptedMatrix
 from maxlm.models.decoder import Decoder
 from maxlm.models.layers import AttentionBase, Mlp, StateVariable

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import LatentConfig, ModelConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.model import LatentConfig
 from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, parameter, rotate
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
 from maxlm.models.saved_tensors import Matmul, matmul_by

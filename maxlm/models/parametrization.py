@@ -18,8 +18,8 @@ prediction have one block however deep the model is: with l = 1, but for that de
 
 from typing import NamedTuple
 
-from maxlm.config.parametrization import Multipliers
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.parametrization import Multipliers
 
 Axes = tuple[str, ...]
 Name = tuple[str, ...]

@@ -13,8 +13,8 @@ from jax.experimental.layout import Layout as MemoryLayout, with_layout_constrai
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from maxlm.config.precision import QuantizedConfig, QuantizedMatrix
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.matmul import QuantizedConfig, QuantizedMatrix
 from maxlm.kernels import GatedLayout, LossFormats
 from maxlm.kernels.quantize import MOST_SUMMED
 from maxlm.parallel import constrain, split_axes

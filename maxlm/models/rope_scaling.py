@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlm.config.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from maxlm.config.sections.rope import DynamicScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
 # B batch, S sequence, 1 that broadcasts, F pairs of rotary dims
 

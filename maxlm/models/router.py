@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlm.config.schema import MoeConfig
+from maxlm.config.sections.moe import MoeConfig
 from maxlm.kernels.platform import logged
 from maxlm.models.layers import BlockContext
 from maxlm.parallel.context import in_sequence

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import DpoConfig
+from maxlm.config.sections.objective import DpoConfig
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.linear import unembedding_loss, unembedding_scores
 from maxlm.objectives.objective import ArraySpec, Sums

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from maxlm.config import ConfigError
-from maxlm.config.schema import ContextAttention
+from maxlm.config.sections.mesh import ContextAttention
 from maxlm.kernels.attention import (
     CAUSAL,
     Mask,

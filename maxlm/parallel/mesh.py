@@ -8,7 +8,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxlm.config import rules
-from maxlm.config.schema import AXES, Config, MeshConfig
+from maxlm.config.schema import Config, MeshConfig
+from maxlm.config.sections.mesh import AXES
 from maxlm.parallel import torus
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
-from maxlm.config.schema import Config, RematName
+from maxlm.config.schema import Config
+from maxlm.config.sections.memory import RematName
 from maxlm.cost import efficiency, model_shapes
 from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of, rows_of
 from maxlm.cost.network import AxisLinks
@@ -336,7 +337,7 @@ class Analytic:
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
-        state = sum(leaf.held_bytes(self.config, ("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
+        state = sum(leaf.held_bytes(("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
         return state + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
 
     def _hosted(self, layout: Layout, kind: str) -> int:
@@ -373,14 +374,14 @@ class Analytic:
         numbers = [(leaf, leaf.on_device(layout.sizes)) for leaf in self.leaves]
         copied = settings.master == "host" and difference_dtype(self.config) is None
         again = sum(4 * size for leaf, size in numbers if leaf.matrix and copied)
-        read = again + sum(leaf.held_bytes(self.config, ("host", "nvme"), size) for leaf, size in numbers)
+        read = again + sum(leaf.held_bytes(("host", "nvme"), size) for leaf, size in numbers)
         return read / (self.topology.chip.host_bytes_per_s_per_device or math.inf)
 
     def _shares_of(self, mesh: tuple[tuple[str, int], ...], *, whole: bool = False) -> Shares:
         """Share of one device in the state; `whole`: with parameters that `fsdp` does not split."""
         sizes = dict(mesh) | ({"fsdp": 1} if whole else {})
         shares = [(leaf, leaf.on_device(sizes)) for leaf in self.leaves]
-        state = sum(leaf.held_bytes(self.config, (None,), numbers) for leaf, numbers in shares)
+        state = sum(leaf.held_bytes((None,), numbers) for leaf, numbers in shares)
         return Shares(state, sum(numbers for _, numbers in shares), sum(numbers for leaf, numbers in shares if leaf.matrix))
 
     def _computed_with(self, layout: Layout) -> Shares:

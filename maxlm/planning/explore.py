@@ -17,7 +17,9 @@ from typing import get_args
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import Config, ContextAttention, RematName
+from maxlm.config.schema import Config
+from maxlm.config.sections.memory import RematName
+from maxlm.config.sections.mesh import ContextAttention
 from maxlm.cost.advice import changed
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.chips import GIB

@@ -11,7 +11,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from maxlm.config.reliability import ElasticConfig, WatchdogConfig
+from maxlm.config.sections.elastic import ElasticConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime.limits import PHASES, Limits
 
 DAY = 86400.0

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from maxlm.config import axes, integrity_rules, rules
+from maxlm.config import axes, rules
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import AXES, Config, ContextAttention, ModelConfig, PipelineConfig, RematName
+from maxlm.config.schema import Config, ModelConfig, PipelineConfig
+from maxlm.config.sections.memory import RematName
+from maxlm.config.sections.mesh import AXES, ContextAttention
 from maxlm.cost.advice import changed
 from maxlm.parallel.schedule import Schedule
 
@@ -103,7 +105,7 @@ class Layout:
 
 def layout_of(config: Config, devices: int) -> Layout:
     """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
-    sizes = _sizes(config, devices)
+    sizes = rules.check_full_mesh(config, devices)
     remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
     return Layout(
         mesh=tuple(sizes.items()),
@@ -192,18 +194,10 @@ def periods(model: ModelConfig) -> int:
     return math.ceil((model.n_layers - model.n_dense) / len(model.layer_pattern))
 
 
-def _sizes(config: Config, devices: int) -> dict[str, int]:
-    """Mesh axis -> size. Raises ConfigError where a run with this mesh would be refused."""
-    sizes = rules.check_devices(config, devices)
-    for problem in integrity_rules.on_mesh(config, sizes):
-        raise ConfigError(*problem)
-    return sizes
-
-
 def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
     candidate = changed(config, settings)
     try:
-        return candidate is not None and bool(_sizes(candidate, devices))
+        return candidate is not None and bool(rules.check_full_mesh(candidate, devices))
     except ConfigError:
         return False
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ruamel.yaml import YAML
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, flatten, load
+from maxlm.config.fields import flatten
+from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, load
 from maxlm.config.paths import read_file
-from maxlm.config.rules import topology_of
 from maxlm.config.schema import ClusterConfig, Config
+from maxlm.config.sections.cluster import topology_of
+from maxlm.config.table import present
 from maxlm.cost.calibration import FIELD, calibrated, of_config
 from maxlm.cost.compile_command import NoClusterError, load_for_machine
 from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
@@ -179,10 +181,9 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
 
 def _check_trained(config: Config) -> None:
     """Raise UserError for a config whose step is another than the cost model's."""
-    if config.model.lora is not None:
-        raise UserError("maxlm plan has no cost model of a frozen model (model.lora): plan without it, then `maxlm compile` with it.")
-    if config.diloco is not None:
-        raise UserError("maxlm plan has no cost model of local updates (diloco): plan without it, then `maxlm compile` with it.")
+    for capability, _ in present(config):
+        if capability.unplanned:
+            raise UserError(f"maxlm plan has no cost model of {capability.unplanned}: plan without it, then `maxlm compile` with it.")
 
 
 def _config_and_chips(request: Request) -> tuple[Config, tuple[Chip, ...]]:

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from maxlm.config import paths
-from maxlm.config.cost import Currency
 from maxlm.config.errors import UserError
 from maxlm.config.fields import AtLeastOne, NonNegative, PositiveFloat, Section, Text
 from maxlm.config.loader import find, load_as
+from maxlm.config.sections.cost import Currency
 from maxlm.hardware.chips import CHIPS
 from maxlm.hardware.prices import LIST_PRICES, Offer, PriceList
 

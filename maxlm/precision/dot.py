@@ -22,7 +22,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.kernels.quantize import exact_sums
 from maxlm.precision.formats import SMALLEST_SCALE, Quantized, dequantize, noise_of, quantize
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.precision.formats import Quantized, dequantize, noise_of, quantize
 
 # B batch, S sequence, C what is summed forward, O one or two dims of outputs

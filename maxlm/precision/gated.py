@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.kernels import GatedLayout, gated_gradient_rows, gated_rows
 from maxlm.precision.dot import Parts, cut, input_gradient, of_columns, once, over_rows, over_tokens, product, widened
 from maxlm.precision.formats import Quantized, dequantize, quantization, quantize

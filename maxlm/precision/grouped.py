@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.kernels import (
     SCALED_ROWS,
     GradientScales,

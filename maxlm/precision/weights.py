@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.precision.dot import Parts, quantized_dot
 from maxlm.precision.emulated import emulated_dot, rotated, rounded_weights
 from maxlm.precision.formats import Quantized, quantize

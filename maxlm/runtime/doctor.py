@@ -165,7 +165,7 @@ def _device_finding(backend: str, kind: str, memory: int | None, count: int) -> 
         return Finding("devices", "ok", f"{count} x CPU; its peak is unknown, so no MFU is shown")
     chip = chip_of(kind)
     if chip is None:
-        fix = "add the chip to maxlm/hardware/chips.py, with the source of its peak"
+        fix = "add the chip to maxlm/hardware/facts.toml, with the source of its peak"
         return Finding("devices", "warning", f"{count} x {kind}{memory_text}; its peak is unknown, so no MFU is shown", fix)
     peak = f"{chip.peak_bf16_flops_per_device / 1e12:,.0f} TFLOP/s in bfloat16"
     return Finding("devices", "ok", f"{count} x {kind} ({chip.name}){memory_text}, {peak} each")

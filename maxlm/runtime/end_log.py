@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from maxlm.config.errors import ExitCode
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.alert_delivery import Delivery, Limit

@@ -11,7 +11,6 @@ COMPILE = "compile"  # operation of a process whose main thread compiles a progr
 SELDOM = "seldom"  # operation of a process that writes a trace, or replays an update: it is part of few steps
 WAITS_FOR_STORAGE = ("data_wait", "restore", "save", BACKGROUND_SAVE)  # operations that a service keeps waiting, which may come back
 MAX_WHERE = 200  # characters of a stack frame
-LEAST_UNSENT = 100  # bytes: the parts of the smallest collective are larger
 NAMED = 5  # processes named in a line; the others are counted
 _WORDS = {
     "init": "its start",
@@ -49,13 +48,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Frame:
-    """Innermost frame of a main thread, as text, True if it waits there for its devices or for other processes, the bytes that its process
-    owes the others in the collective (`OwnTime.unsent_bytes`), and True if a thread of it sends and does not come to an end.
+    """Innermost frame of a main thread, as text; `waits`: there for its devices or for other processes; `sends`: a thread of its process
+    sends to a socket and does not come to an end.
     """
 
     where: str
     waits: bool
-    unsent: int = 0
     sends: bool = False
 
 
@@ -85,13 +83,12 @@ def verdict(
     operations: Mapping[int, Operation], behind: Sequence[int], frames: Mapping[int, Frame], label: Callable[[int], str]
 ) -> Verdict:
     """Name the culprits among those `behind`: those that gave no stack (`frames` lacks them), else those that wait for no other, else the
-    only one that sends without end, or that has received its part of a collective and has not sent its own.
+    only one that sends without end.
     """
     mute = tuple(number for number in behind if number not in frames)
     alone = tuple(number for number in behind if number in frames and not frames[number].waits)
     sending = _only(number for number in behind if number in frames and frames[number].sends)
-    owing = _only(_owing({number: frames[number].unsent for number in behind if number in frames}))
-    culprits = mute or alone or sending or owing or tuple(behind)
+    culprits = mute or alone or sending or tuple(behind)
     others = [number for number in operations if number not in culprits]
     place = _places(culprits, frames)
     if len(operations) == 1:
@@ -106,8 +103,6 @@ def verdict(
     silent = ", and its threads do not run" if mute else ""
     if culprits == sending:
         silent = ", and a thread of it has not come to the end of sending"
-    elif culprits == owing:
-        silent = f", and has sent {frames[owing[0]].unsent:,} bytes less than it received"
     rest = f"{len(others)} {'other is' if len(others) == 1 else 'others are'} {_common([operations[number] for number in others])}"
     return Verdict(culprits, f"hung: {names} {state}{place}{silent}; {rest}{_places(others, frames)}")
 
@@ -116,12 +111,6 @@ def _only(numbers: Iterable[int]) -> tuple[int, ...]:
     """The number, if there is only one."""
     found = tuple(numbers)
     return found if len(found) == 1 else ()
-
-
-def _owing(unsent: Mapping[int, int]) -> tuple[int, ...]:
-    """Those that clearly owe more than others: small differences remain from step to step."""
-    largest = max(unsent.values(), default=0)
-    return tuple(number for number, size in unsent.items() if largest >= LEAST_UNSENT and 2 * size > largest)
 
 
 def _position(one: Operation) -> tuple[int, int]:

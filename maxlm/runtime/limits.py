@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.telemetry.strict_json import is_number
 
 BACKGROUND_SAVE = "background_save"  # a save during training steps

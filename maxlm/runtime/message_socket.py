@@ -107,7 +107,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {  # of each kind of message
         "limits": _Seconds,
     },
     "hang": {"reason": _Line},  # from process 0: show your stacks, and answer with:
-    "stack": {"where": _Line, "waits": bool, "unsent": Annotated[int, Field(gt=-(2**53), lt=2**53)], "sends": bool},  # see `hang.Frame`
+    "stack": {"where": _Line, "waits": bool, "sends": bool},  # see `hang.Frame`
     # An error ends the sender: the peer that the error names, or "". Sent before `abort`, which waits for what else is reported.
     "symptom": {"peer": Annotated[str, Field(max_length=MAX_NAME), AfterValidator(_printable)]},
     # lost: label of the process whose loss is the reason, or ""; passing: the cause is outside of the run, and may pass; final: a

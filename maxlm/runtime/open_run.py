@@ -19,21 +19,20 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
-from maxlm.config.loader import dump, flatten
+from maxlm.config.loader import dump
+from maxlm.config.table import identity
 from maxlm.data.tokenizer import open_tokenizer
-from maxlm.objectives import kind_of
 from maxlm.parallel import build_mesh
 from maxlm.runtime import elastic, frozen, progress_file
 from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
 from maxlm.runtime.jax_setup import enable_compilation_cache
-from maxlm.runtime.metrics_port import metrics_server
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.phases import Phases
+from maxlm.telemetry.prometheus import LISTEN_AGAIN_S, MetricsPort
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.text_server import TextServer
 from maxlm.training import bit_flips, fits, integrity
 from maxlm.training.bit_flips import BitFlips
 from maxlm.training.branch import branch_off, check_same_branch
@@ -45,19 +44,6 @@ from maxlm.training.start_from import begin_from, fingerprint
 from maxlm.training.step import TrainState
 
 _log = logging.getLogger(__name__)
-
-# Settings that a checkpoint must share with the run that continues it, beside the model: those of the data order and the state's shape.
-IDENTITY = (
-    "train.seed",
-    "train.global_batch",
-    "data.seq_len",
-    "data.shuffle",
-    "data.mask_documents",
-    "optimizer.name",
-    "diloco.workers",
-    "compression.kind",
-    "compression.warmup_steps",
-)
 
 
 class OpenTasks(Protocol):
@@ -79,7 +65,7 @@ class OpenRun:
     directory: RunDirectory
     tasks: Tasks | None
     checkpoints: Checkpoints
-    server: TextServer | None
+    metrics_port: MetricsPort | None
     journal: Journal
     start: Start
     init: Init
@@ -113,7 +99,7 @@ def open_run(
     if open_tasks is not None:
         opening = functools.partial(open_tasks, goes_on=checkpoints.latest() is not None)
         tasks = _open_tasks_on_all_hosts(opening, config, program, directory)
-    server = metrics_server(config, directory, phases)
+    metrics_port = open_metrics_port(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
     with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
@@ -123,7 +109,30 @@ def open_run(
             if phases.primary:
                 _log.warning("%s", line)
         data.train.check_length(config.total_steps)
-    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, server, journal, start, init, flips)
+    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, metrics_port, journal, start, init, flips)
+
+
+def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
+    """Open the port of `prometheus` on the primary process. Raises UserError on all processes if it cannot be opened for a new run.
+
+    A run that has begun before goes on without the port, and tries again meanwhile: the program that took the port must not end it.
+    """
+    settings = config.prometheus
+    if settings is None:
+        return None
+    port, problem = MetricsPort(settings.host, settings.port) if phases.primary else None, None
+    try:
+        if port is not None:
+            port.listen()
+    except OSError as error:
+        rule = f"{settings.host}:{settings.port} cannot be listened at ({error.strerror})"
+        if directory.events.is_file():
+            warning = f"warning: prometheus.port = {settings.port}: {rule}; the run goes on, and tries again every {LISTEN_AGAIN_S:g} s"
+            phases.console.print(warning, markup=False, highlight=False, soft_wrap=True)
+        else:
+            problem = ConfigError("prometheus.port", settings.port, rule, "choose another port, or end what uses it")
+    require_equal({}, problem)
+    return port
 
 
 def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
@@ -162,24 +171,6 @@ def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
     except (UserError, OSError) as error:
         problem = frozen.explained(error)
     require_equal({}, problem)
-
-
-def identity(config: Config, tokenizer_hash: str) -> dict[str, str]:
-    """Return field -> value of the settings that a checkpoint must match."""
-    values = {f"model.{key}": value for key, value in flatten(config.model.model_dump(mode="json"))}
-    values |= {key: value for key, value in flatten(config.model_dump(mode="json")) if key in IDENTITY}
-    if config.compression is not None and config.diloco is None:
-        values["mesh.slices"] = config.mesh.slices  # each has feedback of its own
-    if config.compression is not None and config.compression.kind != "int8" and config.diloco is None:
-        values["optimizer.beta2"] = config.optimizer.beta2  # second moments stay those of the warm-up, whose weights sum to what it says
-    ramp = [(stage.global_batch, stage.until_tokens) for stage in config.train.batch_ramp or ()]
-    values |= {"train.batch_ramp": ", ".join(f"{size} until {end}" for size, end in ramp)} if ramp else {}
-    values |= {"ema": "set"} if config.ema is not None else {}  # its decay may change
-    values |= config.optimizer.identity
-    values |= {"precision.compute": config.precision.compute} if config.precision.scaling is not None else {}  # the loss's scale is state
-    values |= {"objective.kind": kind_of(config)} if kind_of(config) != "next_token" else {}  # which is the same with no section
-    fixed = {key: str(value) for key, value in values.items() if value is not None and key != "model.mtp.loss_weight"}
-    return {**fixed, "tokenizer": tokenizer_hash}
 
 
 def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:

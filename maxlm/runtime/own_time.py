@@ -3,19 +3,15 @@
 All hosts of a synchronous step take equally long. They differ in how long the loop waits for its devices (LoopProgress), in how long the
 process did not run at all (a thread that sleeps takes samples: it wakes up late), and in how long data that they sent over TCP to other
 hosts (gloo, NCCL's sockets, networks between slices) was not acknowledged, which Linux counts for each connection.
-
-In a hang, in which all wait, the bytes of these connections tell who has received its part of a collective and not sent its own.
 """
 
 import contextlib
 import os
 import socket
 import stat
-import statistics
 import struct
 import sys
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,36 +19,24 @@ from maxlm.training.progress import LoopProgress
 
 SLEEP_SECONDS = 0.1  # of the thread that takes samples
 LATE_SECONDS = 0.02  # that it may wake up late; beyond it the process was stopped meanwhile
-BALANCES_KEPT, BALANCES_NEEDED = 15, 5  # samples of what was received less what was sent
-DEVIATIONS = 4  # interquartile ranges of them that are usual
-# Of struct tcp_info (linux/tcp.h): tcpi_bytes_acked and tcpi_bytes_received; tcpi_busy_time and tcpi_rwnd_limited, in microseconds.
-_TCP_INFO = struct.Struct("=120x2Q32x2Q")
+_TCP_INFO = struct.Struct("=168x2Q")  # of struct tcp_info (linux/tcp.h): tcpi_busy_time and tcpi_rwnd_limited, in microseconds
 _STORAGE_PORTS = (80, 443)  # what goes there is no step's
 
 
 class Sent(NamedTuple):
-    """A connection: its ends, the seconds in which data lay there unacknowledged, though the receiver had space for more, and the bytes
-    that were received less those that the other end has acknowledged.
-    """
+    """A connection: its ends, and the seconds in which data lay there unacknowledged though the receiver had space for more."""
 
     ends: tuple[tuple[Any, ...], tuple[Any, ...]]
     seconds: float
-    balance: int = 0
 
 
 class OwnTime:
     """Figures of one process, counted since it was made."""
 
-    def __init__(
-        self, progress: LoopProgress, connections: Callable[[], list[Sent]] | None = None, own_ports: Collection[int] = ()
-    ) -> None:
-        """`own_ports`: ports of connections that collectives do not use."""
-        self._progress, self._own_ports = progress, own_ports
-        self._connections = connections or tcp_connections
+    def __init__(self, progress: LoopProgress, connections: Callable[[], list[Sent]] | None = None) -> None:
+        self._progress, self._connections = progress, connections or tcp_connections
         self._began = progress.clock()
         self._sent: dict[object, float] = {}
-        self._balances: deque[int] = deque(maxlen=BALANCES_KEPT)  # in the last steps
-        self._sampled = progress.steps
         self._stopped_s = self._sending_s = 0.0
 
     def slept(self, seconds: float) -> None:
@@ -72,28 +56,6 @@ class OwnTime:
             "sending_ms": self._sending_s,
         }
         return {"steps": progress.steps, **{name: max(0, round(1000 * value)) for name, value in seconds.items()}}
-
-    def sample(self) -> None:
-        """Look at the balance of all connections, if a step was done since the last call."""
-        if self._progress.steps != self._sampled:
-            self._sampled = self._progress.steps
-            self._balances.append(self._balance())
-
-    def unsent_bytes(self) -> int:
-        """Bytes by which this process has received more from other processes than it has sent to them, beyond the difference that it had in
-        the last steps; negative if others are behind. A process that waits for another has sent its part, the one that is behind has not.
-        0 if the difference is no larger than it is in steps, or if there were few.
-        """
-        balances = tuple(self._balances)  # another thread adds to them
-        if len(balances) < BALANCES_NEEDED:
-            return 0
-        low, usual, high = statistics.quantiles(balances, n=4)
-        excess = round(self._balance() - usual)
-        return excess if abs(excess) > DEVIATIONS * (high - low) else 0
-
-    def _balance(self) -> int:
-        """Bytes received less bytes sent, of the connections that our own services do not use."""
-        return sum(one.balance for one in self._connections() if not any(end[1] in self._own_ports for end in one.ends))
 
     def _longest_sending(self, connections: list[Sent]) -> float:
         """Seconds since the last call of the connection that had unacknowledged data for longest."""
@@ -122,6 +84,6 @@ def _sent(descriptor: int) -> Sent | None:
             peer = one.getpeername()
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             if len(info) == _TCP_INFO.size and peer[1] not in _STORAGE_PORTS:
-                acked, received, busy, full = _TCP_INFO.unpack(info)
-                return Sent((one.getsockname(), peer), (busy - full) / 1e6, received - acked)
+                busy, full = _TCP_INFO.unpack(info)
+                return Sent((one.getsockname(), peer), (busy - full) / 1e6)
     return None

@@ -11,12 +11,12 @@ import jax
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
 from maxlm.config.errors import error_kind
-from maxlm.config.reliability import ProfileConfig
+from maxlm.config.sections.profile import ProfileConfig
+from maxlm.config.table import identity
 from maxlm.parallel import build_mesh
 from maxlm.runtime.consistency import check_devices
 from maxlm.runtime.jax_setup import enable_compilation_cache
 from maxlm.runtime.open_data import open_training_data
-from maxlm.runtime.open_run import identity
 from maxlm.telemetry.profile import PAGE, TRACE, Facts, Profile, reduce_trace
 from maxlm.telemetry.profile.attribution import HOST_MARK
 from maxlm.telemetry.profile.page import Predicted

@@ -16,7 +16,8 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.checkpoint import manifest
 from maxlm.config.errors import ConfigError, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
-from maxlm.config.schema import Config, StartFromConfig
+from maxlm.config.schema import Config
+from maxlm.config.sections.train import StartFromConfig
 from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.data.manifest import fingerprint
 from maxlm.telemetry.atomic import replacing

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from maxlm.config import Config, UserError, load
-from maxlm.config.loader import flatten
+from maxlm.config.fields import flatten
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event
@@ -62,7 +62,7 @@ def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence
 
 def _still_saved(directory: RunDirectory) -> list[int]:
     """Steps of the saves that count, oldest first: not those of steps that training went back behind, which the next save sets aside."""
-    events = list(filter(None, map(Event.of, read_objects(directory.events))))
+    events = list(filter(None, map(Event.from_item, read_objects(directory.events))))
     saved = [event for event in surviving(events) if event.kind == "save"]
     for record in Journal.seen_here(directory.roll_backs).records:  # a kill may come before the event of the last one
         saved = [one for one in saved if one.step <= record.before or one.time > record.time]

@@ -39,12 +39,13 @@ from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
 from maxlm.runtime.signals import StopSignal
 from maxlm.runtime.watchdog import Watchdog
-from maxlm.telemetry import gpu_energy, predicted
+from maxlm.telemetry import predicted
 from maxlm.telemetry.alert_delivery import check_alerts
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.gpus import visible_gpus
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
@@ -56,9 +57,9 @@ from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory, unwritable
 from maxlm.telemetry.strict_json import read_objects
-from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.telemetry.wandb_observer import check_wandb
 from maxlm.training import bit_flips, findings, fits
+from maxlm.training.findings import to_replace
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
@@ -180,7 +181,7 @@ def _bill(run: OpenRun, phases: Phases) -> Bill:
         before = spent_before(run.directory, rates)
     except OSError:
         before = Totals(None, None, rates.currency, True)
-    counters = gpu_energy.open_counters() if jax.default_backend() == "gpu" else None
+    counters = visible_gpus() if jax.default_backend() == "gpu" else None
     return Bill(rates, before, counters, began=phases.began)
 
 
@@ -203,7 +204,7 @@ def _train(
     check_owner = _owning(run)
     if phases.primary:
         progress_file.record(attempt=attempt, folder=str(directory.path.resolve()))
-    beside = [PrometheusObserver(run.server, directory, goodput.summary)] if run.server is not None else []
+    beside = [PrometheusObserver(run.metrics_port, directory, goodput.summary)] if run.metrics_port is not None else []
     observing_run = observing(config, directory, phases.console, phases.primary, beside, bill)
     with observing_run as observers, Heartbeat(beat, attempt, goodput.summary):
         watchdog.observers, watchdog.folder = observers, directory.path
@@ -332,7 +333,7 @@ def _concluded(run: OpenRun) -> bool:
     kinds = {*(["eval"] if run.data.held_out is not None else []), *(["tasks"] if run.tasks is not None else [])}
     path = run.directory.events
     lines = read_objects(path) if run.directory.primary and not run.trains and path.is_file() else ()
-    counted = surviving(list(filter(None, map(Event.of, lines))))  # without those before the last steps were trained again
+    counted = surviving(list(filter(None, map(Event.from_item, lines))))  # without those before the last steps were trained again
     found = {event.kind for event in counted if event.step == run.config.total_steps}
     return multihost.text_from_process_0("yes" if kinds <= found else "no") == "yes"
 

@@ -22,9 +22,8 @@ from typing import Any
 
 from maxlm.config.errors import ExitCode
 from maxlm.config.paths import append_regular, read_file
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import deadline, progress_file, stacks
-from maxlm.runtime.cluster_env import service_ports
 from maxlm.runtime.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, Limits
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
@@ -80,7 +79,7 @@ class Watchdog:
         self._layout, self._kept_before = layout, {} if run is None or not run.primary else _read_kept(run.lengths)
         self._limits = Limits(self._settings, self._kept_before.get(layout))
         self._goodput, self._age = goodput, Age(goodput, self.progress)
-        self._own_time = OwnTime(self.progress, own_ports=() if self._group is None else service_ports(self._group.spec.address))
+        self._own_time = OwnTime(self.progress)
         self._slow = SlowHosts(self._settings.slow_share, self._label)
         self._compared = time.monotonic()
         self._operation = Operation()
@@ -116,7 +115,7 @@ class Watchdog:
         return asdict(frame)
 
     def _frame(self) -> Frame:
-        return replace(stacks.main_frame(), unsent=self._own_time.unsent_bytes(), sends=bool(stacks.sending_threads()))
+        return replace(stacks.main_frame(), sends=bool(stacks.sending_threads()))
 
     def _watch(self) -> None:
         """Watch until `stop`. An error of ours ends the watchdog, and not the run."""
@@ -146,8 +145,6 @@ class Watchdog:
 
     def _look(self, elapsed: float) -> None:
         """`elapsed`: seconds since the last look."""
-        if self._group is not None:
-            self._own_time.sample()
         self._operation = self._age.update(elapsed, self._limits)
         self._learn(self._age.take_observed())
         if not self._primary or self._stopped.is_set():
@@ -231,9 +228,7 @@ class Watchdog:
             until = time.monotonic() + ANSWER_SECONDS
             while time.monotonic() < until and len(self._group.stacks) < len(operations) - 1:
                 time.sleep(SLEEP_SECONDS)
-            frames |= {
-                number: Frame(one["where"], one["waits"], one["unsent"], one["sends"]) for number, one in list(self._group.stacks.items())
-            }
+            frames |= {number: Frame(one["where"], one["waits"], one["sends"]) for number, one in list(self._group.stacks.items())}
         result = verdict(operations, behind, frames, self._label)
         passing = all(operations[number].part in WAITS_FOR_STORAGE for number in result.behind)
         progress_file.record(passing=passing)  # now: the monitor may end this process before its loop does
@@ -277,14 +272,13 @@ class Watchdog:
             self.observers.close(CLOSE_SECONDS)
 
     def _write_summary(self, line: str, operations: Mapping[int, Operation], frames: Mapping[int, Frame]) -> None:
-        """Append to hang.txt: the line, and processes by operation and place, the rarest first, with the bytes that each owes."""
+        """Append to hang.txt: the line, and processes by operation and place, the rarest first."""
         if self.folder is None or self._group is None:
             return
         places: dict[str, list[str]] = {}
         for number, one in operations.items():
             where = frames[number].where if number in frames else "gave no stack"
-            owes = f" ({frames[number].unsent:+,} bytes)" if number in frames and frames[number].unsent else ""
-            places.setdefault(f"step {one.dispatched:,}, {one.part}, {where}", []).append(self._label(number) + owes)
+            places.setdefault(f"step {one.dispatched:,}, {one.part}, {where}", []).append(self._label(number))
         groups = [f"  {place}: {len(names)}: {', '.join(names)}" for place, names in sorted(places.items(), key=lambda item: len(item[1]))]
         with contextlib.suppress(OSError), os.fdopen(append_regular(self.folder / "hang.txt"), "ab") as file:
             file.write("\n".join([time.strftime("%Y-%m-%d %H:%M:%S ") + line, *groups, ""]).encode(errors="replace"))

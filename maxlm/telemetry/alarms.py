@@ -181,7 +181,7 @@ class RoutingAlarms:
 
 
 def not_finite(balance: Balance) -> str:
-    """Reason that names the first layer whose router gave logits that are not finite; "" if all were finite."""
+    """Reason that names the first layer with router logits that are not finite; "" if all were finite."""
     bad: Sequence[int] = np.flatnonzero(balance.unsound_L > 0).tolist()
     if not bad:
         return ""

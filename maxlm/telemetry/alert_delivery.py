@@ -1,6 +1,6 @@
 """Delivery of alerts to a command or a webhook: in JSON, with retries, and at most so many an hour of one cause.
 
-Imports little, since the supervisor uses it too: it tells what the trainer, which is dead, cannot.
+Imports little, since the supervisor also uses it, to report a dead trainer.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
 from maxlm.config.paths import read_file
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.hardware.host import environment_of_commands
 from maxlm.telemetry.strict_json import dumps, is_number
 
@@ -30,7 +30,7 @@ TRY_AGAIN_S = (1.0, 5.0)  # between three tries
 COMMAND_S, WEBHOOK_S = 30.0, 10.0  # that a try may take
 MAX_CAUSES = 100  # that are told apart
 MAX_TEXT = 2000  # characters of an alert's text
-TRANSIENT = (408, 425, 429)  # answers of a webhook, beside 5xx, that another try may change
+TRANSIENT = (408, 425, 429)  # status codes, besides 5xx, after which the webhook is tried again
 
 
 class DeliveryError(Exception):
@@ -186,7 +186,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(address: str, text: bytes) -> None:
-    """POST `text` as JSON. Raises DeliveryError, whose message does not hold the address."""
+    """POST `text` as JSON. Raises DeliveryError; its message does not hold the address."""
     if problem := _problem_of_address(address):
         raise DeliveryError(problem, again=False)
     request = urllib.request.Request(address, data=text, headers={"Content-Type": "application/json"}, method="POST")  # noqa: S310 # checked

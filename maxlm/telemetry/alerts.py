@@ -5,10 +5,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit
-from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.formatting import sentence
+from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -32,7 +32,7 @@ def cause_of(event: Event) -> str:
 class AlertObserver:
     """Delivers alerts in the thread of this observer. One that fails is an `observer` event, by `report`, and costs no other.
 
-    `ended` gets the cause of a `stop` whose alert was delivered, so that the supervisor need not repeat it.
+    `ended` gets the cause of a `stop` once its alert was delivered, so that the supervisor need not repeat it.
     """
 
     def __init__(self, config: AlertsConfig, run: RunDirectory, report: Callable[[Event], None], ended: Callable[[str], None]) -> None:

@@ -32,14 +32,14 @@ class Balance:
     load_LE: NDArray[np.int64]  # choices that fell on each expert, dropped ones included
     tokens_L: NDArray[np.int64]
     dropped_L: NDArray[np.int64]  # choices dropped for want of capacity
-    unsound_L: NDArray[np.int64]  # tokens whose logits were not all finite
+    unsound_L: NDArray[np.int64]  # tokens with a logit that is not finite
     confidence_L: NDArray[np.float64]
     entropy_L: NDArray[np.float64]
     balance_L: NDArray[np.float64]
     z_L: NDArray[np.float64]
 
     @classmethod
-    def of(cls, first_layer: int, **sums: ArrayLike) -> "Balance":
+    def from_sums(cls, first_layer: int, **sums: ArrayLike) -> "Balance":
         """From the sums of `maxlm.models.router.Routing`, by name, each with a leading dim of layers."""
         load_LE, tokens_L, dropped_L, unsound_L = (np.asarray(sums[name], np.int64) for name in ("load_E", "tokens", "dropped", "unsound"))
         means = (np.asarray(sums[name], np.float64) / np.maximum(tokens_L, 1) for name in ("confidence", "entropy", "balance", "z"))

@@ -1,7 +1,7 @@
 """Money and electricity that a run has taken since its first start, and the energy of a token.
 
-The price counts from the start of the command on, for all chips, whatever they do. The energy is that of the whole data centre: what the
-chips draw, their share of the hosts, and the overhead (PUE). Where NVIDIA's GPUs count the energy of their boards, the chips' part is
+The price counts from the start of the command on, for all chips, idle or not. The energy is of the whole data centre: of the
+chips, their share of the hosts, and the overhead (PUE). Where NVIDIA's GPUs count the energy of their boards, the chips' part is
 measured; else it is the power of `maxlm.hardware.power`, as if the chips always trained, and marked as estimated.
 """
 
@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from maxlm.config.cost import CostConfig
+from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.power import POWERS, site_of
 from maxlm.hardware.prices import LIST_PRICES
 from maxlm.hardware.topologies import is_tpu
 from maxlm.hardware.vocabulary import vocabulary
-from maxlm.telemetry.attempts import Attempt
 from maxlm.telemetry.formatting import energy, money
-from maxlm.telemetry.ledger import ledger_of, read_attempts
+from maxlm.telemetry.ledger import Attempt, ledger_of, read_attempts, read_events
 from maxlm.telemetry.lifetime import Process
 from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.observer import Event, StepRecord
@@ -32,7 +31,7 @@ JOULES_PER_TOKEN = Metric("joules_per_token", "Energy of a token", "joules, of t
 
 
 class Counters(Protocol):
-    """Energy counters of some of the chips (`gpu_energy.GpuEnergy`)."""
+    """Energy counters of some of the chips (`gpus.Gpus`)."""
 
     @property
     def count(self) -> int: ...
@@ -59,7 +58,7 @@ class Rates:
 
 
 def rates_of(config: CostConfig | None, device_kind: str, devices: int) -> Rates:
-    """The rates of `devices` of jax's `device_kind`: those of the config, else list prices and published or estimated power."""
+    """Rates of `devices` of jax's `device_kind`: from the config, else list prices and published or estimated power."""
     own, chip = config or CostConfig(), chip_of(device_kind)
     chips = math.ceil(devices / chip.devices_per_chip) if chip else devices  # a part of a chip is paid for whole
     offer, power = LIST_PRICES.cheapest(chip.name, "on-demand") if chip else None, POWERS.get(chip.name) if chip else None
@@ -179,7 +178,7 @@ class Bill:
 
 def spent_before(run: RunDirectory, rates: Rates) -> Totals:
     """Totals of earlier starts, by what the newest of them recorded; else the time of the ledger at today's rates. Raises OSError."""
-    events = [event for item in read_objects(run.events) if (event := Event.of(item)) is not None] if run.events.is_file() else []
+    events = read_events(run)
     starts = [number for number, event in enumerate(events) if event.kind == "start"]
     if not starts:
         return Totals(0.0, 0.0, rates.currency, False)
@@ -206,7 +205,7 @@ def spent_before(run: RunDirectory, rates: Rates) -> Totals:
 
 
 def _up_to(attempt: Attempt, processes: Sequence[Process]) -> list[Process]:
-    """The processes up to that of `attempt`, the newest, in the order of their file; without one of it, those that began before it."""
+    """Processes up to the process of `attempt`, the newest, in the order of their file; else all that began before it."""
     own = next((number for number, process in enumerate(processes) if attempt.id and process.attempt == attempt.id), None)
     return list(processes[: own + 1]) if own is not None else [process for process in processes if process.began < attempt.began]
 

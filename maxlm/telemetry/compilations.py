@@ -14,7 +14,7 @@ from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.observer import Event
 
 STEP = "train_step"  # name of the training step among programs
-WORTH_S = 0.5  # seconds of compilation since the last event below which there is no event
+WORTH_S = 0.5  # least seconds of compilation since the last event for a new event
 NAMED = 5  # programs that an event names: those that took longest
 
 _TRACE, _LOWER = "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration"

@@ -8,7 +8,7 @@ from maxlm.telemetry.observer import Event
 
 def went_back(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
     """(index of the event, step) wherever training goes on from a step: at starts, or instead at their restores, and at rollbacks."""
-    begun: tuple[int, int] | None = None  # by a start whose restore may follow: starts of older runs that restore say 0
+    begun: tuple[int, int] | None = None  # a start at 0 may be followed by a restore
     for index, event in enumerate(events):
         if event.kind not in ("start", "restore", "rollback"):
             continue
@@ -34,7 +34,7 @@ class Undone:
 
 
 def surviving(events: Sequence[Event]) -> list[Event]:
-    """Events without those of updates that a later restart or rollback has undone."""
+    """Events, except of updates that a later restart or rollback has undone."""
     kept: list[Event] = []
     limit, back = math.inf, dict(went_back(events))
     for index in reversed(range(len(events))):
@@ -50,5 +50,5 @@ def current_step(events: Sequence[Event], recorded: Iterable[int] = ()) -> int:
 
 
 def first_step_since(events: Sequence[Event], start: int) -> int:
-    """Step after which all records were made since the `start` event of this index: its own, or that of a later rollback or restart."""
+    """Step after which all records were made since the `start` event of this index: of that start, or of a later rollback or restart."""
     return min(step for _, step in went_back(events[start:]))

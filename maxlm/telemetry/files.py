@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.telemetry.atomic import AppendFile, replacing
-from maxlm.telemetry.attempts import StepTiming, killed_event
+from maxlm.telemetry.ledger import killed_event, read_events, read_last_record
 from maxlm.telemetry.lifetime import read_beat
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
@@ -32,10 +32,8 @@ class FileObserver:
         self._metrics, self._routing = _Steps(run.metrics), _Steps(run.routing)
 
     def _record_killed_attempt(self, run: RunDirectory) -> None:
-        """Add an event for an attempt that ended without `stop`, while its records exist: those of repeated steps are dropped."""
-        events = filter(None, map(Event.of, read_objects(run.events)))
-        timings = filter(None, map(StepTiming.of, read_objects(run.metrics)))
-        event = killed_event(list(events), timings, read_beat(run.heartbeat))
+        """Add an event for an attempt that ended without `stop`, before the records of repeated steps are dropped."""
+        event = killed_event(read_events(run), read_last_record(run), read_beat(run.heartbeat))
         if event is not None:
             self._events.append(event.to_json().encode() + b"\n")
 

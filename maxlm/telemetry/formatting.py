@@ -166,7 +166,7 @@ def _run_facts(data: Mapping[str, Any]) -> str:
 
 
 def _changed(data: Mapping[str, Any]) -> str:
-    """Settings that differ from those of the previous attempt."""
+    """Settings that differ from the previous attempt."""
     changed = data.get("changed")
     if not isinstance(changed, Mapping) or not changed:
         return ""

@@ -57,7 +57,7 @@ class Goodput:
 
     @contextmanager
     def measure(self, part: Part, *, counts: bool = True) -> Iterator[None]:
-        """Attribute the time of the block to `part`, without that of nested blocks. A block of `step` is a step done, if it `counts`.
+        """Attribute the time of the block to `part`, without the time of nested blocks. A block of `step` is a step done, if it `counts`.
 
         Until `started` a step counts as `compile`, because it includes loading the program.
         """

@@ -19,7 +19,7 @@ KINDS = ("gradient norm", "update/weight ratio")
 
 
 class LayerFigures(NamedTuple):
-    """One update. `gradient_G`: norms of the gradient before clipping; `ratio_G`: norms of the change over those of the weights."""
+    """One update. `gradient_G`: norms of the gradient before clipping; `ratio_G`: norms of the change over norms of the weights."""
 
     names: Sequence[str]
     gradient_G: NDArray[np.float32]

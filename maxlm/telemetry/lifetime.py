@@ -1,4 +1,4 @@
-"""Signs of life of a run beside its events, in two files of its directory that survive any death of the process.
+"""Signs of life of a run, in two files of its directory that survive any death of the process.
 
 `heartbeat.json`, replaced every few seconds by a thread of the running attempt: its time by part so far. `supervisor.jsonl`, a line by the
 supervisor at the end of each process it started, those included that never began to train.
@@ -35,14 +35,14 @@ class Process(NamedTuple):
     attempt: str  # id in its `start` event; "" if it ended before
     began: float  # seconds since 1970
     ended: float
-    seconds: float  # of a clock that nobody sets
+    seconds: float  # of a monotonic clock
     code: int  # exit code, negative: by that signal
     hung: bool  # it was ended because nothing moved
     waited: bool  # for hosts that did not come
     reason: str  # a line
 
     @classmethod
-    def of(cls, item: Mapping[str, Any]) -> "Process | None":
+    def from_item(cls, item: Mapping[str, Any]) -> "Process | None":
         """From a line of supervisor.jsonl; None if it is none."""
         numbers = [item.get(name) for name in ("began", "ended", "seconds", "code")]
         attempt, reason = item.get("attempt"), item.get("reason")
@@ -69,7 +69,7 @@ def read_beat(path: Path) -> Beat | None:
 def read_processes(path: Path) -> list[Process]:
     """All lines of supervisor.jsonl that can be read."""
     try:
-        return [process for item in read_objects(path) if (process := Process.of(item)) is not None]
+        return [process for item in read_objects(path) if (process := Process.from_item(item)) is not None]
     except OSError:
         return []
 

@@ -60,7 +60,7 @@ class Sampler:
     def uses(self, used_by: str = "") -> list[LinkUse]:
         """Use of every link that carried anything. A counter that went back, as after a reset, leaves an interval out."""
         links = dict.fromkeys(link for _, values in self._samples for link in values)
-        found = [LinkUse.of(link.name, link.kind, self._over_time(link), link.limit, used_by=used_by) for link in links]
+        found = [LinkUse.from_rates(link.name, link.kind, self._over_time(link), link.limit, used_by=used_by) for link in links]
         return [use for use in found if use.peak > 0]
 
     def _over_time(self, link: Link) -> Rates:

@@ -70,7 +70,7 @@ class LinkUse:
     rates: Rates | None = None  # over time, for the plot
 
     @classmethod
-    def of(cls, link: str, kind: str, rates: Rates, limit: float | None, **more: Any) -> "LinkUse":
+    def from_rates(cls, link: str, kind: str, rates: Rates, limit: float | None, **more: Any) -> "LinkUse":
         return cls(link, kind, rates.average, rates.percentile(), rates.peak, limit, rates=rates, **more)
 
     def to_json(self) -> dict[str, Any]:

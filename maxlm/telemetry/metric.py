@@ -9,7 +9,7 @@ Reduction = Literal["mean", "sum", "max"]
 
 @dataclass(frozen=True)
 class Metric:
-    """Declaration of a figure of every update. It is all that a new metric needs beside the line that computes its value: microbatches and
+    """Declaration of a figure of every update. A new metric needs this and the line that computes its value, no more: microbatches and
     devices are reduced as it says, and metrics.jsonl, TensorBoard, the console and the report show it.
 
     A value that is a vector [N] is recorded as `name_1` ... `name_N`.

@@ -51,10 +51,10 @@ class StepRecord:
     time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
     extra: Mapping[str, float | None] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest, and of bill.py
     balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
-    declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics whose values are in `extra`
+    declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics with their values in `extra`
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, `extra` beside the others."""
+        """Every figure by name, `extra` included."""
         known = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("extra", "balance", "declared")}
         known["time"] = round(self.time, 3)
         return {**known, **self.extra, **known}  # an extra never replaces one of the fields
@@ -65,15 +65,15 @@ class Event:
     """Something that happens now and then. `data` by kind, all of it optional (times in seconds):
 
     start     step it starts from; `parameters devices device_kind processes total_steps total_tokens folder version`, `mfu_peak`
-              (bf16, int8 or fp8: whose peak MFU is a share of), `startup_s` since the command began, `changed` (setting ->
+              (bf16, int8 or fp8: MFU is a share of its peak), `startup_s` since the command began, `changed` (setting ->
               old and new value), `metrics` (name -> title and unit, see metric.py), `attempt` (its id), `restarts` (attempts before),
               `bill` (rates, see bill.py), `predicted` (see predicted.py), without some hosts `elastic` (`absent`, `mesh`, `microbatches`)
     restore   step restored; `seconds`, `passed_over` (why newer checkpoints were not taken), `changed` as above, `source` (checkpoint,
               memory, memory of peers, branch; then `branch_of` is the folder of the other run)
     compile   programs compiled since the last of these events, or since the command began; `programs` (how many), `trace_s lower_s
               compile_s`, `cache_hits cache_misses` of the persistent cache, `longest` (name, seconds, cached)
-    save      step whose save is committed; `seconds`, `blocked_s` the loop waited for it
-    skip      step whose update was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
+    save      step of a committed save; `seconds`, `blocked_s` the loop waited for it
+    skip      step of an update that was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
     alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
               layer_alarms.py; not_finite, with `tensor`: see replay.py; recompilation of the training step: see compilations.py). Of the
               watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
@@ -100,7 +100,7 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, item: Mapping[str, Any]) -> "Event | None":
+    def from_item(cls, item: Mapping[str, Any]) -> "Event | None":
         """The event of a line's object; None if it is no event."""
         kind, step, when = item.get("kind"), item.get("step"), item.get("time")
         if not isinstance(kind, str) or not is_step(step) or not is_finite(when):
@@ -109,7 +109,7 @@ class Event:
         return cls(kind, step, float(when), data)  # type: ignore[arg-type]  # of a later version perhaps
 
     def to_json(self) -> str:
-        """One line of strict JSON, `data` beside kind, step and time."""
+        """One line of strict JSON: kind, step, time and the fields of `data`."""
         return dumps({**self.data, "kind": self.kind, "step": self.step, "time": round(self.time, 3)})
 
 

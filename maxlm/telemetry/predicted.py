@@ -1,4 +1,4 @@
-"""Memory and time of a step that were predicted before the first one, beside those of the run.
+"""Memory and time of a step predicted before the first step, compared with the measured ones.
 
 The event `start` holds them as `predicted`: `memory_bytes` that the compiled step needs on a device, by the compiler, and `step_s`, its
 seconds, if the config names what was measured on such a machine (`cost.calibration`).
@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.host import in_bytes
-from maxlm.telemetry import process_memory
 from maxlm.telemetry.course import first_step_since
-from maxlm.telemetry.device_memory import PEAK
+from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import duration
-from maxlm.telemetry.observer import Event
+from maxlm.telemetry.ledger import read_events
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_finite, is_number, read_objects
 
@@ -53,14 +52,14 @@ def predicted_of(start: Mapping[str, Any], key: str) -> float | None:
 
 def read_compared(run: RunDirectory) -> list[Compared]:
     """Figures of the newest attempt of a run. Raises OSError."""
-    events = list(filter(None, map(Event.of, read_objects(run.events))))
+    events = read_events(run)
     starts = [i for i, event in enumerate(events) if event.kind == "start"]
     if not starts:
         return []
     start, since = events[starts[-1]].data, first_step_since(events, starts[-1])
     records = [item for item in read_objects(run.metrics) if is_number(item.get("step")) and item["step"] > since]
     peaks = [item[PEAK] for item in records if is_number(item.get(PEAK))]
-    grown = [item[process_memory.NAME] for item in records if is_number(item.get(process_memory.NAME))]
+    grown = [item[PROCESS] for item in records if is_number(item.get(PROCESS))]
     steps = [item["step_time_s"] for item in records if is_number(item.get("step_time_s"))]
     memory, step = predicted_of(start, MEMORY), predicted_of(start, STEP)
     return [

@@ -1,40 +1,75 @@
-"""Figures of the last record, events by kind, and the ledger of the run, as text for Prometheus."""
+"""Figures of the last record, events by kind, and the ledger of the run, served by prometheus_client."""
 
+import contextlib
+import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 import maxlm
 from maxlm.telemetry.ledger import TITLES, Ledger, read_ledger
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_number
-from maxlm.telemetry.text_server import Text, TextServer
+from maxlm.telemetry.strict_json import encodable, is_number
 
-PATH, KIND = "/metrics", "text/plain; version=0.0.4; charset=utf-8"
+log = logging.getLogger(__name__)
+
 MAX_CAUSES = 100  # of events that are told apart
+LISTEN_AGAIN_S = 30.0
 _FIXED = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s")
 
-Samples = Iterator[tuple[str, str, str, Sequence[tuple[Mapping[str, str], float]]]]  # name, type, help, and values by labels
+
+class MetricsPort:
+    """HTTP server at host:port for the collectors of `registry`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port, self.registry = host, port, CollectorRegistry()
+        self._server: WSGIServer | None = None
+
+    def listen(self) -> None:
+        """Serve, in threads. Raises OSError for a port that is taken and for an address of another machine."""
+        if self._server is None:
+            self._server, _ = start_http_server(self.port, self.host, self.registry)
+            self._server.handle_error = _log_failure  # type: ignore[method-assign]  # the server's own prints a traceback
+
+    def close(self) -> None:
+        """End the server and free the port."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
-class PrometheusObserver:
-    """Keeps the newest figures for a server, which a scrape reads in the server's thread."""
+def _log_failure(request: object, client_address: object) -> None:
+    log.debug("a request from %s failed", client_address, exc_info=True)
 
-    def __init__(self, server: TextServer, run: RunDirectory, goodput: Callable[[], Mapping[str, Any]]) -> None:
+
+class PrometheusObserver(Collector):
+    """Keep the newest figures, which a scrape reads in a thread of the server."""
+
+    def __init__(self, port: MetricsPort, run: RunDirectory, goodput: Callable[[], Mapping[str, Any]]) -> None:
         """`goodput`: as `Goodput.summary`, of this attempt."""
-        self._server, self._run, self._goodput = server, run, goodput
+        self._port, self._run, self._goodput = port, run, goodput
         self._record: StepRecord | None = None
         self._events: Counter[tuple[str, str]] = Counter()
         self._facts: Mapping[str, Any] = {}
         self._before = Ledger(dict.fromkeys(TITLES, 0.0), 0)
         self._undone = 0  # steps of this attempt that rollbacks threw away
-        server.start({PATH: Text(KIND, self.text)})
+        self._listened = time.monotonic()
+        port.registry.register(self)
 
     def on_step(self, record: StepRecord) -> None:
         self._record = record
+        if time.monotonic() - self._listened >= LISTEN_AGAIN_S:
+            self._listened = time.monotonic()
+            with contextlib.suppress(OSError):  # the port was taken when the run went on, and still is
+                self._port.listen()
 
     def on_event(self, event: Event) -> None:
         if event.kind == "start":
@@ -46,14 +81,7 @@ class PrometheusObserver:
         self._events[key if key in self._events or len(self._events) < MAX_CAUSES else (event.kind, "other")] += 1
 
     def close(self) -> None:
-        self._server.close()
-
-    def text(self) -> str:
-        """All of it, in Prometheus's text format."""
-        lines = []
-        for name, kind, description, values in self._samples():
-            lines += [f"# HELP {name} {description}", f"# TYPE {name} {kind}", *(sample(name, labels, value) for labels, value in values)]
-        return "\n".join(lines) + "\n"
+        self._port.close()
 
     def ledger(self) -> Ledger:
         """The ledger of the run's life, this attempt included."""
@@ -64,35 +92,39 @@ class PrometheusObserver:
         thrown = summary["seconds"].get("step", 0.0) * min(1.0, self._undone / max(1, summary["steps"]))
         return Ledger({**seconds, "step": seconds["step"] - thrown, "lost": seconds["lost"] + thrown}, self._before.attempts + 1)
 
-    def _samples(self) -> Samples:
+    def describe(self) -> list[Metric]:
+        """No names in advance: the names of figures depend on the run."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All figures, for a scrape."""
         facts = {name: str(self._facts.get(name, "")) for name in ("device_kind", "devices", "processes")}
-        name = self._run.path.resolve().name
-        yield "maxlm_build_info", "gauge", "Version, run and hardware.", [({"version": maxlm.__version__, "run": name, **facts}, 1)]
+        info = {"version": maxlm.__version__, "run": encodable(self._run.path.resolve().name), **facts}
+        yield _gauge("maxlm_build_info", "Version, run and hardware.", {tuple(info.values()): 1}, tuple(info))
         record = self._record.to_dict() if self._record is not None else {}
         for field in _FIXED:
             if is_number(record.get(field)):
-                yield f"maxlm_{field}", "gauge", f"{field} of the last record of metrics.jsonl.", [({}, record[field])]
-        others = {key: value for key, value in record.items() if key not in (*_FIXED, "time") and is_number(value)}
+                yield _gauge(f"maxlm_{field}", f"{field} of the last record of metrics.jsonl.", {(): record[field]})
+        others = {(key,): value for key, value in record.items() if key not in (*_FIXED, "time") and is_number(value)}
         if others:
-            yield "maxlm_metric", "gauge", "Other figures of the last record.", [({"name": key}, value) for key, value in others.items()]
+            yield _gauge("maxlm_metric", "Other figures of the last record.", others, ("name",))
         if record:
-            yield "maxlm_last_record_timestamp_seconds", "gauge", "Time of the last record.", [({}, record["time"])]
-        counts = [({"kind": kind, "cause": cause}, float(number)) for (kind, cause), number in list(self._events.items())]
-        yield "maxlm_events_total", "counter", "Events of this process.", counts
+            yield _gauge("maxlm_last_record_timestamp_seconds", "Time of the last record.", {(): record["time"]})
+        events = CounterMetricFamily("maxlm_events", "Events of this process.", labels=("kind", "cause"))
+        for key, number in list(self._events.items()):
+            events.add_metric(key, number)
+        yield events
         ledger = self.ledger()
-        parts = [({"part": part}, round(value, 3)) for part, value in ledger.seconds.items()]
-        yield "maxlm_ledger_seconds", "gauge", "Wall time since the first start by part; steps may still be thrown away.", parts
-        goodput = math.nan if ledger.goodput is None else ledger.goodput
-        yield "maxlm_goodput_ratio", "gauge", "Share of steps that count.", [({}, goodput)]
-        yield "maxlm_attempts", "gauge", "Times that the run was started.", [({}, ledger.attempts)]
-        refused = [({"reason": reason}, float(number)) for reason, number in list(self._server.refused.items())]
-        yield "maxlm_requests_refused_total", "counter", "Requests that were refused.", refused
-        yield "maxlm_time_seconds", "gauge", "Time of this text.", [({}, round(time.time(), 3))]
+        parts = {(part,): round(value, 3) for part, value in ledger.seconds.items()}
+        yield _gauge("maxlm_ledger_seconds", "Wall time since the first start by part; steps may still be thrown away.", parts, ("part",))
+        yield _gauge("maxlm_goodput_ratio", "Share of steps that count.", {(): math.nan if ledger.goodput is None else ledger.goodput})
+        yield _gauge("maxlm_attempts", "Times that the run was started.", {(): ledger.attempts})
+        yield _gauge("maxlm_time_seconds", "Time of this text.", {(): round(time.time(), 3)})
 
 
-def sample(name: str, labels: Mapping[str, str], value: float) -> str:
-    """A line of Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
-    escaped = {key: text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"") for key, text in labels.items()}
-    inside = ",".join(f'{key}="{text}"' for key, text in escaped.items())
-    number = str(value).replace("inf", "Inf").replace("nan", "NaN")
-    return f"{name}{{{inside}}} {number}" if inside else f"{name} {number}"
+def _gauge(name: str, description: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
+    """A gauge with its values by label values."""
+    gauge = GaugeMetricFamily(name, description, labels=labels)
+    for key, value in values.items():
+        gauge.add_metric(key, value)
+    return gauge

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.optimizer import AdemamixConfig, OptimizerConfig
+from maxlm.config.sections.optimizer import AdemamixConfig, OptimizerConfig
 from maxlm.models.parameters import Parameters
 
 

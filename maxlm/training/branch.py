@@ -10,8 +10,8 @@ import jax
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import ConfigError
-from maxlm.config.schedules import BranchFromConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.program import Program

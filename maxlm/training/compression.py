@@ -26,8 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.compression import TopKCompression
 from maxlm.config.schema import Config
+from maxlm.config.sections.compression import TopKCompression
 from maxlm.models import abstract_parameters, parameter_axes, parameter_specs
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.parallel.reduce import Codec, Int8, Sign, TopK, reduce_compressed

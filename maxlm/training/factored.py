@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.optimizer import AdafactorConfig, OptimizerConfig
+from maxlm.config.sections.optimizer import AdafactorConfig, OptimizerConfig
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import STACKED
 

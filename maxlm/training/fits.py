@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from maxlm.config import UserError
 from maxlm.config.axes import BATCH_AXES
+from maxlm.config.capability import FLOAT32, State
 from maxlm.config.fields import Section
-from maxlm.config.optimizer_state import OptimizerStateConfig
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.table import state
 from maxlm.config.transient import is_out_of_memory
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.hardware.host import host_memory, in_bytes
@@ -29,9 +30,8 @@ from maxlm.models.counts import count_matrices
 from maxlm.models.layers import cache_dims
 from maxlm.objectives import ArraySpec, build_objective
 from maxlm.training.optimizer import RULES
-from maxlm.training.split_masters import difference_dtype
 
-FLOAT32, INT32, HALF = 4, 4, 2  # bytes; HALF of a master in two parts, which stays on the device
+INT32, HALF = 4, 2  # bytes
 THREADS = 2**15  # of one process: Linux refuses more with its default settings
 
 _log = logging.getLogger(__name__)
@@ -152,36 +152,25 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     evenly = math.prod(sizes[axis] for axis in ("fsdp", "expert", "stage", "tensor"))
     biased = 0 if model.moe is None or not model.moe.router.bias_rate else model.moe.n_experts  # by routers, without moments or gradients
     numbers = (count_parameters(model) - biased * (model.n_layers - model.n_dense + model.mtp_depth)) // evenly
-    masters, moments = _state_bytes(config)
-    each = masters + moments + FLOAT32 * (config.ema is not None)
-    if config.diloco is not None:
-        each = 2 * FLOAT32 + -(-config.diloco.workers // sizes["data"]) * (masters + moments)
+    updated = _state(config, sizes)
     tokens = config.tokens_per_step // math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
     rows, split = tokens // train.microbatches, sizes["tensor"] * sizes["stage"]
     kept = 0 if "layer_input" in config.memory.offload else number * rows * model.d_model * model.n_layers // split
     logits = number * rows // train.loss_chunks * model.vocab_size // split  # their exponentials
-    gradient = FLOAT32 if train.microbatches > 1 else number
-    if model.lora is not None:  # of adapters there are few
-        each, gradient = FLOAT32, 0
-    smaller, tiers = functools.partial(_smaller_state, model), config.memory.offload_state
+    gradient = updated.trained * (FLOAT32 if train.microbatches > 1 else number)
+    smaller = functools.partial(_smaller_state, model)
     far_weights, far_gradients = _layers_on_host(config, sizes)
-    if tiers is not None and model.lora is None:  # a copy of masters is there while they are computed with, or their halves
-        each += number - masters - (config.ema is not None) * FLOAT32 if tiers.master is not None else 0
-        each -= moments if tiers.optimizer is not None else 0
-    feedback = 0
-    if config.compression is not None:  # of matrices: errors, and velocities
-        kinds = 2 if config.compression.kind == "top_k" and config.diloco is None else 1
-        feedback = FLOAT32 * kinds * count_matrices(model) // evenly
-    state = Part("parameters and optimizer state", each * numbers + feedback - number * far_weights, smaller)
+    of_matrices = updated.bytes_in(None, matrices=True) * count_matrices(model) // evenly
+    held = Part("parameters and optimizer state", updated.bytes_in(None) * numbers + of_matrices - number * far_weights, smaller)
     activations = (
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
     )
     beside = Part("gradients", gradient * (numbers - far_gradients), smaller)
     if train.microbatches > 1:
-        return (state, beside, *activations, *_batches(config, sizes))
+        return (held, beside, *activations, *_batches(config, sizes))
     either = (beside,) if beside.bytes > kept + logits else activations
-    return (state, *either, *_batches(config, sizes))
+    return (held, *either, *_batches(config, sizes))
 
 
 def _layers_on_host(config: Config, sizes: dict[str, int]) -> tuple[int, int]:
@@ -193,20 +182,17 @@ def _layers_on_host(config: Config, sizes: dict[str, int]) -> tuple[int, int]:
     return numbers * (tiers.weights is not None), numbers * (tiers.gradients is not None)
 
 
-def _state_bytes(config: Config) -> tuple[int, int]:
-    """(bytes of the masters, bytes of the moments) of a number in a matrix, at least."""
-    state = config.optimizer.state or OptimizerStateConfig()
-    return 3 if state.masters == "split24" else FLOAT32, RULES[config.optimizer.name].moment_bytes(state)
+def _state(config: Config, sizes: dict[str, int]) -> State:
+    """State of a number in a matrix, at least."""
+    return state(config, sizes, RULES[config.optimizer.name].moment_bytes(config.optimizer.state))
 
 
 def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     """Host memory of a process for state: of its devices what is offloaded there; of state in files as much while it is saved."""
     tiers = config.memory.offload_state
-    if tiers is None or config.model.lora is not None:
+    if tiers is None:
         return ()
-    masters, moments = _state_bytes(config)
-    masters += FLOAT32 * (config.ema is not None) - (HALF if difference_dtype(config) is not None else 0)
-    each = masters * (tiers.master is not None) + moments * (tiers.optimizer is not None)
+    each = _state(config, sizes).bytes_in("host", "nvme")
     copies = math.prod(sizes[axis] for axis in ("data", "context"))
     number = FLOAT32 if config.precision.compute == "float32" else HALF
     weights, gradients = _layers_on_host(config, dict.fromkeys(sizes, 1))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from maxlm.config.optimizer import OptimizerConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 
 LEAST_SHARE = 1e-2  # of a matrix's mean: least second moment that is kept. Rows of tokens not yet seen have none, and would be divided by 0
 

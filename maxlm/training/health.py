@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxlm.config.reliability import HealthConfig
+from maxlm.config.sections.health import HealthConfig
 from maxlm.telemetry.alarms import JUMP_SPREADS, JUMP_STEPS, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import LayerAlarms, LayerFigures
 from maxlm.telemetry.observer import Event

@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 
 from maxlm.checkpoint import multihost
 from maxlm.checkpoint.digest import digest
-from maxlm.config import integrity_rules
 from maxlm.config.errors import ConfigError
-from maxlm.config.reliability import IntegrityConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.integrity import IntegrityConfig, on_mesh, on_platform
 from maxlm.telemetry.observer import Event
 from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
@@ -197,9 +196,10 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
 
 def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError if a check could compare nothing on this mesh."""
-    gpu = mesh.devices.flat[0].platform == "gpu"
-    for problem in (*integrity_rules.on_mesh(config, mesh.shape), *integrity_rules.on_platform(config, gpu=gpu)):
-        raise ConfigError(*problem)
+    settings, gpu = config.integrity, mesh.devices.flat[0].platform == "gpu"
+    if settings is not None:
+        for problem in (*on_mesh(config, settings, mesh.shape), *on_platform(settings, gpu=gpu)):
+            raise ConfigError(*problem)
 
 
 def check_memory(program: Program, limit: int | None) -> None:

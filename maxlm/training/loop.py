@@ -21,7 +21,7 @@ from maxlm.checkpoint.checkpoints import STORE
 from maxlm.checkpoint.errors import CopyLostError
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
-from maxlm.config.reliability import HealthConfig
+from maxlm.config.sections.health import HealthConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.telemetry.goodput import Goodput, Part

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.config.schema import Config, PrecisionConfig
+from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric

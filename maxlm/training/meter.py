@@ -14,14 +14,12 @@ from maxlm.data.order import batch_number, sequences_before
 from maxlm.data.wait_causes import Cause
 from maxlm.hardware.chips import chip_of
 from maxlm.models import mfu_format, step_flops
-from maxlm.telemetry import process_memory
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.compilations import Compilations
-from maxlm.telemetry.device_memory import memory_use
+from maxlm.telemetry.device_memory import PROCESS, ProcessMemory, memory_use
 from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
-from maxlm.telemetry.process_memory import ProcessMemory
 from maxlm.training.health import ODD_BATCH, Health
 from maxlm.training.layer_figures import figures_of, layer_names
 from maxlm.training.layer_probe import WEIGHT, with_updates
@@ -119,7 +117,7 @@ class Meter:
         self._steps, self._seconds = self._steps + 1, self._seconds + now - self._since
         self._tokens += self.sequences(step) * self._seq_len
         self._since = now
-        balance = Balance.of(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
+        balance = Balance.from_sums(self._first_layer, **metrics.routing._asdict()) if metrics.routing is not None else None
         self._watch(step, metrics, balance)
         if self._noise is not None:
             self._noise.update(metrics.values)
@@ -163,7 +161,7 @@ class Meter:
                 **(balance.figures() if balance is not None else {}),
                 **{f"data_{cause}_s": seconds / self._steps for cause, seconds in self._causes.items()},
                 **memory_use(jax.local_devices()),
-                **({} if self._process_memory is None else {process_memory.NAME: self._process_memory.peak()}),
+                **({} if self._process_memory is None else {PROCESS: self._process_memory.peak()}),
             },
             balance=balance if self._due(step, self._detail_every) else None,
             declared=self._declared,

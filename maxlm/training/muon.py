@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.optimizer import MuonConfig
+from maxlm.config.sections.optimizer import MuonConfig
 from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import WRITERS, part_of
 from maxlm.training.matrices import SCOPE, Names, devices, gather, hidden_matrices, spread

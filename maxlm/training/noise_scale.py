@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxlm.config.schedules import NoiseScaleConfig
+from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric

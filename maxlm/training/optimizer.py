@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlm.config.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, SoapConfig
-from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, SoapConfig
+from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters
 from maxlm.training.ademamix import scale_by_ademamix

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from maxlm.config.reliability import ProfileConfig
+from maxlm.config.sections.profile import ProfileConfig
 from maxlm.hardware.host import environment_of_commands
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.profile import TRACE

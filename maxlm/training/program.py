@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.config.precision_rules import check_chip
+from maxlm.config.rules import check_chip
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
@@ -195,7 +195,7 @@ class Program:
         if not train.batch_ramp:
             return self
         parts = self.config.microbatches_of(size, self.mesh.shape)
-        assert parts is not None, "config/schedule_rules.py checks every size"
+        assert parts is not None, "the rules of train.batch_ramp check every size"
         own = train.model_copy(update={"global_batch": size, "microbatches": parts, "batch_ramp": None})
         return replace(self, objective=build_objective(self.objective.config.model_copy(update={"train": own})))
 
@@ -279,7 +279,7 @@ def compiler_options_of(mesh: Mesh, *, traced: bool = False) -> dict[str, str | 
 def build_program(config: Config, mesh: Mesh) -> Program:
     """The training program of `config` on `mesh`. Raises ConfigError for a number format that the chip is slow at."""
     if (chip := chip_of(mesh.devices.flat[0].device_kind)) is not None:
-        check_chip(config, chip.name)
+        check_chip(config, chip)
     memory = config.memory
     if memory.layers_on_host:  # layer_stream.py keeps the layers' inputs
         memory = memory.model_copy(update={"offload": ()})

@@ -15,7 +15,7 @@ from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.paths import read_file
-from maxlm.config.reliability import HealthConfig
+from maxlm.config.sections.health import HealthConfig
 from maxlm.config.transient import retried
 from maxlm.data.order import batch_number
 from maxlm.telemetry.atomic import write_text

@@ -15,7 +15,7 @@ from maxlm.checkpoint import Checkpoints, multihost
 from maxlm.checkpoint.errors import UnreachableError
 from maxlm.config import Config, UserError
 from maxlm.config.loader import RUN_CONFIG, load_saved
-from maxlm.config.schema import WeightsKind
+from maxlm.config.sections.train import WeightsKind
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, model_state_specs, parameter_specs

@@ -14,8 +14,8 @@ import optax
 from jaxtyping import Array, Float, Int32
 
 from maxlm.config.axes import RULES
-from maxlm.config.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.config.schema import Config
+from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.models import abstract_parameters
 from maxlm.models.adapters import leaf as leaf_of
 from maxlm.models.parameters import Parameters, is_matrix

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.optimizer import OptimizerConfig, SoapConfig
+from maxlm.config.sections.optimizer import OptimizerConfig, SoapConfig
 from maxlm.models.parameters import Parameters
 from maxlm.training.matrices import SCOPE, MatrixDims, each_on_its_device, gather, hidden_matrices, spread
 from maxlm.training.rounding import random_bits, uniform

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.reliability import HealthConfig
+from maxlm.config.sections.health import HealthConfig
 from maxlm.objectives import Sums
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
 from maxlm.training.layer_figures import RATIO, layer_metrics, ratios

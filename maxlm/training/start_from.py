@@ -14,9 +14,10 @@ from maxlm.checkpoint import manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.config import UserError
 from maxlm.config.errors import ConfigError
-from maxlm.config.loader import flatten
-from maxlm.config.schedules import BranchFromConfig
-from maxlm.config.schema import ModelConfig, StartFromConfig
+from maxlm.config.fields import flatten
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.sections.train import StartFromConfig
 from maxlm.config.transient import first_line, is_storage_error, retried
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.models import (

@@ -17,7 +17,7 @@ from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.retention import HEALTHY, NewestHealthy
 from maxlm.config import transient
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
-from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.runtime.ownership import Ownership
 from maxlm.training.fits import explain_out_of_memory
 from maxlm.training.rollback import Journal
@@ -276,7 +276,7 @@ import jax
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.config import transient
 from maxlm.config.errors import UserError
-from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
 from maxlm.runtime.ownership import Ownership
 from maxlm.training import rollback

@@ -24,8 +24,8 @@ from maxlm.checkpoint.memory import daly, steps_between
 from maxlm.checkpoint.snapshot import failure_domains, peer_ring
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
 from maxlm.config.errors import ConfigError, ExitCode, UserError
-from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.training.rollback import Journal
 
 PUT, PUT_ELSEWHERE = layout(4, 2), layout(2, 2)

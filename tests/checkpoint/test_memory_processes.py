@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError, Checkpoints, multihost
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
 
 address, rank, root = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])

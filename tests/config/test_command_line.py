@@ -14,7 +14,8 @@ from maxlm import __version__, cli, command_line
 from maxlm.command_line import settings_named
 from maxlm.config import load
 from maxlm.config.errors import ExitCode
-from maxlm.config.loader import SHIPPED, flatten
+from maxlm.config.fields import flatten
+from maxlm.config.loader import SHIPPED
 
 ROOT = SHIPPED.parent
 PROGRAM = [sys.executable, "-m", "maxlm"]

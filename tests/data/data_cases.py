@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.mixture import MixtureConfig
 from maxlm.config.schema import DataConfig
+from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.data import manifest
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.metadata import About, write_index

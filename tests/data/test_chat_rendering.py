@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from record_chat import BOS, CONVERSATIONS, DAY, EOS, READS_PARTS, RECORDED, byte_tokenizer, names, sources
 
-from maxlm.config.schema import ChatConfig
+from maxlm.config.sections.prepare import ChatConfig
 from maxlm.data import marks
 from maxlm.data.chat_template import ChatTemplate, Renderer, TemplateError
 from maxlm.data.conversations import ConversationEncoder

@@ -10,7 +10,8 @@ from data_cases import every_byte
 from tokenizers import Tokenizer as Bpe, processors
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.schema import DataConfig, PromptResponseConfig
+from maxlm.config.schema import DataConfig
+from maxlm.config.sections.prepare import PromptResponseConfig
 from maxlm.data import marks, rendering
 from maxlm.data.chat_template import ChatTemplate, Conversation, Renderer, TemplateError
 from maxlm.data.conversations import ConversationEncoder

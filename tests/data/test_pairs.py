@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import DataConfig, PreferencesConfig, PromptResponseConfig
+from maxlm.config.schema import DataConfig
+from maxlm.config.sections.prepare import PreferencesConfig, PromptResponseConfig
 from maxlm.data import marks
 from maxlm.data.conversations import ConversationEncoder
 from maxlm.data.encoding import NOTHING

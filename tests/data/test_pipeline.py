@@ -16,7 +16,7 @@ from data_cases import END, all_of, config_of, mixture_of, random_documents, wri
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.schema import SkipConfig
+from maxlm.config.sections.data import SkipConfig
 from maxlm.data import manifest, storage
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.input_pipeline import PADDING, Pipeline

@@ -11,7 +11,7 @@ from test_sources import KINDS, documents, write
 
 from maxlm.config import transient
 from maxlm.config.errors import UnavailableError, UserError
-from maxlm.config.schema import PrepareConfig
+from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data.prepare import prepare
 from maxlm.data.sources import digests, find_files
 from maxlm.data.tokenizer import train_tokenizer

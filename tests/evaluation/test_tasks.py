@@ -14,9 +14,8 @@ from maxlm.evaluation.eval_command import check
 from maxlm.evaluation.language_model import LanguageModel, Likelihood
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.requests import Request
-from maxlm.evaluation.results import Result, write_result
+from maxlm.evaluation.results import Result, standard_error, write_result
 from maxlm.evaluation.run_task import run_task
-from maxlm.evaluation.statistics import standard_error
 from maxlm.evaluation.task import Task, find_tasks
 
 SHIPPED = "brackets,counting,prose"
@@ -138,7 +137,7 @@ def test_white_space_at_the_end_of_a_prompt_is_scored_and_counted(write):
 def test_a_text_is_scored_with_its_line_ends(write, tmp_path):
     model = GivenModel(lambda context, text: -len(text) / 2)
     task = write({"kind": "perplexity", "data": "a.txt"})
-    task.beside("a.txt").write_bytes(b"ab\r\ncd\r\n")
+    task.path_of("a.txt").write_bytes(b"ab\r\ncd\r\n")
     assert run_task(task, model).figures["bits_per_byte"].value == pytest.approx(0.5 / np.log(2))
     assert "".join(chr(token) for request in model.asked for token in request.continuation) == "ab\r\ncd\r\n"
 
@@ -173,20 +172,20 @@ def test_shots_never_hold_the_item_itself_and_are_the_same_each_time(write):
     shots = {"shots": 3, "seed": 5, "separator": "|"}
     settings = {"kind": "exact_match", "prompt": "{q}:", "answer": "{a}", "fewshot": shots}
     task = write(settings, items)
-    prompts = [Prompts(task, task.config).of(number) for number in range(8)]
+    prompts = [Prompts(task, task.config).with_shots(number) for number in range(8)]
     for number, prompt in enumerate(prompts):
         *before, own = prompt.split("|")
         assert own == f"{number % 6}:"
         assert len(before) == 3
         assert all(shot == f"{shot[0]}: answer{shot[0]}" and shot[0] != own[0] for shot in before)
-    assert prompts == [Prompts(task, task.config).of(number) for number in range(8)]
+    assert prompts == [Prompts(task, task.config).with_shots(number) for number in range(8)]
     assert len(set(prompts)) == 8, "each item has shots of its own"
     few = write({**settings, "limit": 2}, items)
-    assert [Prompts(few, few.config).of(number) for number in range(2)] == prompts[:2], "a limit changes no prompt"
+    assert [Prompts(few, few.config).with_shots(number) for number in range(2)] == prompts[:2], "a limit changes no prompt"
     other = write({**settings, "fewshot": {**shots, "seed": 6}}, items)
-    assert [Prompts(other, other.config).of(number) for number in range(8)] != prompts
+    assert [Prompts(other, other.config).with_shots(number) for number in range(8)] != prompts
     apart = write({**settings, "fewshot": {**shots, "shots": 2, "data": "train.jsonl"}}, items, train=[{"q": k, "a": k} for k in "xyz"])
-    assert set(Prompts(apart, apart.config).of(0)) <= set("xyz: |0")
+    assert set(Prompts(apart, apart.config).with_shots(0)) <= set("xyz: |0")
 
 
 def test_spaces_between_context_and_continuation_belong_to_the_continuation():

@@ -12,7 +12,7 @@ from small_run import events, finish, start
 from maxlm.config import UserError, load
 from maxlm.config.schema import EvaluationConfig
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.evaluation import generating
+from maxlm.evaluation import language_model
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.run_task import run_task
 from maxlm.evaluation.task import find_tasks
@@ -101,7 +101,7 @@ def greedy(workspace, monkeypatch):
     (workspace / "many.yml").write_text(json.dumps({**TASKS["words"], "data": "many.jsonl"}))
     config = load("small.yml", ["mesh.fsdp=4", "mesh.tensor=2", "precision.float32_matmul=highest", "evaluation.tasks=[many.yml]"]).config
     program = build_program(config, build_mesh(config))
-    prepared, groups, real = [], [], generating.prepare
+    prepared, groups, real = [], [], language_model.prepare
 
     def prepare(*arguments):
         prepared.append(arguments[-1])
@@ -111,8 +111,8 @@ def greedy(workspace, monkeypatch):
         groups.append(len(prompts))
         return [[]] * len(prompts)
 
-    monkeypatch.setattr(generating, "prepare", prepare)
-    monkeypatch.setattr(generating, "continue_ids", continue_ids)
+    monkeypatch.setattr(language_model, "prepare", prepare)
+    monkeypatch.setattr(language_model, "continue_ids", continue_ids)
     return open_tasks(config, program.mesh, None), program.init(), prepared, groups
 
 
@@ -129,7 +129,7 @@ def test_a_task_that_generates_copies_the_weights_once_and_frees_the_copy(greedy
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5000 bytes.")
 
-    monkeypatch.setattr(generating, "continue_ids", full)
+    monkeypatch.setattr(language_model, "continue_ids", full)
     found = tasks.run(state, 4, lambda: False)
     assert found["tasks"] == {}
     assert "out of memory while running the task many" in found["notes"][0]

@@ -34,7 +34,8 @@ from maxlm import cli
 from maxlm.config import UserError, load
 from maxlm.config.errors import LONGEST
 from maxlm.config.explain import holds_text, section_of
-from maxlm.config.loader import SHIPPED, dump, flatten
+from maxlm.config.fields import flatten
+from maxlm.config.loader import SHIPPED, dump
 from maxlm.config.schema import Config
 
 SECONDS = 2.0  # of processor time for a refusal

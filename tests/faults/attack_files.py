@@ -36,8 +36,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import transient
 from maxlm.config.errors import UserError
-from maxlm.config.reliability import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig, DataConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.inspect import describe

@@ -13,7 +13,7 @@ from tiny import tiny_config
 
 from maxlm.config import UserError, load
 from maxlm.config.loader import load_saved, saved_text
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.cost import calibration
 from maxlm.ladder import recommend
 from maxlm.runtime import frozen, limits, progress_file, resume_checks, watchdog
@@ -28,8 +28,8 @@ from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.training import findings
+from maxlm.training.findings import to_replace
 from maxlm.training.rollback import Journal
 from maxlm.training.saved_run import open_run
 from maxlm.training.session import Start
@@ -222,11 +222,17 @@ def test_every_file_of_a_run_is_damaged_here():
 # Files that open others than through `config.paths`, which refuses pipes: why no pipe is there.
 TRUSTED = {
     "of the kernel, or of a program that was just run": (
-        *("hardware/host.py", "telemetry/process_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "runtime/accelerators.py"),
+        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "runtime/accelerators.py"),
         *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
         *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "runtime/deadline.py"),
     ),
-    "of maxlm itself": ("corpus/filters/personal_data.py", "corpus/filters/quality.py", "telemetry/report/render.py", "data/sources.py"),
+    "of maxlm itself": (
+        "corpus/filters/personal_data.py",
+        "corpus/filters/quality.py",
+        "telemetry/report/render.py",
+        "telemetry/pages.py",
+        "data/sources.py",
+    ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
         *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
         *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "runtime/resume_checks.py"),

@@ -13,8 +13,10 @@ from tiny import tiny_config, tiny_program
 
 from maxlm.config import UserError, load
 from maxlm.config.fields import Section
-from maxlm.config.optimizer import OptimizerConfig
-from maxlm.config.schema import Config, MtpConfig, PrepareConfig, TokenizerConfig
+from maxlm.config.schema import Config
+from maxlm.config.sections.mtp import MtpConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.config.sections.prepare import PrepareConfig, TokenizerConfig
 from maxlm.data.prepare import prepare
 from maxlm.models import count_parameters
 from maxlm.models.parameters import abstract_parameters

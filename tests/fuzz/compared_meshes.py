@@ -24,6 +24,7 @@ from maxlm.data import marks
 from maxlm.objectives import CONTENT, kind_of, with_reference
 from maxlm.parallel import build_mesh
 from maxlm.training import fits
+from maxlm.training.noise_scale import PART_METRICS
 from maxlm.training.program import Program, build_program
 from maxlm.training.step import TrainState
 
@@ -31,7 +32,7 @@ STEPS, RESUMED_AT = 3, 2
 FLOOR = 1e-5  # largest relative difference: the target of docs/parallelism.md
 NOISE, DRAWS, AMPLIFIED = 2.0**-18, 2, 4  # relative change of every parameter before every update; runs with it; the bound in multiples
 END_OF_DOCUMENT = 0
-PARTS_SEEN = ("part_norm", "noise_scale", "full_norm")  # figures of single microbatches (train.noise_scale)
+PARTS_SEEN = {metric.name for metric in PART_METRICS}  # figures of single microbatches: a mesh decides how many there are
 Figures = list[dict[str, np.ndarray]]  # of every update, as float64
 
 
@@ -152,8 +153,7 @@ def updates(program: Program, state: TrainState, first: int, last: int, noise: i
     with jax.set_mesh(program.mesh):
         for number in range(first, last):
             if noise is not None:
-                shaken = jax.tree.map(lambda a: (a * (1 + NOISE * rng.standard_normal(a.shape))).astype(a.dtype), state.params)
-                state = _replaced(state, shaken)
+                state = _with_noise(state, rng)
             on_mesh = put_on(program, state)
             after, metrics = program.step(on_mesh, jax.device_put(batch_of(program, number), program.batch_sharding))
             state = jax.device_get(after)
@@ -163,15 +163,24 @@ def updates(program: Program, state: TrainState, first: int, last: int, noise: i
     return figures, states
 
 
-def _replaced(state: TrainState, params: Any) -> TrainState:
-    return TrainState(**{**vars(state), "params": params})
+def _with_noise(state: TrainState, rng: np.random.Generator) -> TrainState:
+    """Multiply every parameter, also each DiLoCo worker's, by 1 plus noise; optimizer states and counters stay."""
+
+    def shaken(path: tuple[Any, ...], leaf: np.ndarray) -> np.ndarray:
+        names = jax.tree_util.keystr(path)
+        if "params" not in names or "opt_state" in names or not np.issubdtype(leaf.dtype, np.floating):
+            return leaf
+        return (leaf * (1 + NOISE * rng.standard_normal(leaf.shape))).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(shaken, state)
 
 
 def compared(state: TrainState) -> dict[str, np.ndarray]:
-    """Arrays of a state that layouts must agree on: parameters, balancing biases, averages. Of moments the parameters tell."""
+    """Arrays that layouts must agree on: parameters, balancing biases, averages. Optimizer states are judged by the parameters."""
     arrays = {"params": state.params, "model_state": state.model_state, "updater": state.updater}
     flat = jax.tree_util.tree_flatten_with_path(arrays)[0]
-    return {jax.tree_util.keystr(path): np.asarray(leaf, np.float64) for path, leaf in flat if np.issubdtype(leaf.dtype, np.floating)}
+    named = {jax.tree_util.keystr(path): leaf for path, leaf in flat if np.issubdtype(leaf.dtype, np.floating)}
+    return {name: np.asarray(leaf, np.float64) for name, leaf in named.items() if "opt_state" not in name}  # DiLoCo workers have one each
 
 
 def everything(figures: Figures, states: list[TrainState]) -> dict[str, np.ndarray]:

@@ -18,7 +18,8 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
 from maxlm.config import ConfigError, rules
-from maxlm.config.schema import AXES, Config
+from maxlm.config.schema import Config
+from maxlm.config.sections.mesh import AXES
 
 Values = dict[str, Any]
 Setting = tuple[str, FieldInfo]

@@ -16,7 +16,7 @@ from tiny import tiny_batch, tiny_config
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.interop import packed
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.config.rope import Llama3Scaling, RopeConfig, YarnScaling
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.rope import Llama3Scaling, RopeConfig, YarnScaling
 from maxlm.interop import hf_config
 from maxlm.interop.hf_config import read_config
 from maxlm.interop.hf_export_config import family_of

@@ -9,7 +9,7 @@ from memory_cases import HOST
 from tiny import tiny_config
 
 from maxlm.compiler import aot
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.topologies import parse
 from maxlm.models.counts import count_matrices, count_parameters

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.rope import RopeConfig
-from maxlm.config.schema import ClampConfig, ModelConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.model import ClampConfig
+from maxlm.config.sections.rope import RopeConfig
 from maxlm.models import bind, init_parameters
 from maxlm.models.layers import ACTIVATIONS, gated, rope_angles
 from maxlm.models.rope_scaling import rope_gains

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.schema import MoeConfig
+from maxlm.config.sections.moe import MoeConfig
 from maxlm.models.layers import BlockContext
 from maxlm.models.router import expert_capacity, route
 

@@ -8,7 +8,7 @@ import pytest
 from tiny import first_state, gradients_of, run_steps, tiny_batch, tiny_program
 
 from maxlm.config import ConfigError
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.kernels import attention
 from maxlm.kernels.attention import Mask
 from maxlm.parallel.context import context_attention, zigzag

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from maxlm.config.precision import DispatchConfig, QuantizedConfig
-from maxlm.config.schema import AXES
+from maxlm.config.sections.matmul import QuantizedConfig
+from maxlm.config.sections.mesh import AXES
+from maxlm.config.sections.precision import DispatchConfig
 from maxlm.hlo.parser import read
 from maxlm.models.layers import gated
 from maxlm.models.moe import _compute

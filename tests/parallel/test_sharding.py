@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from maxlm.config import ConfigError, axes, rules
-from maxlm.config.schema import AXES, Config
+from maxlm.config.schema import Config
+from maxlm.config.sections.mesh import AXES
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import abstract_parameters, parameter_specs
 from maxlm.parallel import RULES, build_mesh, partition_spec

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.hlo.parser import read
 from maxlm.kernels.platform import RARELY
 from maxlm.models.layers import gated

@@ -15,7 +15,7 @@ from maxlm import cli
 from maxlm.compiler import aot
 from maxlm.config.errors import UserError
 from maxlm.config.loader import find, load
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.published_runs import Correction
 from maxlm.hardware.topologies import parse

@@ -14,7 +14,7 @@ from tiny import tiny_config
 from maxlm.config import rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import load
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.cost.efficiency import OUR_ATTENTION_SHARES
 from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import attention_flops, kernel_attention_flops, layers, parameter_leaves

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from maxlm.config import load, rules
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.cost.verify import verify
 from maxlm.models import abstract_parameters, parameter_specs
 

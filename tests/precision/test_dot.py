@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.precision import Parts, dequantize, quantize, quantized_weight
 
 # B batch, S sequence, C inputs, O outputs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.precision import QuantizedConfig
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.kernels import GatedLayout
 from maxlm.precision import GatedShape, Parts, fuses, gated_dot, quantized_weight
 

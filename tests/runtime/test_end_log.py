@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.runtime import end_log
 from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.launch import Supervisor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from watchdog_traces import TRACES, follow
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import stacks
 from maxlm.runtime.limits import BACKGROUND_SAVE, KEPT, PHASES, RATIO, Lengths, Limits
 from maxlm.runtime.watchdog import Age

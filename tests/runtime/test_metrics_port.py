@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from maxlm.config import ConfigError
-from maxlm.config.reliability import PrometheusConfig
-from maxlm.runtime.metrics_port import metrics_server
+from maxlm.config.sections.prometheus import PrometheusConfig
+from maxlm.runtime.open_run import open_metrics_port
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -24,20 +24,22 @@ def test_a_new_run_does_not_begin_and_one_that_goes_on_does(tmp_path, taken):
     config = SimpleNamespace(prometheus=PrometheusConfig(port=taken))
     run, phases = RunDirectory(tmp_path, primary=True), Phases(Console(file=io.StringIO()))
     with pytest.raises(ConfigError, match=rf"prometheus.port = {taken}: 127.0.0.1:{taken} cannot be listened at .*; choose another port"):
-        metrics_server(config, run, phases)
+        open_metrics_port(config, run, phases)
     run.events.touch()
-    assert metrics_server(config, run, phases) is not None
+    assert open_metrics_port(config, run, phases) is not None
     assert phases.console.file.getvalue().startswith(f"warning: prometheus.port = {taken}: ")
 
 
 def test_an_address_of_another_machine_is_an_error_too(tmp_path):
     config = SimpleNamespace(prometheus=PrometheusConfig(port=9400, host="192.0.2.1"))
     with pytest.raises(ConfigError, match=r"192.0.2.1:9400 cannot be listened at"):
-        metrics_server(config, RunDirectory(tmp_path, primary=True), Phases(Console(file=io.StringIO())))
+        open_metrics_port(config, RunDirectory(tmp_path, primary=True), Phases(Console(file=io.StringIO())))
 
 
 def test_other_hosts_and_runs_without_the_section_open_nothing(tmp_path, taken):
     phases = Phases(Console(file=io.StringIO()))
-    assert metrics_server(SimpleNamespace(prometheus=None), RunDirectory(tmp_path, primary=True), phases) is None
+    assert open_metrics_port(SimpleNamespace(prometheus=None), RunDirectory(tmp_path, primary=True), phases) is None
     phases.primary = False
-    assert metrics_server(SimpleNamespace(prometheus=PrometheusConfig(port=taken)), RunDirectory(tmp_path, primary=False), phases) is None
+    assert (
+        open_metrics_port(SimpleNamespace(prometheus=PrometheusConfig(port=taken)), RunDirectory(tmp_path, primary=False), phases) is None
+    )

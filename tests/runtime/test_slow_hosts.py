@@ -1,6 +1,5 @@
 """The host or the link that the others wait for is named, with since when and by how much; and none in clean steps."""
 
-import functools
 import random
 import socket
 
@@ -129,51 +128,6 @@ def test_time_of_a_host_in_its_figures():
     assert own.figures() == {"steps": 3, "wall_ms": 54700, "stepped_ms": 3000, "waited_ms": 2100, "stopped_ms": 150, "sending_ms": 0}
     connections[:] = [Sent((("a", 1), ("b", 2)), 5.25), Sent((("c", 1), ("d", 2)), 100.0)]
     assert own.figures()["sending_ms"] == 250
-
-
-class Ring:
-    """Processes that reduce over a ring: each sends message k to its neighbour once it has received message k - 1, as gloo does."""
-
-    def __init__(self, count):
-        self.count, self.sent = count, [0] * count
-        self.progress = [LoopProgress() for _ in range(count)]
-        self.times = [OwnTime(one, functools.partial(self.connections, number), {7001}) for number, one in enumerate(self.progress)]
-
-    def connections(self, number):
-        before, after = (number - 1) % self.count, (number + 1) % self.count
-        heartbeats = Sent((("me", 5), ("process 0", 7001)), 0.0, 10_000 * self.sent[0])
-        received = Sent((("me", 1), (f"{before}", 2)), 0.0, 100 * self.sent[before])
-        return [heartbeats, received, Sent((("me", 2), (f"{after}", 1)), 0.0, -100 * self.sent[number])]
-
-    def send(self, messages, silent=None):
-        """All send up to so many messages, in order; `silent` none."""
-        moved = True
-        while moved:
-            moved = False
-            for number in range(self.count):
-                ready = self.sent[(number - 1) % self.count] >= self.sent[number]
-                if number != silent and ready and self.sent[number] < messages:
-                    self.sent[number], moved = self.sent[number] + 1, True
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 7])
-@pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_who_has_not_sent_its_part_of_a_reduction_is_known(count, before):
-    """Whoever it is, and after however many messages of a step it stops sending; samples are also taken in the middle of steps."""
-    for silent in range(count):
-        ring, messages = Ring(count), 2 * (count - 1)
-        for step in range(5):
-            ring.send(messages * step + step % messages)
-            for progress, own in zip(ring.progress, ring.times, strict=True):
-                progress.steps = step + 1
-                own.sample()
-        ring.send(5 * messages + min(before, messages - 1))
-        ring.send(6 * messages, silent)
-        for own in ring.times:
-            own.sample()
-        unsent = [own.unsent_bytes() for own in ring.times]
-        assert unsent[silent] > 0
-        assert all(other <= 0 for number, other in enumerate(unsent) if number != silent), unsent
 
 
 def test_what_a_peer_does_not_read_is_not_its_link():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxlm.config.errors import ExitCode
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime import process_group, stacks, watchdog
 from maxlm.runtime.cluster_env import ProcessSpec
 from maxlm.runtime.hang import Frame, Operation, hung

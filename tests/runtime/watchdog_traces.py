@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from maxlm.config.reliability import WatchdogConfig
+from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.runtime.limits import PHASES, Limits
 
 STEP_S = 6.0

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from maxlm.config import ConfigError, load
-from maxlm.config.reliability import AlertsConfig
+from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.runtime import launch
 from maxlm.telemetry import alert_delivery
 from maxlm.telemetry.alert_delivery import Delivery, DeliveryError, Limit, check_alerts, post, run_command

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from maxlm.telemetry.attempts import attempts_of
 from maxlm.telemetry.files import FileObserver
-from maxlm.telemetry.ledger import TITLES
+from maxlm.telemetry.ledger import TITLES, attempts_of
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.load import load_run
@@ -28,7 +27,7 @@ def attempt(run, record):
     def write(began, restored, last, *, stopped=False, saved=None):
         now = began + STARTUP_S
         files = FileObserver(run)
-        files.on_event(Event("start", restored, now, {"startup_s": STARTUP_S}))
+        files.on_event(Event("start", restored, now, {"startup_s": STARTUP_S, "attempt": f"at {began}"}))
         if restored:
             files.on_event(Event("restore", restored, now))
         for step in range(restored + 1, last + 1):
@@ -37,8 +36,18 @@ def attempt(run, record):
         if saved is not None:
             now += 0.5
             files.on_event(Event("save", saved, now, {"blocked_s": 0.5}))
+        steps = last - restored - 1
+        beat = {
+            "init": STARTUP_S,
+            "compile": FIRST_S,
+            "step": 0.09 * steps,
+            "data_wait": 0.01 * steps,
+            "save": 0.0 if saved is None else 0.5,
+        }
+        goodput = {"wall_s": sum(beat.values()), "seconds": beat, "steps": steps + 1, "part": "data_wait", "part_s": 0.0}
+        run.heartbeat.write_text(json.dumps({"attempt": f"at {began}", "time": now, "goodput": goodput}))
         if stopped:
-            parts = {"init": STARTUP_S, "compile": FIRST_S, "step": (last - restored - 1) * STEP_S}
+            parts = {"init": STARTUP_S, "compile": FIRST_S, "step": steps * STEP_S}
             files.on_event(Event("stop", last, now, {"reason": "done", "goodput": {"wall_s": sum(parts.values()), "seconds": parts}}))
         files.close()
         return now
@@ -94,8 +103,11 @@ def test_a_kill_is_noted_once_before_its_records_go(run, attempt):
     assert third.seconds["lost"] == 0
 
 
-def test_of_a_run_that_has_not_ended_the_records_tell_the_time(run, attempt):
+@pytest.mark.parametrize("beats", [True, False])
+def test_of_a_run_that_has_not_ended_heartbeat_and_records_tell_the_time(run, attempt, beats):
     ended = attempt(1000.0, 0, 50)
+    if not beats:
+        run.heartbeat.unlink()
     figures = figures_of(load_run(run.path))
     assert figures.seconds == pytest.approx(ended - 1000.0, abs=0.01)
 
@@ -124,5 +136,5 @@ def test_any_figures_of_an_end_make_an_attempt(run, goodput):
 def test_a_hang_that_was_ended_and_said_so_is_no_time_of_steps():
     goodput = {"wall_s": 100.0, "seconds": {"init": 10.0, "step": 90.0}, "steps": 30, "part": "step", "part_s": 60.0}
     events = [Event("start", 0, 1000.0, {"startup_s": 0.0}), Event("stop", 30, 1100.0, {"reason": "hung", "goodput": goodput})]
-    (attempt,) = attempts_of(events, lambda: [])
+    (attempt,) = attempts_of(events)
     assert (attempt.seconds["hang"], attempt.seconds["step"]) == (60.0, 30.0)

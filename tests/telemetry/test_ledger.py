@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from maxlm.telemetry.attempts import attempts_of
 from maxlm.telemetry.goodput import PARTS, Goodput
-from maxlm.telemetry.ledger import ALIVE_S, TITLES, ledger_of, read_ledger
+from maxlm.telemetry.ledger import ALIVE_S, TITLES, attempts_of, killed_event, ledger_of, read_ledger
 from maxlm.telemetry.lifetime import BEAT_S, Beat, Heartbeat, Process, append_process, read_beat, read_processes
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
@@ -152,16 +151,10 @@ def live(seed, supervised):
             world.wait("wait_hosts", 120)
             world.processes.append(Process("", began, world.now, 120.0, 6, False, True, ""))
         # what FileObserver does as the next attempt begins
-        killed = attempts_of_killed(world)
+        killed = killed_event(world.events, None, world.beat)
         world.events += [killed] if killed else []
     world.seconds["step"] = sum(world.kept)
     return world
-
-
-def attempts_of_killed(world):
-    from maxlm.telemetry.attempts import killed_event
-
-    return killed_event(world.events, [], world.beat)
 
 
 @pytest.mark.parametrize("supervised", [True, False], ids=["supervised", "alone"])
@@ -169,7 +162,7 @@ def attempts_of_killed(world):
 def test_every_second_is_in_one_part(seed, supervised):
     """The parts are what the simulated run spent. Without a supervisor the time from the last heartbeat to a kill is not known: `down`."""
     world = live(seed, supervised)
-    attempts = attempts_of(world.events, list, world.beat, world.processes)
+    attempts = attempts_of(world.events, None, world.beat, world.processes)
     ledger = ledger_of(attempts, world.processes)
     assert list(ledger.seconds) == list(TITLES)
     assert min(ledger.seconds.values()) >= -1e-9
@@ -206,7 +199,7 @@ def goodput(part="step", part_s=0.0, **seconds):
 
 
 def ledger(events, beat=None, processes=(), until=None):
-    return ledger_of(attempts_of(events, list, beat, processes), processes, until)
+    return ledger_of(attempts_of(events, None, beat, processes), processes, until)
 
 
 def test_a_run_that_runs_counts_on_in_the_part_it_is_in_and_one_that_is_gone_is_down():

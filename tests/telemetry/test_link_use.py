@@ -28,7 +28,7 @@ def test_without_time_nothing_is_used():
 
 
 def test_a_use_survives_json():
-    use = LinkUse.of("eth0 sent", "ethernet", Rates(SECONDS, LEVELS), 1.25e9, used_by="host0")
+    use = LinkUse.from_rates("eth0 sent", "ethernet", Rates(SECONDS, LEVELS), 1.25e9, used_by="host0")
     again = LinkUse.from_json(use.to_json())
     assert again.to_json() == use.to_json() and again.limit == 1.25e9
     assert table([use, again], "host").row_count == 2
@@ -37,12 +37,12 @@ def test_a_use_survives_json():
 @pytest.mark.parametrize("intervals", [0, 4, 10_000])
 def test_a_plot_is_drawn_for_any_number_of_intervals(tmp_path, intervals):
     rates = Rates(np.full(intervals, 0.1), np.arange(intervals, dtype=float))
-    plot([LinkUse.of("ICI x", "ici", rates, None)], "title", tmp_path / "plot.png")
+    plot([LinkUse.from_rates("ICI x", "ici", rates, None)], "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_dollar_sign_in_a_name_is_no_formula(tmp_path):
-    plot([LinkUse.of("$_$", "ici", Rates(SECONDS, LEVELS), None)], "a$_$b on x", tmp_path / "plot.png")
+    plot([LinkUse.from_rates("$_$", "ici", Rates(SECONDS, LEVELS), None)], "a$_$b on x", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
 
 

@@ -130,7 +130,7 @@ def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
     run = RunDirectory.create(tmp_path, "r", primary=False)
     config = load("runs/quickstart", ["run.tensorboard=true"]).config
     with observing(config, run, Console(quiet=True), primary=False) as observers:
-        observers.on_step(record(1, balance=Balance.of(0, **{name: np.ones(1) for name in SUMS}, load_E=np.ones((1, 2)))))
+        observers.on_step(record(1, balance=Balance.from_sums(0, **{name: np.ones(1) for name in SUMS}, load_E=np.ones((1, 2)))))
         observers.on_event(Event("eval", 1, data={"eval_loss": 2.0}))
         observers.on_event(Event("stop", 1))
     assert list(tmp_path.iterdir()) == []

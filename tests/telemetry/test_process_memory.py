@@ -7,8 +7,8 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from maxlm.telemetry import process_memory
-from maxlm.telemetry.process_memory import ProcessMemory
+from maxlm.telemetry import device_memory
+from maxlm.telemetry.device_memory import ProcessMemory
 
 SIZE = 2**26  # bytes of an array
 
@@ -53,6 +53,6 @@ def test_devices_share_it():
 
 
 def test_without_counters_it_is_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
-    monkeypatch.setattr(process_memory, "_RESET", tmp_path / "folder" / "clear_refs")
+    monkeypatch.setattr(device_memory, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(device_memory, "_RESET", tmp_path / "folder" / "clear_refs")
     assert ProcessMemory(1).peak() is None

@@ -7,8 +7,8 @@ from html import unescape
 
 import pytest
 
-from maxlm.telemetry.attempts import attempts_of
 from maxlm.telemetry.course import current_step, first_step_since, surviving, went_back
+from maxlm.telemetry.ledger import attempts_of
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.predicted import read_compared
 from maxlm.telemetry.report.load import load_run
@@ -100,7 +100,7 @@ def test_a_restore_says_where_its_start_goes_on():
     events = [Event(kind, step, 1.0) for kind, step in kinds]
     assert list(went_back(events)) == [(0, 0), (1, 50), (4, 150), (5, 0)]
     assert first_step_since(events[:5], 2) == 150
-    assert attempts_of(events[2:5], lambda: [])[0].first_step == 150
+    assert attempts_of(events[2:5])[0].first_step == 150
 
 
 def test_what_the_newest_hardware_does_is_not_mixed_with_that_of_the_one_before(make):

@@ -22,7 +22,7 @@ def balance(load_LE, dropped=0):
     layers = len(load_LE)
     means = {name: np.full(layers, TOKENS * 0.5) for name in ("confidence", "entropy", "balance", "z")}
     tokens, unsound = np.full(layers, TOKENS), np.zeros(layers)
-    return Balance.of(1, load_E=load_LE, tokens=tokens, dropped=np.full(layers, dropped), unsound=unsound, **means)
+    return Balance.from_sums(1, load_E=load_LE, tokens=tokens, dropped=np.full(layers, dropped), unsound=unsound, **means)
 
 
 @pytest.fixture

@@ -23,27 +23,26 @@ EVIL = "<img src=x onerror=evil=1>"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --window-size=1200,2400"
 
-# Runs before the script of a test, and draws all charts, where a page waits until they are near the window. A pointer that does not exist
-# cannot be captured. `times`: milliseconds from asking for the page to its start, and for drawing.
+# Runs before the script of a test. uPlot draws in microtasks, for which a script awaits. `times`: milliseconds from asking for the page to
+# its start, and for what a script times.
 TOOLS = """
 const times = [performance.now()];
 const timed = action => { const began = performance.now(); action(); times.push(performance.now() - began); };
-timed(() => charts.forEach(chart => chart.draw()));
-Element.prototype.setPointerCapture = () => {};
 onerror = (_, __, line, ___, error) => { document.title = `error: ${error?.stack ?? line}`; };
 function tell(found) { make('pre', {id: 'found'}, document.body, JSON.stringify(found)); }
 const byTitle = title => charts.find(chart => chart.spec.title === title);
-function pointer(type, chart, share, more = {}) {
-  const box = chart.svg.getBoundingClientRect(), clientX = box.left + LEFT + share * chart.w, clientY = box.top + TOP + chart.h / 2;
-  chart.svg.dispatchEvent(new PointerEvent(type, {clientX, clientY, button: 0, bubbles: true, ...more}));
+function pointer(type, chart, share) {
+  const {over} = chart.plot, box = over.getBoundingClientRect(), clientX = box.left + share * box.width, clientY = box.top + box.height / 2;
+  over.dispatchEvent(new MouseEvent(type, {clientX, clientY, movementX: 1, button: 0, bubbles: true}));
 }
-function drag(chart, from, to) { pointer('pointerdown', chart, from); pointer('pointermove', chart, to); pointer('pointerup', chart, to); }
+function drag(chart, from, to) { pointer('mousedown', chart, from); pointer('mousemove', chart, to); pointer('mouseup', chart, to); }
 function choose(name, value) {
   const found = [...document.querySelectorAll(`.controls [name=${name}]`)].find(one => one.type !== 'radio' || one.value === value);
   if (found.type === 'checkbox' || found.type === 'radio') found.checked = value !== false; else found.value = value;
   found.dispatchEvent(new Event('input', {bubbles: true}));
 }
-const count = (chart, what) => chart.svg.querySelectorAll(what).length;
+const labels = (chart, axis = 0) => (chart.plot.axes[axis]._values ?? []).filter(label => label !== null && label !== '');
+function drawn({plot: {ctx}}) { return ctx.getImageData(0, 0, ctx.canvas.width, ctx.canvas.height).data.some(Boolean); }
 const order = (table, column) => [...table.tBodies[0].rows].map(row => row.cells[column].textContent);
 """
 
@@ -62,7 +61,8 @@ def look(tmp_path):
 
     def look_at(runs, script, address="", version=""):
         page = tmp_path / "report.html"
-        probe = f"<script>{TOOLS}tell((() => {{ {script} }})());</script></body>"  # no timers: a busy browser may end before they are due
+        # No timers: a busy browser may end before they are due.
+        probe = f"<script>{TOOLS}(async () => {{ {script} }})().then(tell, error => tell(String(error.stack)));</script></body>"
         page.write_text(render(list(map(load_run, runs)), version).replace("</body>", probe))
         ended = browse(f"file://{page}{address}", tmp_path, "--dump-dom")
         answer = re.search(r'<pre id="found">(.*?)</pre>', ended.stdout, re.S)
@@ -109,17 +109,20 @@ def test_a_range_is_zoomed_into_on_all_charts_and_a_double_click_resets_it(look,
         const [loss, norm] = [byTitle('Loss'), byTitle('Gradient norm')], before = loss.range;
         const reset = document.querySelector('[name=reset]'), said = [reset.hidden];
         drag(loss, 0.5, 0.25);
-        const zoomed = [loss.range, norm.range], address = location.hash, ticks = loss.svg.textContent;
+        const zoomed = [loss.range, norm.range], address = location.hash;
+        await 0;
+        const ticks = labels(loss);
         said.push(reset.hidden);
         drag(norm, 0.5, 0.501);  // less than a few pixels: a click
         const still = loss.range;
+        await 0;
         pointer('dblclick', norm, 0.5);
         return {before, zoomed, address, said, still, after: loss.range, ticks, reset: location.hash};
         """,
     )
     assert found["before"] == found["after"] == [1, 400]
-    assert found["zoomed"][0] == found["zoomed"][1] == found["still"] == pytest.approx([100.75, 200.5], abs=0.01)
-    assert found["address"].startswith("#zoom=100.7") and found["reset"] in ("", "#")
+    assert found["zoomed"][0] == found["zoomed"][1] == found["still"] == pytest.approx([100.75, 200.5], abs=0.5)
+    assert found["address"].startswith("#zoom=100.") and found["reset"] in ("", "#")
     assert found["said"] == [True, False]
     assert "150" in found["ticks"] and "400" not in found["ticks"]
 
@@ -130,19 +133,21 @@ def test_the_pointer_shows_values_marks_and_no_markup(look, make):
         """
         const loss = byTitle('Loss'), norm = byTitle('Gradient norm');
         choose('smoothing', 0);
-        pointer('pointermove', norm, 299 / 399);
-        const shown = [...tip.children].map(one => one.textContent), line = loss.cursor.getAttribute('visibility');
-        pointer('pointermove', norm, 199 / 399);
+        await 0;
+        pointer('mousemove', loss, 299 / 399);
+        const shown = [...tip.children].map(one => one.textContent), line = norm.plot.posToVal(norm.plot.cursor.left, 'x');
+        pointer('mousemove', loss, 199 / 399);
         const evil = tip.textContent, images = document.querySelectorAll('img').length;
-        pointer('pointerleave', norm, 0.5);
+        pointer('mouseleave', loss, 0.5);
         return {shown, line, evil, images, hidden: tip.hidden, ran: typeof globalThis.evil};
         """,
     )
     assert found["shown"][0] == "step 300 · 300k tokens · 70 min"
-    assert sorted(found["shown"][1:3]) == [f"{EVIL}1", "a1"]
+    assert sorted(found["shown"][1:3]) == [f"training {EVIL}4.072", "training a3.072"]
     assert "Rolled back from step 302 to step 300" in found["shown"][3:]
     assert EVIL in found["evil"]
-    assert (found["images"], found["line"], found["hidden"], found["ran"]) == (0, "visible", True, "undefined")
+    assert (found["images"], found["hidden"], found["ran"]) == (0, True, "undefined")
+    assert found["line"] == pytest.approx(300, abs=2)
 
 
 def test_axes_are_steps_tokens_or_time(look, make):
@@ -152,11 +157,12 @@ def test_axes_are_steps_tokens_or_time(look, make):
         const loss = byTitle('Loss'), seen = {};
         for (const kind of ['tokens', 'seconds', 'step']) {
           choose('x', kind);
-          seen[kind] = [loss.range, loss.svg.textContent, location.hash];
+          seen[kind] = [loss.range, loss.plot.axes[0].label, location.hash];
         }
         choose('x', 'seconds');
         seen.jump = [along(runs[0].seconds, 100), along(runs[0].seconds, 101)];
-        seen.marks = Object.fromEntries(loss.marks().map(([mark, px]) => [mark.kind, (px - LEFT) / loss.w]));
+        const [low, high] = loss.range;
+        seen.marks = Object.fromEntries(loss.marks().map(([mark, x]) => [mark.kind, (x - low) / (high - low)]));
         return seen;
         """,
     )
@@ -171,9 +177,10 @@ def test_a_run_that_recorded_no_time_is_named_where_it_is_missing(look, make, tm
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step":7,"loss":3.0}\n{"step":8,"loss":3.0}\n')
     script = """
-        const hint = document.querySelector('.hint'), seen = [count(byTitle('Loss'), 'g[data-run="1"]'), hint.textContent];
+        const hint = document.querySelector('.hint'), lines = () => byTitle('Loss').shapes.filter(({line}) => line.run === 1).length;
+        const seen = [lines(), hint.textContent];
         choose('x', 'seconds');
-        return [...seen, count(byTitle('Loss'), 'g[data-run="1"]'), hint.textContent];
+        return [...seen, lines(), hint.textContent];
     """
     found = look([make("r"), tmp_path / "old"], script)
     assert found == [1, "drag to zoom, double-click to reset", 0, "not recorded, so not shown here: old"]
@@ -184,8 +191,9 @@ def test_smoothing_logarithm_outliers_and_marks_are_chosen(look, make):
         [make("r")],
         """
         const loss = byTitle('Loss'), seen = {};
-        const state = () => ({raw: count(loss, '.raw'), marks: count(loss, '.restart, .skip, .rollback'), beyond: count(loss, '.beyond'),
-          high: loss.yAxis.high, log: loss.yAxis.log, bend: bend(loss.shapes[0].main.y.slice(220))});
+        const unit = () => loss.figure.querySelector('.unit').textContent;
+        const state = () => ({smooth: loss.shapes[0].smooth !== null, beyond: unit().includes('beyond'),
+          high: loss.values[1], log: loss.log, bend: bend(loss.shapes[0].tables[1][1].slice(220))});
         const bend = ys => ys.slice(1).reduce((sum, y, i) => sum + Math.abs(y - ys[i]), 0);
         seen.first = state();
         choose('smoothing', 6); seen.smooth = state();
@@ -195,11 +203,11 @@ def test_smoothing_logarithm_outliers_and_marks_are_chosen(look, make):
         return {...seen, address: location.hash};
         """,
     )
-    assert (found["first"]["raw"], found["first"]["marks"], found["first"]["beyond"], found["first"]["log"]) == (1, 3, 1, False)
+    assert (found["first"]["smooth"], found["first"]["beyond"], found["first"]["log"]) == (True, True, False)
     assert found["first"]["high"] < 12  # one spike of 100 does not flatten the rest
-    assert (found["smooth"]["raw"], found["off"]["raw"]) == (1, 0)
+    assert (found["smooth"]["smooth"], found["off"]["smooth"]) == (True, False)
     assert found["smooth"]["bend"] < found["first"]["bend"] < found["off"]["bend"]
-    assert (found["all"]["marks"], found["all"]["beyond"]) == (0, 0) and found["all"]["high"] > 100
+    assert not found["all"]["beyond"] and found["all"]["high"] > 100
     assert found["log"]["log"] and found["log"]["high"] == pytest.approx(105)
     assert dict(part.split("=") for part in found["address"][1:].split("&")) == {
         "smoothing": "0",
@@ -225,9 +233,9 @@ def test_a_run_is_hidden_from_all_charts_and_tables_are_sorted(look, make):
     found = look(
         runs,
         """
-        const norm = byTitle('Gradient norm'), before = count(norm, 'g[data-run]');
+        const norm = byTitle('Gradient norm'), before = norm.shapes.length;
         document.querySelectorAll('button[data-run]')[2].click();
-        const after = count(norm, 'g[data-run]'), losses = byTitle('Loss').yAxis.high;
+        const after = norm.shapes.length, losses = byTitle('Loss').values[1];
         const table = document.querySelector('table'), orders = [order(table, 0)];
         const head = [...table.tHead.rows[0].cells].find(one => one.textContent === 'Training loss');
         for (let i = 0; i < 2; i++) { head.click(); orders.push(order(table, 0)); }
@@ -270,10 +278,11 @@ def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
         f"""
         const one = what => document.querySelector(what);
         const state = () => ({{points: byTitle('Loss').lines[0].steps.length, range: byTitle('Loss').range,
-          version: one('main').dataset.version, x: one('[name=x]:checked').value, lines: count(byTitle('Loss'), '.line'),
+          version: one('main').dataset.version, x: one('[name=x]:checked').value, lines: byTitle('Loss').shapes.length,
           order: order(one('table'), 0),
           open: document.querySelectorAll('details[open]').length}});
         choose('x', 'tokens');
+        await 0;
         drag(byTitle('Loss'), 0.5, 0.75);
         document.querySelectorAll('button[data-run]')[2].click();
         document.querySelectorAll('details')[1].open = true;
@@ -289,26 +298,24 @@ def test_a_newer_page_of_a_live_report_keeps_the_view(look, make):
     assert (after.pop("points"), after.pop("version"), after.pop("order")) == (500, "8", ["d2", "c2", "b2", "a2"])
     assert before == after
     assert (after["x"], after["lines"], after["open"]) == ("tokens", 3, 1)
-    assert after["range"] == pytest.approx([200_500, 300_250], abs=1)
+    assert after["range"] == pytest.approx([200_500, 300_250], abs=500)
 
 
 def test_no_two_ticks_of_an_axis_have_the_same_label(look, make):
-    """However far one has zoomed into a long run, and however little a loss changes."""
+    """However far one has zoomed into a long run, linear or logarithmic."""
     found = look(
-        [make("r")],
+        [make("r", steps=2000)],
         """
-        const ranges = [[1.9896, 1.9921], [1_495_000, 1_495_100], [6.28e9, 6.2809e9], [9.9501, 9.9541], [3e-4, 3.0004e-4], [0, 1]];
-        const linear = ranges.map(([low, high]) => labelled(ticks(low, high, 5))), logs = [[2.9, 8.5], [1e-6, 10], [0.5, 60000]];
-        const zoomed = byTitle('Loss');
-        view.logs.set('Loss', true); zoom([200.02, 200.05]);
-        return {texts: [...linear, ...logs.map(([low, high]) => labelled(logTicks(low, high, 6)))], drawn: zoomed.svg.textContent};
+        const loss = byTitle('Loss'), texts = [];
+        for (const range of [[200.02, 200.05], [150, 153], [100, 1900], [1, 2000]]) for (const log of [false, true]) {
+          view.logs.set('Loss', log); zoom(range); await 0; texts.push(labels(loss), labels(loss, 1));
+        }
+        return texts;
         """,
     )
-    for labelled in found["texts"]:
-        assert len({label for _, label in labelled}) == len(labelled) >= 2, labelled
-    assert [label for _, label in found["texts"][0]] == ["1.99", "1.9905", "1.991", "1.9915", "1.992"]
-    assert [label for _, label in found["texts"][1]] == ["1.495M", "1.49502M", "1.49504M", "1.49506M", "1.49508M", "1.4951M"]
-    assert "NaN" not in found["drawn"]
+    for shown in found:
+        assert len(set(shown)) == len(shown) >= 2, shown
+        assert not any("NaN" in label or "Infinity" in label for label in shown)
 
 
 def test_charts_beside_each_other_share_their_lower_edge_and_one_value_is_no_values(look, make):
@@ -319,7 +326,7 @@ def test_charts_beside_each_other_share_their_lower_edge_and_one_value_is_no_val
         const edges = new Map();
         byTitle('Gradient norm').figure.querySelector('figcaption').append(make('p', {}, null, 'another line'));
         for (const chart of charts.filter(one => !one.wide)) {
-          const box = chart.svg.getBoundingClientRect(), row = Math.round(box.bottom / 100);
+          const box = chart.place.getBoundingClientRect(), row = Math.round(box.bottom / 100);
           edges.set(row, [...(edges.get(row) ?? []), box.bottom]);
         }
         return {edges: [...edges.values()], unit: byTitle('Loss').figure.querySelector('.unit').textContent};
@@ -357,11 +364,12 @@ def test_any_series_is_drawn_with_finite_numbers(look, tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
         runs.append(tmp_path / name)
     script = """
-        const drawn = [];
+        const texts = [], loss = byTitle('Loss');
         for (const log of [false, true]) for (const outliers of [false, true]) {
-          view.outliers = outliers; view.logs.set('Loss', log); refresh(); drawn.push(byTitle('Loss').svg.outerHTML);
+          view.outliers = outliers; view.logs.set('Loss', log); refresh(); await 0;
+          texts.push(String([loss.values, labels(loss), labels(loss, 1)]));
         }
-        return {bad: drawn.filter(text => /NaN|Infinity|undefined/.test(text)).length, lines: count(byTitle('Loss'), '.line')};
+        return {bad: texts.filter(text => /NaN|Infinity|undefined/.test(text)).length, lines: loss.shapes.length};
     """
     for run in runs:
         assert look([run], script)["bad"] == 0, run.name
@@ -372,9 +380,10 @@ def test_a_million_steps_answer_at_once(look, make):
     found = look(
         [make("long", steps=1_000_000)],
         """
-        const loss = byTitle('Loss'), spike = Math.max(...loss.shapes[0].high);
+        const loss = byTitle('Loss'), most = () => Math.max(...loss.shapes[0].tables[0][1]), spike = most();
         timed(() => drag(loss, 0.495, 0.505));
-        return {times, spike, range: loss.range, zoomed: Math.max(...loss.shapes[0].high), size: document.documentElement.outerHTML.length};
+        await 0;
+        return {times, spike, range: loss.range, zoomed: most(), size: document.documentElement.outerHTML.length};
         """,
     )
     assert found["range"] == pytest.approx([495_000, 505_000], abs=1500)
@@ -383,41 +392,34 @@ def test_a_million_steps_answer_at_once(look, make):
     assert max(found["times"]) < 2000, found["times"]  # milliseconds
 
 
-@pytest.fixture
-def tall(make, tmp_path):
-    """A page of many charts far below the window, and how many."""
-    run = make("r")
+def many_charts(run):
+    """Add figures to a run, so that its page has charts far below the window."""
     records = [
         json.dumps({"step": step, **{f"m_{i}": step % 7 + i for i in range(1, 4)}, "memory_peak_bytes": 1e9, "mfu": 0.4})
         for step in (401, 402)
     ]
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n".join(records) + "\n")
-    page = tmp_path / "tall.html"
-    page.write_text(render([load_run(run)]))
-    return f"file://{page}", page.read_text().count('<figure class="chart')
+    return run
 
 
-def test_all_charts_are_there_for_a_picture_of_the_whole_page(tall, tmp_path):
-    """However small the window is, and without scrolling."""
-    page, charts = tall
-    ended = browse(page, tmp_path, "--window-size=800,200", "--dump-dom")
-    figures = re.findall(r'<figure class="chart.*?</figure>', ended.stdout, re.S)
-    assert len(figures) == charts >= 4
-    assert all(re.search(r'<svg class="plot".*<path class="line" d="M[^"]*L', figure, re.S) for figure in figures)
+def test_all_charts_are_there_for_a_picture_of_the_whole_page(look, make):
+    """Without scrolling."""
+    found = look([many_charts(make("r"))], "return [document.querySelectorAll('figure.chart').length, charts.filter(drawn).length];")
+    assert found[0] == found[1] >= 4
 
 
-def test_all_charts_are_printed(tall, tmp_path):
+def test_all_charts_are_printed(make, tmp_path):
     """Their lines are strokes in the colour of the run, on pages of a width that the window never had."""
-    page, charts = tall
-    printed = tmp_path / "printed.pdf"
-    browse(page, tmp_path, "--window-size=800,200", f"--print-to-pdf={printed}")
+    page, printed = tmp_path / "tall.html", tmp_path / "printed.pdf"
+    page.write_text(render([load_run(many_charts(make("r")))]))
+    browse(f"file://{page}", tmp_path, "--window-size=800,200", f"--print-to-pdf={printed}")
     drawn = b""
     for stream in re.findall(rb"stream\r?\n(.*?)endstream", printed.read_bytes(), re.S):
         with contextlib.suppress(zlib.error):  # some are not compressed
             drawn += zlib.decompress(stream)
     lines = re.findall(rb"\.0431 \.4 \.6588 RG\b(?:(?! RG\b).)*? l\n(?:(?! RG\b).)*?\bS\b", drawn, re.S)
-    assert len(lines) >= charts
+    assert len(lines) >= page.read_text().count('<figure class="chart')
 
 
 def test_on_a_phone_the_first_chart_is_on_the_second_screen_at_the_latest(look, make):
@@ -431,7 +433,7 @@ def test_on_a_phone_the_first_chart_is_on_the_second_screen_at_the_latest(look, 
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": 401, "loss": 3.0, "mfu": 0.4, "tokens_per_s": 1e4, "step_time_s": 1, "data_wait_s": 0.1}) + "\n")
     script = """
-        for (const svg of document.querySelectorAll('svg.plot')) svg.remove();  // as wide as this window
+        for (const plot of document.querySelectorAll('.uplot')) plot.remove();  // as wide as this window
         const frame = make('iframe', {width: 360, height: 760}, document.body);
         frame.contentDocument.write('<!doctype html>' + document.head.outerHTML + document.querySelector('main').outerHTML);
         frame.contentDocument.close();

@@ -35,7 +35,7 @@ def routing(load_LE, **changes):
 
 
 def balance(load_LE, first_layer=0, **changes):
-    return Balance.of(first_layer, **routing(load_LE, **changes)._asdict())
+    return Balance.from_sums(first_layer, **routing(load_LE, **changes)._asdict())
 
 
 def even(experts, top_k, layers=1):

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from topologies import devices
 
-from maxlm.config.schema import AXES
+from maxlm.config.sections.mesh import AXES
 from maxlm.cost.mesh_links import axis_links
 from maxlm.cost.step_cost import estimate
 from maxlm.hardware.topologies import parse

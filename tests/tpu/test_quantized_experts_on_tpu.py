@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from maxlm.compiler.aot import devices
-from maxlm.config.precision import QuantizedConfig
-from maxlm.config.schema import AXES
+from maxlm.config.sections.matmul import QuantizedConfig
+from maxlm.config.sections.mesh import AXES
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 from maxlm.kernels.grouped_matmul import tpu

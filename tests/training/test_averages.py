@@ -10,11 +10,13 @@ from tiny import states_of_steps, tiny_batch, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError, load
 from maxlm.config.loader import dump
-from maxlm.config.schedules import BranchFromConfig
-from maxlm.config.schema import DpoConfig, EmaConfig, NextTokenConfig, SftConfig, StartFromConfig
+from maxlm.config.schema import EmaConfig
+from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.sections.objective import DpoConfig, NextTokenConfig, SftConfig
+from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.table import identity
 from maxlm.interop import averaging
 from maxlm.interop.averaging import average
-from maxlm.runtime.open_run import identity
 from maxlm.training.ema import average_of
 from maxlm.training.loop import restore_or_init
 from maxlm.training.saved_run import open_run

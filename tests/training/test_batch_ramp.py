@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import SEQ_LEN, first_state, tiny_batch, tiny_config, tiny_program
 
+from maxlm.config.table import identity
 from maxlm.objectives import build_objective
-from maxlm.runtime.open_run import identity
 from maxlm.training import meter
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.ramped_step import RampedStep

@@ -12,8 +12,8 @@ from tiny import tiny_config, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
-from maxlm.config.schedules import BranchFromConfig
-from maxlm.runtime.open_run import identity
+from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.table import identity
 from maxlm.telemetry.goodput import Goodput
 from maxlm.training.branch import branch_off, check_same_branch
 from maxlm.training.loop import restore_or_init, train

@@ -12,11 +12,11 @@ from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.config.table import identity
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import axes_of, device_groups
 from maxlm.models import abstract_parameters
 from maxlm.parallel import build_mesh
-from maxlm.runtime.open_run import identity
 from maxlm.training.compression import CompressedSums
 from maxlm.training.frozen_adam import frozen_adam
 from maxlm.training.loop import restore_or_init

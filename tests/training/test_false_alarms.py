@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny import tiny_program
 
-from maxlm.config.schema import PrepareConfig
+from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare
 from maxlm.training.health import Health

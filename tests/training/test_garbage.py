@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from maxlm.config.schema import DataConfig, PrepareConfig
+from maxlm.config.schema import DataConfig
+from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare

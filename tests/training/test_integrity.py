@@ -14,7 +14,7 @@ from tiny import tiny_batch, tiny_program
 
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.reliability import IntegrityConfig
+from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import bit_flips, findings
 from maxlm.training.bit_flips import Flip, flipped

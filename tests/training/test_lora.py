@@ -12,8 +12,8 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError, UserError, rules
 from maxlm.config.loader import dump
-from maxlm.config.rules import adaptable
-from maxlm.config.schema import Config, StartFromConfig
+from maxlm.config.schema import Config
+from maxlm.config.sections.train import StartFromConfig
 from maxlm.models import abstract_parameters, bind
 from maxlm.models.counts import token_flops
 from maxlm.training.saved_run import SavedRun, open_run
@@ -144,8 +144,8 @@ def test_nothing_of_the_size_of_a_frozen_matrix_is_differentiated_or_kept():
 def test_the_names_that_may_be_adapted_are_those_that_the_model_has(model):
     config = tiny_config(model={**LORA, **model})
     found = {name.split(".")[-2].rpartition("_")[0] for name in named_leaves(abstract_parameters(config.model))}
-    assert found == set(adaptable(config.model))
-    only = adaptable(config.model)[-1]
+    assert found == set(config.model.adaptable)
+    only = config.model.adaptable[-1]
     one = tiny_config(model={**model, "lora": {"rank": 3, "matrices": [only]}})
     assert {name.split(".")[-2].rpartition("_")[0] for name in named_leaves(abstract_parameters(one.model))} == {only}
 

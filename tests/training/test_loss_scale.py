@@ -10,8 +10,8 @@ from tiny import run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.precision import LARGEST_SCALE, LossScaleConfig
-from maxlm.runtime.open_run import identity
+from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
+from maxlm.config.table import identity
 from maxlm.training.health import SKIPS_IN_A_ROW, Health
 from maxlm.training.loop import restore_or_init
 from maxlm.training.loss_scale import LOSS_SCALE, LossScale, adjusted, overflow

@@ -11,7 +11,7 @@ from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.config.errors import UserError
 from maxlm.config.rules import check_devices
-from maxlm.config.schedules import NoiseScaleConfig
+from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.objectives import build_objective
 from maxlm.training import meter
 from maxlm.training.gradients import split

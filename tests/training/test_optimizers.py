@@ -14,11 +14,11 @@ from tiny import tiny_config
 from maxlm.checkpoint import CheckpointError
 from maxlm.checkpoint.reader import check_identity
 from maxlm.config import ConfigError
-from maxlm.config.optimizer import MuonConfig, OptimizerConfig, SoapConfig
+from maxlm.config.sections.optimizer import MuonConfig, OptimizerConfig, SoapConfig
+from maxlm.config.table import identity
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import parameter_axes
 from maxlm.parallel import build_mesh
-from maxlm.runtime.open_run import identity
 from maxlm.training.matrices import hidden_matrix
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.optimizer import RULES, build_optimizer, learning_rate
@@ -335,7 +335,7 @@ def test_the_table_states_the_bytes_that_the_state_holds(name, state):
     axes = jax.tree.leaves(axes_of(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
     for names, leaf in zip(axes, parameter_leaves(config), strict=True):
         if hidden_matrix(names) is not None:
-            rest = leaf.moment_bytes - stated * leaf.numbers
+            rest = leaf.held_bytes((None,), leaf.numbers) - (4 + stated) * leaf.numbers
             assert rest > 0 if RULES[name].more else 0 <= rest < leaf.numbers, names
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny_program
 
-from maxlm.config.reliability import ProfileConfig
+from maxlm.config.sections.profile import ProfileConfig
 from maxlm.hardware.chips import chip_named
 from maxlm.hardware.xla_flags import TRACED
 from maxlm.runtime.run import _profiling

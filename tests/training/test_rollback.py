@@ -14,8 +14,8 @@ from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.reliability import MemoryCheckpointsConfig
-from maxlm.config.schedules import BranchFromConfig
+from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data.order import batch_number
 from maxlm.objectives import build_objective
 from maxlm.telemetry.goodput import Goodput

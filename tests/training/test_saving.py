@@ -23,7 +23,7 @@ from maxlm.checkpoint import Checkpoints, digest, manifest, recovery
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.config.reliability import MemoryCheckpointsConfig
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data.wait_causes import Batches
 from maxlm.objectives import Sums, build_objective
 from maxlm.runtime.open_run import begin_anew

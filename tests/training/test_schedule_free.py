@@ -14,12 +14,12 @@ from tiny import states_of_steps, tiny_batch, tiny_config, tiny_program
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import ConfigError
 from maxlm.config.loader import dump
-from maxlm.config.schedules import BranchFromConfig
+from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.table import identity
 from maxlm.interop.averaging import average
 from maxlm.models.adapted_matrix import merged
 from maxlm.models.adapters import leaf, stored
 from maxlm.runtime import reference_file
-from maxlm.runtime.open_run import identity
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event
 from maxlm.training.branch import branch_off

@@ -15,12 +15,12 @@ from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError
 from maxlm.config.loader import dump
-from maxlm.config.optimizer import AdafactorConfig
+from maxlm.config.sections.optimizer import AdafactorConfig
+from maxlm.config.table import identity
 from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import abstract_parameters, init_parameters, parameter_axes
 from maxlm.objectives import Sums
-from maxlm.runtime.open_run import identity
 from maxlm.training import fits
 from maxlm.training.factored import adafactor, factored_adam, matrix_dims
 from maxlm.training.optimizer import build_optimizer
@@ -290,7 +290,7 @@ def test_the_state_is_counted(small):
     assert optimizer.bytes == held(state.opt_state, state.updater["ema"]) and optimizer.name == "optimizer (adamw int8)"
     assert parameters.bytes + optimizer.bytes < held(state.updater["ema"]) * (1 + 0.75 + 2 * 0.3)
     sizes = dict(program.mesh.shape)
-    planned = sum(leaf.held_bytes(program.config, (None,), leaf.on_device(sizes)) for leaf in parameter_leaves(program.config))
+    planned = sum(leaf.held_bytes((None,), leaf.on_device(sizes)) for leaf in parameter_leaves(program.config))
     assert abs(planned - parameters.bytes - optimizer.bytes) < 0.02 * planned
     bound = fits.least(program.config, sizes)[0].bytes
     assert 0.8 * (parameters.bytes + optimizer.bytes) < bound <= parameters.bytes + optimizer.bytes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import tiny_batch, tiny_config, tiny_program
 
-from maxlm.config.reliability import HealthConfig
+from maxlm.config.sections.health import HealthConfig
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import DEAD_STEPS, LayerAlarms, LayerFigures
 from maxlm.training.layer_figures import GRADIENT, RATIO, layer_names

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tiny import first_state, run_steps, tiny_program
 
-from maxlm.config.schema import LoopConfig, MemoryConfig
+from maxlm.config.schema import MemoryConfig
+from maxlm.config.sections.memory import LoopConfig
 from maxlm.models.decoder import rematerialise
 
 PATTERN = {"n_layers": 6, "layer_pattern": ["local", "local", "global"], "window": 8}

@@ -21,7 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
 from maxlm.config import Config, ConfigError, UserError, load, rules  # noqa: E402
-from maxlm.config.optimizer import SoapConfig  # noqa: E402
+from maxlm.config.sections.optimizer import SoapConfig  # noqa: E402
 from maxlm.cost.step_cost import StepCost, program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
 from maxlm.hardware.topologies import Topology  # noqa: E402

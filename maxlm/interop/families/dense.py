@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.config.rope import LongRopeScaling
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.rope import LongRopeScaling
 from maxlm.interop.families import decoder
 from maxlm.interop.families.keys import MOST, Choice, Fixed, Ignored, Json, Key, Keys, Only, Row, Section
 from maxlm.interop.families.record import Family, Limit

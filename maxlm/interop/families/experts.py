@@ -1,6 +1,7 @@
 """Families with mixtures of experts."""
 
-from maxlm.config.schema import ModelConfig, RouterConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.moe import RouterConfig
 from maxlm.interop.families import decoder
 from maxlm.interop.families.dense import MISTRAL
 from maxlm.interop.families.keys import MOST, Fixed, Ignored, Json, Key, Keys, Only, Row, Section, setting

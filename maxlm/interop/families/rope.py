@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxlm.config.fields import LARGEST
-from maxlm.config.rope import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.rope import DynamicScaling, LinearScaling, RopeConfig, YarnScaling
 from maxlm.interop.families.keys import Json, Keys, Row, Section
 
 POSITIONS = "max_position_embeddings"

@@ -22,7 +22,7 @@ from maxlm.runtime.host_allgather import allgather_text
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.open_data import open_data_on_all_hosts
 from maxlm.telemetry.formatting import duration
-from maxlm.telemetry.gpu_links import open_links
+from maxlm.telemetry.gpus import visible_gpus
 from maxlm.telemetry.link_counters import PERIOD_S, Sampler, read_host
 from maxlm.telemetry.link_use import LinkUse, check_out, plot, table
 from maxlm.telemetry.phases import Phases
@@ -107,7 +107,7 @@ def _samplers(here: Cluster) -> tuple[list[Sampler], bool | None]:
     if jax.default_backend() != "gpu":
         return samplers, None
     chip = chip_of(jax.local_devices()[0].device_kind)
-    links = open_links(None if chip is None else chip.ici_links * chip.ici_bytes_per_s_per_link, {})
+    links = visible_gpus(None if chip is None else chip.ici_links * chip.ici_bytes_per_s_per_link, {})
     samplers += [] if links is None else [Sampler(links.nvlink), Sampler(links.pcie, rates=True)]
     return samplers, links is not None
 

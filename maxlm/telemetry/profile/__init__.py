@@ -19,9 +19,8 @@ def reduce_trace(trace: Path, folder: Path, facts: Facts) -> Profile:
     """Write the page and the viewer's file of a trace (.xplane.pb) to `folder`. Raises UserError for a trace that cannot be read, or a
     folder that cannot be written.
     """
-    with Trace(trace) as opened:
-        profile = profile_of(opened)
-        warned = [f"The profiler warns: {warning}" for warning in opened.warnings]
+    opened = Trace(trace)
+    profile, warned = profile_of(opened), [f"The profiler warns: {warning}" for warning in opened.warnings]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_viewer_file(folder / VIEWER_FILE, profile)

@@ -11,8 +11,7 @@ import numpy as np
 from maxlm.telemetry.profile.intervals import NONE, Spans, Times, self_times, settled, spans, union
 from maxlm.telemetry.profile.programs import METADATA_PLANE, Instruction, Program, programs_of
 from maxlm.telemetry.profile.scopes import COLLECTIVES, COPIES, OTHER_PROGRAMS, UNKNOWN, Phase, is_collective, phase_of, scope_of
-from maxlm.telemetry.profile.wire import Events
-from maxlm.telemetry.profile.xplane import EventKind, Line, Plane, Trace
+from maxlm.telemetry.profile.xplane import EventKind, Events, Line, Plane, Trace
 
 # N events of a block, R rows: different operations
 
@@ -96,7 +95,7 @@ class Device:
 
     @property
     def exposed(self) -> int:
-        """Communication with no compute beside it."""
+        """Communication without compute at the same time."""
         return self.busy - self.compute
 
     def add_times(self, compute: Spans, communication: Spans, host: Mapping[str, Spans]) -> None:
@@ -149,7 +148,7 @@ class Profile:
 
     @property
     def attributed(self) -> float | None:
-        """Share of device time whose place in the step is known; None without any."""
+        """Share of device time with a known place in the step; None without any."""
         table = self.table()
         total = sum(sum(phases.values()) for phases in table.values())
         unknown = sum(sum(table.get(scope, {}).values()) for scope in (UNKNOWN, COPIES))
@@ -165,7 +164,7 @@ class _Rows:
         self._by_op: dict[Op, int] = {op: row for row, op in enumerate(ops)}
         self.stats = tuple(key if (key := plane.stat_id(name)) is not None else -1 for name in _STATS)
 
-    def of(self, events: Events, named: bool) -> np.ndarray:
+    def numbers(self, events: Events, named: bool) -> np.ndarray:
         """The row of every event; -1 of those that are no operation. `named`: events carry the stats of their operation."""
         columns = [events.metadata_N]
         if named:
@@ -262,14 +261,14 @@ def profile_of(trace: Trace) -> Profile:
 def _device(trace: Trace, plane: Plane, profile: Profile, programs: Mapping[int, Program]) -> Device:
     device, rows = Device("CPU" if plane.name == HOST_PLANE else plane.name.removeprefix("/device:")), _Rows(profile.ops, programs, plane)
     compute, communication = [], []
-    for line, beside in _lines(plane):
+    for line, asynchronous in _lines(plane):
         for start_N, end_N, row_N in _settled(trace, line, rows, named=not _TPU.match(plane.name)):
             own_N, leaf_N = self_times(start_N, end_N)
             if _GPU.match(plane.name):
                 leaf_N[:] = True  # a kernel may begin before the one ahead of it in its stream ends, and holds none
             moves = np.array([profile.ops[row].scope == COLLECTIVES for row in range(len(profile.ops))], bool)
             comm_N = moves[row_N]
-            if not beside:
+            if not asynchronous:
                 _add(device.own, row_N, own_N)
                 _add(device.count, row_N, np.ones(len(row_N), np.int64))
                 compute.append(spans(start_N[leaf_N & ~comm_N], end_N[leaf_N & ~comm_N]))
@@ -280,7 +279,7 @@ def _device(trace: Trace, plane: Plane, profile: Profile, programs: Mapping[int,
 
 
 def _lines(plane: Plane) -> Iterator[tuple[Line, bool]]:
-    """Lines of operations; True of those that run beside the others, whose time is no device time."""
+    """Lines of operations, and True for asynchronous ones: their time is no device time."""
     for line in plane.lines:
         if _TPU.match(plane.name):
             if line.name in ("XLA Ops", "Async XLA Ops"):
@@ -294,7 +293,7 @@ def _settled(trace: Trace, line: Line, rows: _Rows, *, named: bool) -> Iterator[
     empty = np.zeros(0, np.int64)
     held: tuple[np.ndarray, ...] = (empty, empty, empty)
     for events in trace.blocks(line, rows.stats if named else ()):
-        row_N = rows.of(events, named)
+        row_N = rows.numbers(events, named)
         real = (row_N >= 0) & (events.length_N > 0)
         new = events.start_N[real], events.start_N[real] + events.length_N[real], row_N[real]
         held = tuple(np.concatenate(pair) for pair in zip(held, new, strict=True))

@@ -7,19 +7,17 @@ from html import escape
 import numpy as np
 
 from maxlm.hardware.host import in_bytes
+from maxlm.telemetry import pages
 from maxlm.telemetry.formatting import duration, percent
+from maxlm.telemetry.pages import table
 from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Op, Profile
 from maxlm.telemetry.profile.intervals import Spans
 from maxlm.telemetry.profile.scopes import COLLECTIVES, PHASES, TITLES, Phase, scope_of
-from maxlm.telemetry.report.render import POLICY
-from maxlm.telemetry.report.style import CSS
-from maxlm.telemetry.report.tables import table
-from maxlm.telemetry.strict_json import encodable
 
 PS = 1e12  # picoseconds a second
 LONGEST_OPS, MOST_DEVICES, MEMORY_POINTS = 40, 64, 600
 COLORS = ("--p0", "--p1", "--p2", "--p3", "--p4", "--p6", "--p5", "--p7")
-_EXTRA_CSS = "main{max-width:1240px}.bar span{min-width:1px}td code{overflow-wrap:anywhere}.wrap td{white-space:normal}"
+_CSS = "main{max-width:1240px}.bar span{min-width:1px}td code{overflow-wrap:anywhere}.wrap td{white-space:normal}"
 _FEW = 0.0005  # share of time under which a part is not drawn
 _WELL = 0.9  # share of attributed time from which nothing is advised
 _COMMAND_BUFFERS = (
@@ -32,14 +30,14 @@ Predicted = Mapping[str, Mapping[Phase, float]]  # scope -> phase -> seconds a s
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that the page states beside the trace itself."""
+    """Facts that the trace does not hold."""
 
     title: str
     steps: int = 1  # that the trace covers
     step: int | None = None  # update before the first of them
     hardware: str = ""
     predicted: Predicted | None = None
-    prediction_note: str = "The trace alone is known here, so there is no prediction beside it."
+    prediction_note: str = "The trace alone is known here, so there is no prediction."
     viewer_file: str = "trace.json.gz"
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -50,13 +48,7 @@ def render(profile: Profile, facts: Facts) -> str:
     if profile.devices:
         sections += [_parts(profile, facts), _busy(profile, facts), _gaps(profile, facts), _collectives(profile, facts)]
         sections += [_host(profile, facts), _memory(profile), _ops(profile, facts), _files(facts)]
-    return encodable(
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>{escape(facts.title)} · profile</title><style>{CSS}{_EXTRA_CSS}</style></head>\n<body><main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
-    )
+    return pages.page(f"{facts.title} · profile", sections, css=_CSS)
 
 
 def _a_step(picoseconds: float, profile: Profile, facts: Facts) -> float:
@@ -84,15 +76,19 @@ def _cards(profile: Profile, facts: Facts) -> str:
         "Exposed communication": sum(device.exposed for device in profile.devices) / window,
         "Idle": 1 - sum(device.busy for device in profile.devices) / window,
     }
-    hints = {"Compute": "operations that are no collective", "Exposed communication": "no compute beside it", "Idle": "nothing runs"}
+    hints = {
+        "Compute": "operations that are no collective",
+        "Exposed communication": "no compute at that time",
+        "Idle": "nothing runs",
+    }
     cards = [("Step", duration(_a_step(window, profile, facts)), "from the first operation to the last, a step")]
     cards += [(name, percent(value), f"of that time; {hints[name]}") for name, value in share.items()]
     cards.append(("Attributed", percent(profile.attributed), "of device time, to a part of the step"))
-    return '<dl class="cards">' + "".join(f"<div><dt>{n}</dt><dd>{v}</dd><small>{h}</small></div>" for n, v, h in cards) + "</dl>"
+    return pages.cards(cards)
 
 
 def _parts(profile: Profile, facts: Facts) -> str:
-    """Time by part of the model and phase, beside the prediction."""
+    """Time by part of the model and phase, compared with the prediction."""
     measured, total = profile.table(), sum(profile.own.values())
     order = sorted(measured, key=lambda scope: -sum(measured[scope].values()))
     drawn = [(TITLES[scope], sum(measured[scope].values())) for scope in order]
@@ -135,13 +131,8 @@ def _ratio(measured: float, expected: float) -> str:
 
 def _bar(parts: Sequence[tuple[str, float]], total: float) -> str:
     shown = [(name, value / total) for name, value in parts if value > _FEW * total]
-    slices, keys = "", ""
-    for number, (name, share) in enumerate(shown):
-        color = f"background:var({COLORS[number % len(COLORS)]})"
-        color += ";opacity:.55" if number >= len(COLORS) else ""
-        slices += f'<span style="width:{100 * share:.3f}%;{color}" title="{escape(name)}: {percent(share)}"></span>'
-        keys += f'<li><span class="swatch" style="{color}"></span>{escape(name)} <b>{percent(share)}</b></li>'
-    return f'<div class="bar" role="img" aria-label="share of time">{slices}</div><ul class="keys">{keys}</ul>'
+    colors = [f"background:var({color}){fade}" for fade in ("", ";opacity:.55") for color in COLORS]
+    return pages.bar([(name, share, colors[i % len(colors)], "") for i, (name, share) in enumerate(shown)], "share of time")
 
 
 def _busy(profile: Profile, facts: Facts) -> str:
@@ -154,7 +145,7 @@ def _busy(profile: Profile, facts: Facts) -> str:
     heads = ["device", "window", "compute", "communication", "hidden", "exposed", "idle"]
     left = len(profile.devices) - len(rows)
     more = f'<p class="note">{left} more devices are not listed.</p>' if left > 0 else ""
-    note = "Wall time a step. Communication: any collective runs. Hidden: compute runs beside it. Exposed: none does. Idle: nothing runs."
+    note = "Wall time a step. Communication: any collective runs. Hidden: compute runs meanwhile. Exposed: none does. Idle: nothing runs."
     return (
         f'<section><h2>Compute, communication, idle time</h2>{table(heads, rows, numbers=True)}{more}<p class="note">{note}</p></section>'
     )
@@ -175,9 +166,9 @@ def _longest_gaps(profile: Profile) -> str:
     rows = []
     for length, start, end, device in sorted(candidates, key=lambda item: -item[0])[:LONGEST_GAPS]:
         gap = Spans(np.array([start]), np.array([end]))
-        beside = {name: spans.clipped_total(gap) for name, spans in profile.host.items() if name.startswith(HOST_MARK)}
-        cause = max(beside, key=lambda name: beside[name], default="")
-        host = f"{_mark(cause)} ({percent(beside[cause] / length)})" if cause and beside[cause] else "–"
+        overlaps = {name: spans.clipped_total(gap) for name, spans in profile.host.items() if name.startswith(HOST_MARK)}
+        cause = max(overlaps, key=lambda name: overlaps[name], default="")
+        host = f"{_mark(cause)} ({percent(overlaps[cause] / length)})" if cause and overlaps[cause] else "–"
         before, after = _drawn_op(profile, device, end=start), _drawn_op(profile, device, start=end)
         rows.append([_short(length / PS), escape(device.name), escape(before), escape(after), escape(host)])
     if not rows:
@@ -276,7 +267,7 @@ def _ops(profile: Profile, facts: Facts) -> str:
 
 
 def _files(facts: Facts) -> str:
-    text = f"{facts.viewer_file}, beside this page, is the timeline: open it at ui.perfetto.dev or in chrome://tracing."
+    text = f"{facts.viewer_file}, in the folder of this page, is the timeline: open it at ui.perfetto.dev or in chrome://tracing."
     return f'<section><p class="note">{escape(text)}</p></section>'
 
 

@@ -1,17 +1,14 @@
-"""Instructions of the compiled programs that a trace holds, with the place in the model each comes from.
-
-Messages and field numbers: hlo.proto of github.com/openxla/xla. HloProto: hlo_module 1. HloModuleProto: name 1, computations 3.
-HloComputationProto: instructions 2, id 5, root_id 6. HloInstructionProto: name 1, opcode 2, metadata 7, id 35, operand_ids 36,
-called_computation_ids 38. OpMetadata: op_name 2.
-"""
+"""Instructions of the compiled programs that a trace holds, with the place in the model each comes from."""
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from maxlm.telemetry.profile import wire
-from maxlm.telemetry.profile.wire import BYTES, text
-from maxlm.telemetry.profile.xplane import Trace
+from google.protobuf.message import DecodeError
+
+from maxlm.config.errors import UserError
+from maxlm.telemetry.profile.messages import HloProto
+from maxlm.telemetry.profile.xplane import Trace, text
 
 METADATA_PLANE = "/host:metadata"
 _DEPTH = 4  # operands of operands that are asked for a place, at most
@@ -22,15 +19,6 @@ class Instruction(NamedTuple):
 
     opcode: str
     where: str
-
-
-@dataclass
-class _Raw:
-    name: str = ""
-    opcode: str = ""
-    where: str = ""
-    operands: list[int] = field(default_factory=list)
-    calls: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,80 +38,44 @@ def programs_of(trace: Trace) -> dict[int, Program]:
         for key, kind in plane.kinds.items():
             number = kind.stats.get("program_id")
             for content in kind.stats.values():
-                if isinstance(content, tuple):
-                    found[number if isinstance(number, int) else key] = parse_program(trace.bytes_of(content))
+                if isinstance(content, bytes):
+                    try:
+                        found[number if isinstance(number, int) else key] = parse_program(content)
+                    except DecodeError:
+                        raise UserError(f"{trace.path}: a program in this trace is damaged: record it again.") from None
     return found
 
 
 def parse_program(data: bytes) -> Program:
-    """The program of an HloProto."""
-    name, raw, inside = "", {}, {}
-    for number, kind, value, after in wire.fields(data):
-        if (number, kind) != (1, BYTES):
-            continue
-        for inner, inner_kind, begin, end in wire.fields(data, value, after):
-            if inner_kind == BYTES and inner == 1:
-                name = text(data, begin, end)
-            elif inner_kind == BYTES and inner == 3:
-                key, instructions = _computation(data, begin, end)
-                raw.update(instructions)
-                inside[key] = list(instructions)
-    return Program(name, _placed(raw, inside))
+    """The program of an HloProto. Raises DecodeError."""
+    module = HloProto.FromString(data).module
+    raw = {one.id: one for computation in module.computations for one in computation.instructions}
+    inside = {computation.id: [one.id for one in computation.instructions] for computation in module.computations}
+    return Program(text(module.name), _placed(raw, inside))
 
 
-def _computation(data: bytes, start: int, end: int) -> tuple[int, dict[int, _Raw]]:
-    key, instructions = 0, {}
-    for number, kind, value, after in wire.fields(data, start, end):
-        if number == 2 and kind == BYTES:
-            identity, instruction = _instruction(data, value, after)
-            instructions[identity] = instruction
-        elif number == 5:
-            key = value
-    return key, instructions
-
-
-def _instruction(data: bytes, start: int, end: int) -> tuple[int, _Raw]:
-    identity, made = 0, _Raw()
-    for number, kind, value, after in wire.fields(data, start, end):
-        if number == 1:
-            made.name = text(data, value, after)
-        elif number == 2:
-            made.opcode = text(data, value, after)
-        elif number == 7:
-            made.where = next((text(data, a, b) for n, k, a, b in wire.fields(data, value, after) if n == 2 and k == BYTES), "")
-        elif number == 35:
-            identity = value
-        elif number in (36, 38):
-            numbers = made.operands if number == 36 else made.calls
-            if kind == BYTES:  # packed
-                while value < after:
-                    one, value = wire.varint(data, value)
-                    numbers.append(one)
-            else:
-                numbers.append(value)
-    return identity, made
-
-
-def _placed(raw: dict[int, _Raw], inside: dict[int, list[int]]) -> dict[str, Instruction]:
+def _placed(raw: dict[int, Any], inside: dict[int, list[int]]) -> dict[str, Instruction]:
+    """Instructions by name, from their messages by id and the ids of those inside each computation."""
+    wheres = {key: text(one.metadata.op_name) for key, one in raw.items()}
     readers: dict[int, list[int]] = {}
     for key, one in raw.items():
         for operand in one.operands:
             readers.setdefault(operand, []).append(key)
 
-    def near(start: int, beside: dict[int, list[int]] | None) -> str:
+    def near(start: int, links: dict[int, list[int]] | None) -> str:
         """The place of the nearest operand, or reader, that has one."""
         here = [start]
         for _ in range(_DEPTH):
-            here = [n for key in here for n in (raw[key].operands if beside is None and key in raw else (beside or {}).get(key, []))][:64]
-            if found := next((raw[key].where for key in here if key in raw and "/" in raw[key].where), ""):
+            here = [n for key in here for n in (raw[key].operands if links is None and key in raw else (links or {}).get(key, []))][:64]
+            if found := next((wheres[key] for key in here if "/" in wheres.get(key, "")), ""):
                 return found
         return ""
 
     placed = {}
     for key, one in raw.items():
-        where = one.where
+        where = wheres[key]
         if "/" not in where:
-            called = Counter(raw[n].where for c in one.calls for n in inside.get(c, ()) if "/" in raw[n].where)
+            called = Counter(wheres[n] for c in one.calls for n in inside.get(c, ()) if "/" in wheres[n])
             where = called.most_common(1)[0][0] if called else near(key, None) or near(key, readers) or where
-        placed[one.name] = Instruction(one.opcode, where)
+        placed[text(one.name)] = Instruction(text(one.opcode), where)
     return placed

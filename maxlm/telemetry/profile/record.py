@@ -34,7 +34,7 @@ def stop_trace(folder: Path) -> Path:
     written = next((folder / _RAW).glob("plugins/profile/*/*.xplane.pb"), None)
     if written is None:
         raise UserError(f"{folder}: jax.profiler has written no trace there.")
-    for old in (PAGE, VIEWER_FILE):  # of an earlier trace, beside which a page that fails would leave them
+    for old in (PAGE, VIEWER_FILE):  # of an earlier trace: they would stay if the new page failed
         (folder / old).unlink(missing_ok=True)
     trace = folder / TRACE
     shutil.move(written, trace)

@@ -17,7 +17,7 @@ DIGITS = 8  # of the digest in the name of a larger one
 
 
 def default_place(run_dirs: Sequence[Path]) -> Path:
-    """The file of a report whose name nobody has chosen: of many runs with a digest, since it has no place for all of their names.
+    """Default file of a report; of many runs its name has a digest, since their names are too long together.
 
     Raises UserError if it is a comparison of other runs of the same names.
     """

@@ -1,21 +1,66 @@
-// Draws the charts of a report as SVG. Text of runs gets into the page through textContent alone.
+// Draws the charts of a report with uPlot. Text of runs gets into the page through textContent alone.
+'use strict';
 
-const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 34;  // margins of a plot, in pixels
-const HEIGHT = 260, TALL = 380, LEAST_WIDTH = 260;   // of a chart
-const PRINTED = 340, PRINTED_WIDE = 700;             // width of a chart on paper, where page.css scales it to its column
+const HEIGHT = 260, TALL = 380, LEAST_WIDTH = 260;   // of a chart, in pixels
+const PRINTED = 340, PRINTED_WIDE = 700;             // width of a chart on paper
 const WINDOWS = [0, 0.5, 1, 2, 5, 10, 20];           // of the running median, in percent of the points shown
 const PLACES = 300, SAMPLES = 201;                   // of the running median: where it is taken, and of how many points at most
 const LISTED = 12;                                   // lines under the pointer
 const CLICK = 5;                                     // pixels that a pointer moves before it selects a range
-const NEAR = 600;                                    // pixels around the window in which charts are drawn first
-const COLORS = 8, DASHES = ['', '9 4', '2 4'];       // as in style.py
+const COLORS = 8, DASHES = [[], [9, 4], [2, 4]];     // as in load.py
 const HEAT_WIDTH = 1000;                             // as in experts.py
 const AXES = {step: 'step', tokens: 'tokens', seconds: 'time since the first start'};
+const TIMES = [[86400, 'd'], [3600, 'h'], [60, 'min'], [1, 's']];
+const TICKS = Array.from({length: 20}, (_, i) => 10 ** (i - 4)).flatMap(power => [power, 2 * power, 5 * power]);  // distances of two ticks
+const FONT = '12px system-ui';
 
 // What the controls and the legend choose. `zoom`: the range of all charts; `logs`: by title of a chart; `hidden`: numbers of runs.
 const view = {x: 'step', zoom: null, smoothing: 3, marks: true, outliers: false, logs: new Map(), hidden: new Set()};
 let runs = [], charts = [], full = {};  // full: the whole range, by axis
 const tip = document.getElementById('tip');
+
+const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+const sums = differences => { let sum = 0; return Float64Array.from(differences, one => sum += one); };
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name);
+const unitOf = span => TIMES.find(([seconds]) => span >= 2 * seconds) ?? TIMES.at(-1);
+
+function firstNotBelow(sorted, value) {
+  let low = 0, high = sorted.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (sorted[middle] < value) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function make(name, attributes, parent, text) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  parent?.append(made);
+  return made;
+}
+
+// Numbers as text
+
+function short(value) {  // 1500000 -> 1.5M, 0.0003 -> 3e-4
+  const size = Math.abs(value), rounded = Number(value.toPrecision(7));
+  if (size >= 1e4 && size < 1e15) return rounded.toLocaleString('en-US', {notation: 'compact', maximumSignificantDigits: 7}).replace('K', 'k');
+  return size >= 1e15 || (size < 1e-2 && size > 0) ? rounded.toExponential().replace('e+', 'e') : String(rounded);
+}
+
+function say(value) {
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e7)) return value.toExponential(3);
+  return Number(value.toPrecision(4)).toLocaleString('en-US', {maximumFractionDigits: 6});
+}
+
+function sayPlace(kind, value) {
+  if (kind === 'seconds') {
+    const [seconds, name] = unitOf(value);
+    return `${Number((value / seconds).toPrecision(4))} ${name}`;
+  }
+  return kind === 'tokens' ? `${short(Number(value.toPrecision(4)))} tokens` : `step ${Math.round(value).toLocaleString('en-US')}`;
+}
 
 // Lines
 
@@ -37,73 +82,60 @@ function place(line) {  // sets x; null where the run has not recorded what the 
   line.x = view.x === 'step' ? line.steps : knots && line.steps.map(step => along(knots, step));
 }
 
-// The part of a line within the range: stretches of points, at most one a pixel, and their running median.
-class Shape {
-  constructor(line, [low, high], pixels) {
-    const from = Math.max(0, firstNotBelow(line.x, low) - 1), to = Math.min(line.x.length, firstNotBelow(line.x, high) + 2);
-    const size = Math.max(1, Math.ceil((to - from) / pixels));
-    Object.assign(this, {line, range: [low, high], x: [], steps: [], low: [], mid: [], high: []});
-    for (let i = from; i < to; i += size) {
-      const end = Math.min(to, i + size), middle = (i + end - 1) >> 1;
-      let least = Infinity, most = -Infinity;
-      for (let k = i; k < end; k++) { least = Math.min(least, line.low[k]); most = Math.max(most, line.high[k]); }
-      this.x.push(line.x[middle]); this.steps.push(line.steps[middle]); this.mid.push(line.mid[middle]);
-      this.low.push(least); this.high.push(most);
-    }
-    this.main = line.dots ? null : this.median(from, to);
-    this.smoothed = this.main !== null;
-    this.main ??= {x: this.x, steps: this.steps, y: this.mid};
-    this.cache = new Map();
-  }
+// The part of a line within the range: tables of uPlot, of the greatest and least of each stretch and of the running median, and the values
+// that the axis should show, logarithms if it is logarithmic.
+function shapeOf(line, [low, high], log) {
+  const from = Math.max(0, firstNotBelow(line.x, low) - 1), to = Math.min(line.x.length, firstNotBelow(line.x, high) + 2);
+  const part = values => values.subarray(from, to), scaled = value => log ? Math.log10(value) : value;
+  const drawn = values => log ? Array.from(values, value => value > 0 ? value : null) : values, x = part(line.x);
+  const smooth = line.dots ? null : smoothed(line, from, to), [over, medians] = smooth ?? [x, part(line.mid)];
+  const shown = all => [...part(all)].filter((value, i) => x[i] >= low && x[i] <= high && (!log || value > 0));
+  const values = [...new Set([line.low, line.high])].flatMap(shown);
+  const known = [...part(line.mid)].filter(value => !log || value > 0), ends = known.length ? [known.slice(0, 5), known.slice(-5)].map(median) : [];
+  const tables = [[x, drawn(part(line.high)), drawn(part(line.low))], [over, drawn(medians)]];
+  return {line, x, smooth, values: values.map(scaled), ends: ends.map(scaled), tables};
+}
 
-  median(from, to) {  // null: the window is a single point
-    const {line} = this, half = Math.round((to - from) * WINDOWS[view.smoothing] / 100) >> 1;
-    if (half < 1) return null;
-    const found = {x: [], steps: [], y: []}, places = Math.min(to - from, PLACES);
-    for (let n = 0; n < places; n++) {
-      const middle = from + Math.round(n * (to - from - 1) / Math.max(1, places - 1));
-      const ahead = Math.min(half, middle);  // at the start the window shrinks on both sides: a falling loss does not seem to begin low
-      const begin = Math.max(0, middle - half), end = Math.min(line.mid.length, middle + ahead + 1);
-      const stride = Math.ceil((end - begin) / SAMPLES), window = [];
-      for (let k = begin; k < end; k += stride) window.push(line.mid[k]);
-      window.sort((a, b) => a - b);
-      found.x.push(line.x[middle]); found.steps.push(line.steps[middle]);
-      found.y.push((window[(window.length - 1) >> 1] + window[window.length >> 1]) / 2);
-    }
-    return found;
-  }
+function median(values) {
+  values.sort((a, b) => a - b);
+  return (values[(values.length - 1) >> 1] + values[values.length >> 1]) / 2;
+}
 
-  limits(log) {  // that the axis should keep, null if none; all of a few measurements, of others what is usual
-    const values = this.values(log);
-    if (!values.length) return null;
-    return this.line.dots ? [Math.min(...values), Math.max(...values)] : usual(values, this.ends(log), log);
-  }
+function smoothed(line, from, to) {
+  const half = Math.round((to - from) * WINDOWS[view.smoothing] / 100) >> 1, places = Math.min(to - from, PLACES);
+  if (half < 1) return null;
+  const indices = Array.from({length: places}, (_, n) => from + Math.round(n * (to - from - 1) / Math.max(1, places - 1)));
+  return [indices.map(i => line.x[i]), indices.map(middle => {
+    const ahead = Math.min(half, middle);  // at the start the window shrinks on both sides: a falling loss does not seem to begin low
+    const begin = Math.max(0, middle - half), window = line.mid.subarray(begin, middle + ahead + 1), stride = Math.ceil(window.length / SAMPLES);
+    return median([...window].filter((_, i) => i % stride === 0));
+  })];
+}
 
-  within(i) { return this.range[0] <= this.x[i] && this.x[i] <= this.range[1]; }
+// Percentiles 5 to 95, half of that more on either side, and the first and last values. Where both are equal, as much more as they are
+// large; where they are 0, as those values that are not. All of a few values.
+function usual({values, ends, line}, log) {
+  const sorted = Float64Array.from(values).sort(), at = (some, share) => some[Math.floor(share * (some.length - 1) + 0.5)];
+  if (sorted.length < 40 || line.dots) return [sorted[0], sorted.at(-1)];
+  const low = at(sorted, 0.05), high = at(sorted, 0.95);
+  const reach = 0.5 * (high - low) || (log ? 0.1 : Math.abs(high) || 1.5 * (at(sorted.map(Math.abs).filter(Boolean).sort(), 0.95) ?? 0));
+  return [Math.min(low - reach, ...ends), Math.max(high + reach, ...ends)];
+}
 
-  values(log) {  // that the axis should show
-    if (!this.cache.has(log)) {
-      const all = [...this.low.filter((_, i) => this.within(i)), ...this.high.filter((_, i) => this.within(i))];
-      this.cache.set(log, log ? all.filter(value => value > 0) : all);
-    }
-    return this.cache.get(log);
-  }
-
-  beyond(axis) {  // points of which a value lies beyond the axis
-    return this.x.filter((_, i) => this.within(i) && (this.high[i] > axis.high || (this.low[i] < axis.low && (!axis.log || this.low[i] > 0)))).length;
-  }
-
-  ends(log) {  // medians of the first and the last values
-    const known = this.mid.filter(value => !log || value > 0);
-    return [known.slice(0, 5), known.slice(-5)].filter(part => part.length).map(part => at(part.sort((a, b) => a - b), 0.5));
-  }
-
-  nearest(x) {
-    const found = firstNotBelow(this.main.x, x);
-    const before = found > 0 && (found === this.main.x.length || x - this.main.x[found - 1] < this.main.x[found] - x);
-    const i = found - (before ? 1 : 0);
-    return {shape: this, x: this.main.x[i], y: this.main.y[i], step: this.main.steps[i]};
-  }
+// The range of the points shown, cut where a few far outliers (compilation, a pause, a spike) would flatten the rest; null without points.
+function valueRange(shapes, log, zero) {
+  const shown = shapes.filter(shape => shape.values.length);
+  if (!shown.length) return null;
+  const limits = shown.map(({values}) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]));
+  const kept = view.outliers ? limits : shown.map(shape => usual(shape, log));
+  const low = Math.max(...[limits, kept].map(some => Math.min(...some.map(one => one[0]))));
+  const high = Math.min(...[limits, kept].map(some => Math.max(...some.map(one => one[1]))));
+  if (log) return [10 ** low / 1.05, 10 ** high * 1.05];
+  const bottom = zero ? Math.min(0, low) : low, size = Math.max(Math.abs(bottom), Math.abs(high));
+  if (size < 1e-300) return zero ? [0, 1] : [-1, 1];
+  if (zero && bottom === 0) return [0, 1.05 * high];
+  const middle = bottom / 2 + high / 2, half = high > bottom ? Math.max(0.55 * (high - bottom), 1e-4 * size) : 0.05 * size;
+  return [middle - half, middle + half];
 }
 
 // Charts
@@ -116,8 +148,8 @@ class Chart {
     this.heat = figure.querySelector('svg.heat');
     this.wide = figure.classList.contains('wide');
     this.unit = figure.querySelector('.unit').textContent;
-    this.plain = new Set(this.lines.map(line => line.run)).size === 1 && this.lines.length > COLORS;  // a shade a line, by its place
-    this.drawn = false;
+    this.shaded = new Set(this.lines.map(line => line.run)).size === 1 && this.lines.length > COLORS;  // a shade a line, by its place
+    this.place = make('div', {class: 'plot', role: 'img', 'aria-label': this.spec.about}, figure);
     if (this.lines.some(line => line.high.some(value => value > 0))) this.addSwitch();
   }
 
@@ -139,233 +171,143 @@ class Chart {
     return view.zoom ?? full[view.x];
   }
 
-  get near() {  // the window, or soon in it
-    const {top, bottom} = this.figure.getBoundingClientRect();
-    return bottom > -NEAR && top < innerHeight + NEAR;
+  color(line) {
+    const share = Math.round(100 * this.lines.indexOf(line) / Math.max(1, this.lines.length - 1));
+    return this.shaded ? `color-mix(in oklab, ${css('--p1')} ${share}%, ${css('--p0')})` : css(`--p${(line.color ?? line.run) % COLORS}`);
   }
 
   draw(width = this.figure.clientWidth) {
-    this.drawn = true;
-    this.width = Math.max(LEAST_WIDTH, width);
-    this.w = this.width - LEFT - RIGHT;
-    this.h = (this.wide ? TALL : HEIGHT) - TOP - BOTTOM;
-    this.xAxis = scale(...this.range);
-    const lines = this.lines.filter(line => line.x && !view.hidden.has(line.run));
-    this.shapes = lines.map(line => new Shape(line, this.range, this.w)).filter(shape => shape.x.length);
-    this.yAxis = this.heat ? null : valueAxis(this.shapes, this.log, this.spec.zero);
-    const size = {width: this.width, height: TOP + this.h + BOTTOM}, viewBox = `0 0 ${size.width} ${size.height}`;
-    const svg = make('svg:svg', {class: 'plot', ...size, viewBox, role: 'img', 'aria-label': this.spec.about});
-    this.svg?.remove();
-    this.svg = svg;
-    this.figure.append(svg);
-    this.drawStepAxis();
-    if (this.heat) this.drawHeat();
-    else if (this.yAxis) this.drawLines();
-    else make('svg:text', {x: LEFT + this.w / 2, y: TOP + this.h / 2, 'text-anchor': 'middle'}, svg, this.lines.length ? 'nothing to show here' : '');
-    const outside = this.yAxis?.outside ?? 0;
+    const lines = this.lines.filter(line => line.x && !view.hidden.has(line.run)), {rows, first} = this.spec, ink = css('--soft');
+    this.shapes = lines.map(line => shapeOf(line, this.range, this.log)).filter(shape => shape.x.length);
+    this.values = this.heat ? [first - 0.5, first + rows - 0.5] : valueRange(this.shapes, this.log, this.spec.zero);
+    const axis = {stroke: ink, font: FONT, labelFont: FONT, labelSize: 18, ticks: {stroke: ink, width: 1, size: 4}};
+    const rowNumbers = () => Array.from({length: rows}, (_, i) => first + i).filter(row => (row - first) % Math.ceil(rows / 6) === 0);
+    const tables = this.shapes.flatMap(shape => shape.tables), series = this.shapes.flatMap(shape => this.seriesOf(shape));
+    this.plot?.destroy();
+    this.plot = new uPlot({
+      width: Math.max(LEAST_WIDTH, width), height: this.wide ? TALL : HEIGHT,
+      legend: {show: false},
+      scales: {x: {time: false, range: () => this.range}, y: {distr: this.log ? 3 : 1, dir: this.heat ? -1 : 1, range: () => this.values ?? [0, 1]}},
+      axes: [
+        {...axis, ...ticksOf(this.heat ? 'step' : view.x, this.range[1]), grid: {show: false}, space: 60, size: 28},
+        {...axis, grid: {stroke: css('--rule'), width: 1, show: !this.heat}, size: 58, show: this.values !== null, filter: (_, values) => values,
+          splits: this.heat ? rowNumbers : this.log ? logTicks : undefined,
+          values: (_, values) => values.map(value => value === null ? null : short(value))},
+      ],
+      series: [{}, ...(series.length ? series : [{}])],
+      bands: this.shapes.map((shape, i) => ({series: [3 * i + 1, 3 * i + 2], fill: this.color(shape.line)})),
+      cursor: {y: false, points: {show: false}, hover: {skip: [undefined, null]}, drag: {setScale: false, dist: CLICK},
+        bind: {dblclick: () => () => zoom(null), mouseleave: (plot, target, handler) => event => { unpoint(); return handler(event); }}},
+      hooks: {draw: [() => this.drawMarks()], setSelect: [() => this.select()], setCursor: [() => this.point()]},
+    }, tables.length ? uPlot.join(tables) : [this.range, [null, null]], this.place);
+    if (this.heat) this.placeHeat();
+    const outside = this.values ? this.shapes.flatMap(shape => shape.values).filter(value => this.isBeyond(value)).length : 0;
     const beyond = outside ? ` · ${outside.toLocaleString('en-US')} extreme value${outside > 1 ? 's' : ''} beyond the axis` : '';
-    this.figure.querySelector('.unit').textContent = this.unit + beyond;
-    this.cursor = make('svg:line', {class: 'cursor', y1: TOP, y2: TOP + this.h, visibility: 'hidden'}, svg);
-    this.listen();
+    this.figure.querySelector('.unit').textContent = this.unit + beyond + (this.heat || this.values ? '' : ' · nothing to show here');
   }
 
-  px(x) { return LEFT + this.w * this.xAxis.share(x); }
-  py(y) { return TOP + this.h * clamp(1 - this.yAxis.share(y), -9, 9); }
-
-  drawStepAxis() {
-    const bottom = TOP + this.h, [low, high] = this.range, kind = this.heat ? 'step' : view.x;
-    const [unit, name] = kind === 'seconds' ? unitOf(high) : [1, ''];
-    make('svg:line', {class: 'axis', x1: LEFT, x2: LEFT + this.w, y1: bottom, y2: bottom}, this.svg);
-    const values = ticks(low / unit, high / unit, Math.max(2, this.width / 110)).filter(value => kind !== 'step' || Number.isInteger(value));
-    for (const [value, label] of labelled(values)) {
-      const px = this.px(value * unit).toFixed(1);
-      make('svg:line', {class: 'axis', x1: px, x2: px, y1: bottom, y2: bottom + 4}, this.svg);
-      make('svg:text', {x: px, y: bottom + 17, 'text-anchor': 'middle'}, this.svg, label);
-    }
-    make('svg:text', {x: LEFT + this.w, y: bottom + 31, 'text-anchor': 'end'}, this.svg, AXES[kind] + (name && `, ${name}`));
+  isBeyond(value) {
+    const [low, high] = this.log ? this.values.map(Math.log10) : this.values;
+    return value < low || value > high;
   }
 
-  drawValueAxis() {
-    const {low, high, log} = this.yAxis;
-    const values = (log ? logTicks : ticks)(low, high, this.h / 40);
-    for (const [value, label] of labelled(values, log)) {
-      const py = this.py(value);
-      make('svg:line', {class: 'grid', x1: LEFT, x2: LEFT + this.w, y1: py, y2: py}, this.svg);
-      make('svg:text', {x: LEFT - 7, y: py + 4, 'text-anchor': 'end'}, this.svg, label);
-    }
+  seriesOf({line, x}) {  // the greatest and least of each stretch, faint, and the line over them
+    const stroke = this.color(line), many = this.shapes.length > 6, dash = line.dots ? [5, 4] : DASHES[Math.floor(line.run / COLORS) % DASHES.length];
+    const alpha = clamp(0.5 / this.shapes.length, 0.03, 0.16);  // many stretches would hide the lines
+    const edge = () => ({line, stroke, width: 1, alpha, shown: alpha, points: {show: false}});
+    const points = {show: x.length === 1 || (line.dots && x.length <= PLACES), size: many ? 4 : 6, fill: stroke};
+    return [edge(), edge(), {line, stroke, dash, points, width: many ? 1.4 : 1.7, shown: 1}];
   }
 
-  drawLines() {
-    this.drawValueAxis();
-    if (view.marks) this.drawMarks();
-    // A nested <svg> cuts what leaves the plot; 4 pixels more, for points on its edge.
-    const box = {x: LEFT - 4, y: TOP - 4, width: this.w + 8, height: this.h + 8};
-    const inside = make('svg:svg', {...box, viewBox: Object.values(box).join(' '), class: this.shapes.length > 6 ? 'many' : ''}, this.svg);
-    for (const shape of this.shapes) this.drawLine(shape, inside);
-    for (const shape of this.shapes) this.drawBeyond(shape);
-  }
-
-  drawLine(shape, parent) {
-    const {line, main} = shape, group = make('svg:g', {'data-run': line.run}, parent);
-    this.paint(group, line);
-    const faint = clamp(0.9 / this.shapes.length, 0.05, 0.32);  // many lines would hide their medians
-    if (shape.smoothed) make('svg:path', {class: 'raw', opacity: faint, d: this.path(...zigzag(shape))}, group);
-    const y = shape.smoothed || line.dots ? [main.x, main.y] : zigzag(shape);
-    const dash = line.dots ? '5 4' : DASHES[Math.floor(line.run / COLORS) % DASHES.length];
-    make('svg:path', {class: 'line', d: this.path(...y), 'stroke-dasharray': dash}, group);
-    if (main.x.length === 1 || (line.dots && main.x.length <= PLACES))
-      main.x.forEach((x, i) => { if (this.shows(main.y[i])) make('svg:circle', {cx: this.px(x), cy: this.py(main.y[i]), r: 3}, group); });
-  }
-
-  paint(element, line) {
-    const place = this.lines.indexOf(line), share = Math.round(100 * place / Math.max(1, this.lines.length - 1));
-    const color = this.plain ? `color-mix(in oklab, var(--p1) ${share}%, var(--p0))` : `var(--p${(line.color ?? line.run) % COLORS})`;
-    element.style.setProperty('--c', color);
-  }
-
-  shows(value) { return !this.yAxis.log || value > 0; }
-
-  path(xs, ys) {
-    let text = '', pen = 'M';
-    for (let i = 0; i < xs.length; i++) {
-      if (!this.shows(ys[i])) { pen = 'M'; continue; }
-      text += `${pen}${this.px(xs[i]).toFixed(1)} ${this.py(ys[i]).toFixed(1)}`;
-      pen = 'L';
-    }
-    return text;
-  }
-
-  drawBeyond(shape) {  // triangles at the edge, at most one a pixel
-    const edges = [[shape.high, y => y > this.yAxis.high, TOP, 6], [shape.low, y => this.shows(y) && y < this.yAxis.low, TOP + this.h, -6]];
-    for (const [values, beyond, py, slope] of edges) {
-      const pixels = new Set(shape.x.filter((_, i) => beyond(values[i])).map(x => Math.round(this.px(x))));
-      const d = [...pixels].filter(px => px >= LEFT && px <= LEFT + this.w).map(px => `M${px - 4} ${py + slope}l4 ${-slope}l4 ${slope}z`).join('');
-      if (d) this.paint(make('svg:path', {class: 'beyond', d}, this.svg), shape.line);
-    }
-  }
-
-  marks() {  // within the range, of runs that are shown: [mark, pixel, run]
-    const found = [], present = new Set(this.lines.map(line => line.run));
-    for (const number of present) {
-      const run = runs[number];
-      if (view.hidden.has(number) || (view.x !== 'step' && !run[view.x])) continue;
-      for (const mark of run.marks) {
-        const x = view.x === 'tokens' ? along(run.tokens, mark.step) : mark[view.x];
-        if (x >= this.range[0] && x <= this.range[1]) found.push([mark, Math.round(this.px(x)), number]);
-      }
-    }
-    return found;
+  marks() {  // within the range, of runs that are shown: [mark, x, run]
+    const present = [...new Set(this.lines.map(line => line.run))].filter(run => !view.hidden.has(run) && (view.x === 'step' || runs[run][view.x]));
+    const xOf = (mark, run) => view.x === 'tokens' ? along(runs[run].tokens, mark.step) : mark[view.x];
+    const placed = present.flatMap(run => runs[run].marks.map(mark => [mark, xOf(mark, run), run]));
+    return placed.filter(([, x]) => x >= this.range[0] && x <= this.range[1]);
   }
 
   drawMarks() {
-    const bottom = TOP + this.h, paths = new Map();
-    for (const [{kind}, px, run] of this.marks()) {
-      const shapes = {restart: `M${px} ${TOP}V${bottom}`, rollback: `M${px} ${TOP}V${bottom}M${px} ${TOP}l-6 4l6 4`, skip: `M${px - 3} ${bottom}l3 -7l3 7z`};
-      const key = `${kind} ${run}`;
-      if (!paths.has(key)) paths.set(key, new Set());
-      paths.get(key).add(shapes[kind]);
+    const {ctx, bbox: {top, height}} = this.plot, size = 4 * uPlot.pxRatio, bottom = top + height;
+    ctx.save();
+    for (const [{kind}, x, run] of view.marks ? this.marks() : []) {
+      const px = Math.round(this.plot.valToPos(x, 'x', true));
+      ctx.strokeStyle = ctx.fillStyle = runs.length > 1 ? css(`--p${run % COLORS}`) : css(kind === 'skip' ? '--bad' : '--ink');
+      ctx.setLineDash((kind === 'rollback' ? [6, 3] : [2, 3]).map(part => part * uPlot.pxRatio));
+      const line = `M${px} ${top}V${bottom}`, arrow = `M${px} ${top}l${-size} ${size}M${px} ${top}l${size} ${size}`;
+      if (kind === 'skip') ctx.fill(new Path2D(`M${px - size} ${bottom}h${2 * size}l${-size} ${-2 * size}z`));
+      else ctx.stroke(new Path2D(kind === 'rollback' ? line + arrow : line));
     }
-    for (const [key, shapes] of paths) {
-      const [kind, run] = key.split(' '), path = make('svg:path', {class: kind, d: [...shapes].join('')}, this.svg);
-      if (runs.length > 1) path.style.setProperty('--c', `var(--p${run % COLORS})`);
-    }
+    ctx.restore();
   }
 
-  drawHeat() {
-    const {rows, first, steps: [low, high]} = this.spec, unit = HEAT_WIDTH / (high - low || 1), [from, to] = this.range;
-    for (const value of ticks(first - 0.5, first + rows - 0.5, Math.min(rows, 6)).filter(Number.isInteger))
-      make('svg:text', {x: LEFT - 7, y: TOP + (value - first + 0.5) * this.h / rows + 4, 'text-anchor': 'end'}, this.svg, String(value));
-    const box = {x: LEFT, y: TOP, width: this.w, height: this.h, viewBox: `${(from - low) * unit} -0.5 ${(to - from || 1) * unit} ${rows}`};
-    for (const [name, value] of Object.entries(box)) this.heat.setAttribute(name, value);
-    this.heat.setAttribute('stroke-width', 1 + 0.35 * rows / this.h);  // no gap between rows thinner than a pixel
-    this.svg.append(this.heat);
+  placeHeat() {
+    const {rows, steps: [low, high]} = this.spec, unit = HEAT_WIDTH / (high - low || 1), [from, to] = this.range;
+    this.heat.setAttribute('viewBox', `${(from - low) * unit} -0.5 ${(to - from || 1) * unit} ${rows}`);
+    this.heat.setAttribute('stroke-width', 1 + 0.35 * rows / HEIGHT);  // no gap between rows thinner than a pixel
+    this.plot.under.append(this.heat);
   }
 
   // The pointer
 
-  listen() {
-    const pixel = event => event.clientX - this.svg.getBoundingClientRect().left;
-    const to = event => { const [low, high] = this.range; return low + clamp((pixel(event) - LEFT) / this.w, 0, 1) * (high - low); };
-    let from = null, chosen = null;
-    const release = () => { chosen?.remove(); from = chosen = null; };
-    this.svg.addEventListener('pointerdown', event => {
-      if (event.button !== 0) return;
-      from = pixel(event);
-      this.svg.setPointerCapture(event.pointerId);
-    });
-    this.svg.addEventListener('pointermove', event => {
-      if (from === null) return this.point(event, pixel(event), to(event));
-      const ends = [from, pixel(event)].map(px => clamp(px, LEFT, LEFT + this.w)).sort((a, b) => a - b);
-      chosen ??= make('svg:rect', {class: 'chosen', y: TOP, height: this.h}, this.svg);
-      chosen.setAttribute('x', ends[0]);
-      chosen.setAttribute('width', ends[1] - ends[0]);
-      unpoint();
-    });
-    this.svg.addEventListener('pointerup', event => {
-      if (from === null) return;
-      const ends = [to({clientX: from + this.svg.getBoundingClientRect().left}), to(event)].sort((a, b) => a - b);
-      const moved = Math.abs(pixel(event) - from) > CLICK && ends[1] > ends[0];
-      release();
-      if (moved && !(this.heat && view.x !== 'step')) zoom(ends);
-    });
-    this.svg.addEventListener('pointercancel', release);
-    this.svg.addEventListener('pointerleave', unpoint);
-    this.svg.addEventListener('dblclick', () => zoom(null));
+  select() {
+    const {left, width} = this.plot.select, ends = [left, left + width].map(px => this.plot.posToVal(px, 'x'));
+    if (width <= 0) return;
+    this.plot.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
+    if (!this.heat || view.x === 'step') zoom(ends);
   }
 
-  point(event, px, x) {
-    unpoint();
-    if (this.heat || !this.yAxis || px < LEFT - 4 || px > LEFT + this.w + 4) return;
-    const py = event.clientY - this.svg.getBoundingClientRect().top;
-    const ends = shape => [this.px(shape.main.x[0]) - 8, this.px(shape.main.x.at(-1)) + 8];
-    const near = this.shapes.filter(shape => ends(shape)[0] <= px && px <= ends(shape)[1]).map(shape => shape.nearest(x));
+  point() {
+    const {left, top, idxs} = this.plot.cursor, {data} = this.plot;
+    tip.hidden = true;
+    if (this.heat || !this.values || !(left >= 0)) return;
+    const at = (column, shape, i = idxs[column]) => ({shape, x: data[0][i], y: data[column][i]});
+    const found = this.shapes.map((shape, i) => at(3 * i + 3, shape)).filter(one => one.y !== undefined);
+    const near = found.filter(({shape, x}) => Math.abs(this.plot.valToPos(x, 'x') - left) < 8 || (x > shape.x[0] && x < shape.x.at(-1)));
     if (!near.length) return;
-    const distance = one => Math.abs(this.py(one.y) - py);
-    near.sort((a, b) => distance(a) - distance(b));
-    const snapped = near.slice(0, LISTED).reduce((best, one) => Math.abs(one.x - x) < Math.abs(best.x - x) ? one : best);
-    const knots = runs[snapped.shape.line.run];
-    const places = ['step', 'tokens', 'seconds'].filter(kind => kind === 'step' || knots[kind])
-      .map(kind => sayPlace(kind, kind === 'step' ? snapped.step : along(knots[kind], snapped.step)));
-    tip.replaceChildren(make('b', {}, null, places.join(' · ')));
-    const listed = near.slice(0, LISTED).sort((a, b) => b.y - a.y);
-    for (const one of listed) this.list(one, one === near[0] && near.length > 1, Math.abs(this.px(one.x) - this.px(snapped.x)) > 6);
+    const distance = one => Math.abs(this.plot.valToPos(one.y, 'y') - top), here = this.plot.posToVal(left, 'x');
+    const listed = near.sort((a, b) => distance(a) - distance(b)).slice(0, LISTED), [nearest] = listed;
+    const {shape: {line}, x} = listed.reduce((best, one) => Math.abs(one.x - here) < Math.abs(best.x - here) ? one : best), knots = runs[line.run];
+    const stepAt = (line, x) => line.steps[Math.min(line.steps.length - 1, firstNotBelow(line.x, x))], step = stepAt(line, x);
+    const places = ['step', 'tokens', 'seconds'].filter(kind => kind === 'step' || knots[kind]);
+    tip.replaceChildren(make('b', {}, null, places.map(kind => sayPlace(kind, kind === 'step' ? step : along(knots[kind], step))).join(' · ')));
+    for (const one of listed.sort((a, b) => b.y - a.y)) {
+      const row = make('div', one === nearest && near.length > 1 ? {class: 'nearest'} : {}, tip), other = stepAt(one.shape.line, one.x);
+      make('span', {class: 'swatch'}, row).style.setProperty('--c', this.color(one.shape.line));
+      make('span', {class: 'name'}, row, one.shape.line.label + (one.shape.smooth && this.shapes.length < 3 ? ', median' : ''));
+      make('span', {}, row, say(one.y) + (other === step ? '' : ` (step ${other.toLocaleString('en-US')})`));
+    }
     if (near.length > LISTED) make('div', {}, tip, `and ${near.length - LISTED} more`);
-    for (const [mark] of view.marks ? this.marks().filter(([, where]) => Math.abs(where - px) <= 4).slice(0, 3) : []) make('div', {}, tip, mark.text);
-    showTip(event);
-    for (const chart of charts) chart.follow(snapped.x);
-  }
-
-  list({shape, y, step}, nearest, apart) {
-    const row = make('div', nearest ? {class: 'nearest'} : {}, tip);
-    this.paint(make('span', {class: 'swatch'}, row), shape.line);
-    make('span', {class: 'name'}, row, shape.line.label + (shape.smoothed && this.shapes.length < 3 ? ', median' : ''));
-    make('span', {}, row, say(y) + (apart ? ` (step ${step.toLocaleString('en-US')})` : ''));
-  }
-
-  follow(x) {
-    if (!this.drawn || this.heat || x < this.range[0] || x > this.range[1]) return;
-    for (const name of ['x1', 'x2']) this.cursor.setAttribute(name, this.px(x));
-    this.cursor.setAttribute('visibility', 'visible');
+    const marked = view.marks ? this.marks().filter(([, where]) => Math.abs(this.plot.valToPos(where, 'x') - left) <= 4) : [];
+    for (const [mark] of marked.slice(0, 3)) make('div', {}, tip, mark.text);
+    showTip(this.plot.cursor.event);
+    for (const chart of charts) if (chart !== this && !chart.heat) chart.plot.setCursor({left: chart.plot.valToPos(x, 'x'), top: 0}, false);
   }
 }
 
-function zigzag(shape) {  // from the least to the greatest of each stretch
-  const xs = [], ys = [];
-  shape.x.forEach((x, i) => {
-    xs.push(x); ys.push(shape.low[i]);
-    if (shape.high[i] !== shape.low[i]) { xs.push(x); ys.push(shape.high[i]); }
-  });
-  return [xs, ys];
+function ticksOf(kind, high) {  // of the horizontal axis: steps are whole numbers, times of one unit
+  const [unit, name] = kind === 'seconds' ? unitOf(high) : [1, ''];
+  return {label: AXES[kind] + (name && `, ${name}`), values: (_, values) => values.map(value => short(value / unit)),
+    incrs: TICKS.map(tick => tick * unit).filter(tick => kind !== 'step' || tick >= 1)};
 }
 
-function showTip(event) {
+function logTicks(plot, axis, low, high) {  // powers of ten, or as many of their multiples as it takes to have three, or evenly spaced ones
+  const powers = Array.from({length: Math.ceil(Math.log10(high / low)) + 2}, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
+  for (const factors of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
+    const within = powers.flatMap(power => factors.map(factor => factor * power)).filter(value => low <= value && value <= high);
+    if (within.length >= 3) return within.filter((_, i) => i % Math.ceil(within.length / 12) === 0);
+  }
+  const step = TICKS.concat(TICKS.map(tick => tick * 1e-12)).sort((a, b) => a - b).find(tick => tick >= (high - low) / 6), first = Math.ceil(low / step);
+  return Array.from({length: Math.floor(high / step) - first + 1}, (_, i) => (first + i) * step);
+}
+
+function showTip({clientX, clientY}) {
   tip.hidden = false;
-  const left = event.clientX + 16 + tip.offsetWidth > innerWidth - 8 ? event.clientX - 16 - tip.offsetWidth : event.clientX + 16;
+  const left = clientX + 16 + tip.offsetWidth > innerWidth - 8 ? clientX - 16 - tip.offsetWidth : clientX + 16;
   tip.style.left = `${Math.max(4, left)}px`;
-  tip.style.top = `${Math.max(4, Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8))}px`;
+  tip.style.top = `${Math.max(4, Math.min(clientY + 16, innerHeight - tip.offsetHeight - 8))}px`;
 }
 
 function unpoint() {
   tip.hidden = true;
-  for (const chart of charts) chart.cursor?.setAttribute('visibility', 'hidden');
+  for (const chart of charts) chart.plot?.setCursor({left: -10, top: -10}, false);
 }

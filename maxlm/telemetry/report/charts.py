@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxlm.telemetry.formatting import figure
-from maxlm.telemetry.report.load import Run, Series
-from maxlm.telemetry.report.style import COLORS
+from maxlm.telemetry.report.load import COLORS, Run, Series
 
 # N points of a series; P points that a page holds of it
 PAGE_POINTS = 120_000  # of all lines together, of about 25 bytes each: a page stays under 5 MB
@@ -22,7 +21,7 @@ FEW_RUNS = 3  # up to so many have a column in tables, a paragraph, and both los
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a chart, of the run with that number on the page. `color`: index in the palette of style.py, if not that of the run."""
+    """One series of a chart, of the run with that number on the page. `color`: index in the palette, if not the colour of the run."""
 
     label: str
     series: Series

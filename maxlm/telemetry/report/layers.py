@@ -15,7 +15,7 @@ MAX_LAYERS = 512  # of all maps together some hundred kilobytes
 
 
 def section(runs: Sequence[Run]) -> str:
-    """HTML for a single run whose records hold figures of layers; "" for any other."""
+    """HTML for a single run with records of figures of layers; "" for any other."""
     if len(runs) != 1:
         return ""
     maps = "".join(_map(runs[0], name) for name in runs[0].metrics)

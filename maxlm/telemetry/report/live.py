@@ -1,8 +1,12 @@
 """A report that follows its runs: a page on a port of this machine, made anew while they write."""
 
+import logging
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from maxlm.config.errors import UserError
@@ -10,13 +14,14 @@ from maxlm.telemetry.report.load import Run, check_distinct, load_run
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import encodable
-from maxlm.telemetry.text_server import Text, TextServer
 
-HOST = "127.0.0.1"  # other machines come through a tunnel of ssh, which asks them who they are
-NAMES = frozenset({"127.0.0.1", "localhost"})
+HOST = "127.0.0.1"  # other machines connect through a tunnel of ssh, which authenticates them
+NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # a site with another name that resolves to here gets no answer
 LEAST_S = 2.0  # between two pages
-BUSY = 0.1  # of the time, at most, goes into pages: the training beside it keeps the rest
-ANSWER_S = 60.0  # for a page through a slow tunnel
+BUSY = 0.1  # share of the time that goes into pages, at most: training keeps the rest
+ANSWER_S = 60.0  # that a connection may be silent: a slow tunnel takes its time
+
+log = logging.getLogger(__name__)
 
 
 class LiveReport:
@@ -71,25 +76,58 @@ class LiveReport:
         return None
 
 
+class PageServer(ThreadingHTTPServer):
+    """HTTP server of a live report: the page at `/`, its version and its problem at `/version`. `served` counts answers."""
+
+    def __init__(self, report: LiveReport, port: int) -> None:
+        """Listen at `port`, any free one if it is 0. Raises OSError."""
+        self.report, self.served = report, 0
+        super().__init__((HOST, port), _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Keep a broken connection out of the output."""
+        log.debug("a request failed", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    timeout = ANSWER_S
+
+    def do_GET(self) -> None:
+        report = self.server.report
+        texts = {"/": ("text/html", report.page), "/version": ("text/plain", f"{report.version}\n{report.problem}".rstrip("\n"))}
+        hosts = self.headers.get_all("Host", [])
+        code = 403 if len(hosts) != 1 or not NAMES.fullmatch(hosts[0]) else 200 if self.path in texts else 404
+        kind, text = texts[self.path] if code == 200 else ("text/plain", "")
+        self.server.served += code == 200
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
 def serve(run_dirs: Sequence[Path], port: int, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Show the runs until a signal ends the process; `port` 0 is any free one. Raises UserError for what is no run, and a port in use."""
     report = LiveReport(run_dirs)
-    server = TextServer(HOST, port, names=NAMES, request_s=ANSWER_S)
     try:
-        server.bind()
+        server = PageServer(report, port)
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--port {port}: {HOST}:{port} cannot be listened at ({reason}); give another, or none for any free one") from error
-    state = Text("text/plain; charset=utf-8", lambda: f"{report.version}\n{report.problem}".rstrip("\n"))
-    server.start({"/": Text("text/html; charset=utf-8", lambda: report.page), "/version": state})
-    say(f"http://{HOST}:{server.address[1]}/ shows the report as it grows; ctrl-C ends it")
-    try:
-        follow(report, server, warn)
-    finally:
-        server.close()
+    with server:
+        threading.Thread(target=server.serve_forever, name="live-report", daemon=True).start()
+        say(f"http://{HOST}:{server.server_port}/ shows the report as it grows; ctrl-C ends it")
+        try:
+            follow(report, server, warn)
+        finally:
+            server.shutdown()
 
 
-def follow(report: LiveReport, server: TextServer, warn: Callable[[str], None]) -> None:
+def follow(report: LiveReport, server: PageServer, warn: Callable[[str], None]) -> None:
     """Keep the page new while anyone asks for it. What cannot be read is told once."""
     asked, told, took_s = 0, "", 0.0
     while True:

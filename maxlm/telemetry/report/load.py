@@ -15,15 +15,13 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError, error_kind
-from maxlm.config.loader import flatten
-from maxlm.telemetry.attempts import Attempt, StepTiming, attempts_of
+from maxlm.config.fields import flatten
 from maxlm.telemetry.course import Undone, current_step, surviving
-from maxlm.telemetry.ledger import Ledger, ledger_of
+from maxlm.telemetry.ledger import Attempt, LastRecord, Ledger, attempts_of, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
 from maxlm.telemetry.observer import Event, evaluated, is_step
 from maxlm.telemetry.report.results import Outcomes, read_results
 from maxlm.telemetry.report.samples import Sample, read_samples
-from maxlm.telemetry.report.style import COLORS, DASHES
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import is_number, read_objects
 
@@ -57,6 +55,8 @@ class Declared(NamedTuple):
 
 
 LARGEST = 1e304  # of a value
+COLORS = 8  # in the palette of the runs, --p0 to --p7 of page.css; it repeats from the ninth run
+DASHES = 3  # patterns of lines, of which each repetition of the palette has its own
 EMPTY = Series(np.zeros(0), np.zeros(0))
 
 
@@ -139,14 +139,14 @@ class Run:
 
     @cached_property
     def _evaluations(self) -> list[tuple[str, int, Any]]:
-        """(name, step, value) of evaluations whose updates still count."""
+        """(name, step, value) of evaluations of updates that still count."""
         found: list[tuple[str, int, Any]] = [
             (f"tasks/{task}/{metric}", outcome.step, outcome.value)
             for (task, metric), of_task in self.results.items()
             for outcome in of_task
         ]
         for event in surviving(self.events):
-            # What other ends have is the loss of an earlier step, and null is that of a run without evaluations.
+            # A stop for another reason holds the loss of an earlier step; a run without evaluations holds null.
             done = event.kind == "stop" and event.data.get("reason") == "done" and event.data.get("eval_loss") is not None
             figures = {"eval_loss": event.data["eval_loss"]} if done else evaluated(event)
             found += [(name, event.step, value) for name, value in figures.items()]
@@ -154,18 +154,14 @@ class Run:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        return attempts_of(self.events, self._timings, self.beat, self.processes)
+        clock = self.get("time")
+        last = LastRecord(int(clock.steps_N[-1]), float(clock.values_N[-1])) if len(clock.steps_N) else None
+        return attempts_of(self.events, last, self.beat, self.processes)
 
     @cached_property
     def ledger(self) -> Ledger:
         """Wall time by part, up to the last sign of life."""
         return ledger_of(self.attempts, self.processes)
-
-    def _timings(self) -> list[StepTiming]:
-        columns = [self.get(name) for name in ("time", "step_time_s", "data_wait_s")]
-        values = [dict(zip(column.steps_N.tolist(), column.values_N.tolist(), strict=True)) for column in columns]
-        steps = [step for step in values[0] if all(step in column for column in values)]
-        return [StepTiming(int(step), *(column[step] for column in values)) for step in steps]
 
     @property
     def last_step(self) -> int:
@@ -196,7 +192,7 @@ def load_run(path: Path) -> Run:
             return _load_model(run, path)
         text, config = _read_config(run.config, notes)
         series, not_finite = _read_metrics(run.metrics, notes)
-        events = [event for item in _objects(run.events, notes) if (event := Event.of(item)) is not None]
+        events = [event for item in _objects(run.events, notes) if (event := Event.from_item(item)) is not None]
         loads = _read_routing(run.routing, config, notes) if run.routing.is_file() else None
         undone = Undone(events, _last_step(series, events) if events else None)
         results, samples = read_results(run.evaluations, notes, undone), read_samples(run.samples, notes, undone)
@@ -233,7 +229,7 @@ def _last_step(series: Mapping[str, Series], events: Sequence[Event]) -> int:
 
 
 def _load_model(run: RunDirectory, path: Path) -> Run:
-    """A model of `maxlm import` or `average`: its results of tasks. Settings of training in its config.yml are nobody's choice."""
+    """A model of `maxlm import` or `average`: its results of tasks. Training settings of its config.yml are defaults, and left out."""
     notes: list[str] = []
     text, _ = _read_config(run.model, notes)
     _, config = _read_config(run.config, notes)

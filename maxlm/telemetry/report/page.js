@@ -9,20 +9,8 @@ function zoom(range) {  // to a step at least
   refresh();
 }
 
-let waiting = [], timer;  // charts that are drawn one by one, when nothing else is to be done
-
-function drawWaiting(most = Infinity) {
-  for (const chart of waiting.splice(0, most)) chart.draw();
-  if (waiting.length) timer = setTimeout(drawWaiting, 0, 1);
-}
-
-function refresh() {  // all charts: those near the window at once
-  clearTimeout(timer);
-  const near = new Set(charts.filter(chart => chart.near));
-  waiting = charts.filter(chart => !near.has(chart));
-  for (const chart of waiting) chart.drawn = false;
-  for (const chart of near) chart.draw();
-  drawWaiting(0);
+function refresh() {
+  for (const chart of charts) chart.draw();
   const form = document.querySelector('.controls');
   if (!form) return;
   form.elements.reset.hidden = !view.zoom;
@@ -86,8 +74,10 @@ function connectControls() {
 }
 
 function connectRun(button, run) {
-  const show = faint => document.querySelectorAll('.plot g[data-run]').forEach(
-    group => group.classList.toggle('faint', faint && group.dataset.run !== String(run)));
+  const show = faint => charts.forEach(({plot}) => {
+    for (const one of plot.series) if (one.line && one.line.run !== run) one.alpha = faint ? 0.1 * one.shown : one.shown;
+    plot.redraw(false);
+  });
   button.setAttribute('aria-pressed', !view.hidden.has(run));
   button.addEventListener('click', () => {
     if (!view.hidden.delete(run)) view.hidden.add(run);
@@ -143,6 +133,7 @@ function start() {  // also for each newer page of a live report: the view stays
   runs = JSON.parse(document.getElementById('runs').textContent);
   for (const run of runs) for (const kind of ['tokens', 'seconds']) if (run[kind]) run[kind].steps = sums(run[kind].steps);
   if (!charts.length) recall();
+  for (const chart of charts) chart.plot.destroy();
   charts = [...document.querySelectorAll('figure.chart')].map(figure => new Chart(figure));
   if (view.x !== 'step' && !runs.some(run => run[view.x])) view.x = 'step';
   setAxis();
@@ -154,11 +145,8 @@ function start() {  // also for each newer page of a live report: the view stays
 if (matchMedia('(max-width: 760px)').matches) for (const prose of document.querySelectorAll('header details')) prose.open = false;
 let width = innerWidth;
 addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; refresh(); } });
-addEventListener('beforeprint', () => {
-  clearTimeout(timer);
-  for (const chart of charts) chart.draw(chart.figure.closest('.wide:not(.grid3)') ? PRINTED_WIDE : PRINTED);
-});
+addEventListener('beforeprint', () => { for (const chart of charts) chart.draw(chart.wide ? PRINTED_WIDE : PRINTED); });
 addEventListener('afterprint', refresh);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', refresh);
 
 start();
-drawWaiting();  // all are there before anything can take a picture of the page, however tall

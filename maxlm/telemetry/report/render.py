@@ -13,28 +13,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.hardware.host import in_bytes
+from maxlm.telemetry import pages
 from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
+from maxlm.telemetry.pages import Cell, table
 from maxlm.telemetry.report import curves, experts, layers, results, samples
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run
-from maxlm.telemetry.report.style import CSS, HEAT_CSS
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, notes_of, status_of
-from maxlm.telemetry.report.tables import Cell, table
-from maxlm.telemetry.strict_json import encodable, is_number
+from maxlm.telemetry.strict_json import is_number
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events
 MAX_STRETCH = 12  # consecutive frequent events shown one by one
 MAX_EVALUATIONS, MAX_COLUMNS = 24, 12  # rows and figures of the table of evaluations
 
-# No network access: the page works from a disk, a mail or a bucket.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
 TITLE_END = "· training report</title>"  # by which a page is known as ours
 
-SCRIPTS = ("axes.js", "charts.js", "page.js")  # one after the other
+PART_COLORS = {  # part of wall time -> variable of page.css
+    **{"step": "p2", "lost": "bad", "init": "p4", "compile": "p6", "wait_hosts": "warn", "restore": "p5", "data_wait": "p1"},
+    **{"save": "p3", "eval": "p0", "hang": "ink", "elastic": "good", "down": "rule"},
+}
+SCRIPTS = ("vendor/uplot.js", "charts.js", "page.js")  # one after the other
 
 
 def render(runs: Sequence[Run], version: str = "") -> str:
@@ -45,23 +46,17 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     runs = [replace(run, label=label, number=number) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
     points = points_per_line(runs)
     about_experts, about_layers = experts.section(runs, points), layers.section(runs)
-    css = CSS + _packaged("page.css") + (HEAT_CSS if about_experts or about_layers else "")
+    css = "".join(map(_packaged, ("vendor/uplot.css", "page.css", *["heat.css"] * bool(about_experts or about_layers))))
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
     texts = _by_run("Samples", runs, lambda run: samples.block(run.samples))
     held_out, evaluations = (_held_out(runs[0]), _evaluations(runs[0])) if len(runs) == 1 else ("", "")
     sections = [_headline(runs), held_out, _results(runs), curves.section(runs, points), evaluations, texts, about_layers, about_experts]
     sections += [goodput, _differences(runs), events, _configs(runs), curves.page_data(runs)]
     scripts = "".join(_packaged(name) for name in (*SCRIPTS, *["live.js"] * bool(version)))
-    policy = POLICY + "; connect-src 'self'" * bool(version)
-    return encodable(
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<meta name="runs" content="{identity([run.path for run in runs])}">'
-        f"<title>{escape(title)} {TITLE_END}<style>{css}</style></head>\n"
-        f'<body><main data-version="{escape(version)}">\n'
-        + "\n".join(section for section in sections if section)
-        + f'\n</main><div id="tip" hidden></div><script>{scripts}</script></body></html>\n'
-    )
+    policy = pages.SCRIPTS_POLICY + "; connect-src 'self'" * bool(version)
+    title = f"{title} {TITLE_END.removesuffix('</title>')}"
+    meta = {"runs": identity([run.path for run in runs])}
+    return pages.page(title, sections, css=css, scripts=scripts, policy=policy, meta=meta, version=version)
 
 
 def identity(run_dirs: Sequence[Path]) -> str:
@@ -71,7 +66,7 @@ def identity(run_dirs: Sequence[Path]) -> str:
 
 
 def _packaged(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def _headline(runs: Sequence[Run]) -> str:
@@ -151,9 +146,7 @@ _FIGURES = (
 
 
 def _cards(f: Figures) -> str:
-    found = ((shown, shown.cell(f)) for shown in _FIGURES)
-    cards = (f"<div><dt>{shown.name}</dt><dd>{cell}</dd><small>{shown.hint}</small></div>" for shown, cell in found if cell is not None)
-    return f'<dl class="cards">{"".join(cards)}</dl>'
+    return pages.cards((shown.name, cell, shown.hint) for shown in _FIGURES if (cell := shown.cell(f)) is not None)
 
 
 def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
@@ -236,21 +229,16 @@ def _by_run(title: str, runs: Sequence[Run], block: Callable[[Run], str]) -> str
 
 
 def _goodput(run: Run) -> str:
-    seconds = {part: value for part, value in run.ledger.seconds.items() if value > 0}
-    whole = run.ledger.wall_s
+    whole, number = run.ledger.wall_s, run.ledger.attempts
     if not whole:
         return ""
-    slices = "".join(
-        f'<span class="part {part}" style="width:{100 * value / whole:.3f}%" title="{TITLES[part]}: {percent(value / whole)}"></span>'
-        for part, value in seconds.items()
-    )
-    keys = "".join(
-        f'<li><span class="swatch part {part}"></span>{TITLES[part]} <b>{percent(value / whole)}</b> <small>{duration(value)}</small></li>'
-        for part, value in seconds.items()
-    )
-    number = run.ledger.attempts
+    parts = [
+        (TITLES[part], value / whole, f"background:var(--{PART_COLORS[part]})", f" <small>{duration(value)}</small>")
+        for part, value in run.ledger.seconds.items()
+        if value > 0
+    ]
     note = f'<p class="note">{duration(whole)} since the first start, in {number:,} attempts.</p>' if number > 1 else ""
-    return f'<div class="bar" role="img" aria-label="wall time by part">{slices}</div><ul class="keys">{keys}</ul>{note}'
+    return pages.bar(parts, "wall time by part") + note
 
 
 def _differences(runs: Sequence[Run]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from maxlm.telemetry.course import Undone
 from maxlm.telemetry.formatting import figure
 from maxlm.telemetry.observer import is_step
-from maxlm.telemetry.report.tables import Cell
+from maxlm.telemetry.pages import Cell
 from maxlm.telemetry.strict_json import is_finite, read_objects
 
 

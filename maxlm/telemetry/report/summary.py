@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.telemetry import process_memory
-from maxlm.telemetry.attempts import OVER
 from maxlm.telemetry.course import first_step_since
-from maxlm.telemetry.device_memory import PEAK
+from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import count, duration, figure, percent
+from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
 from maxlm.telemetry.strict_json import is_finite
@@ -43,7 +42,7 @@ class Figures:
     held_out_lost: int | None
     tokens_per_s: float | None  # median, of the newest hardware
     mfu: float | None
-    mfu_peak: str  # format whose peak it is a share of, such as "fp8 "; "" for bf16
+    mfu_peak: str  # the share is of the peak of this format, such as "fp8 "; "" for bf16
     data_wait: float | None  # share of a step
     seconds: float | None  # wall time since the first start
     goodput: float | None  # share of it spent on steps that count
@@ -233,7 +232,7 @@ def _so_far(run: Run, name: str) -> float | None:
 
 def _peak_memory(run: Run) -> float | None:
     """Peak bytes of the fullest device; on CPUs the least growth of the process, as `telemetry.predicted` compares it."""
-    peaks_N, grown_N = (_of_prediction(run, run.get(name)).values_N for name in (PEAK, process_memory.NAME))
+    peaks_N, grown_N = (_of_prediction(run, run.get(name)).values_N for name in (PEAK, PROCESS))
     return float(peaks_N.max()) if len(peaks_N) else float(grown_N.min()) if len(grown_N) else None
 
 

@@ -20,8 +20,8 @@ GRAPHS = "xla_gpu_enable_command_buffer."
 
 
 def reduced(path):
-    with Trace(path) as trace:
-        return profile_of(trace)
+    trace = Trace(path)
+    return profile_of(trace)
 
 
 @pytest.mark.parametrize("block", [64, 1 << 20])

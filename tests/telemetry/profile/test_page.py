@@ -21,8 +21,8 @@ FACTS = Facts("<b>run</b>, step 7", steps=2, step=7, predicted={"attn": {"forwar
 
 @pytest.fixture
 def profile(tpu_file):
-    with Trace(tpu_file) as trace:
-        return profile_of(trace)
+    trace = Trace(tpu_file)
+    return profile_of(trace)
 
 
 def rows(page: str) -> dict[str, list[str]]:
@@ -103,8 +103,8 @@ def test_files_hold_every_operation_in_order(tpu_file, tmp_path):
 
 def test_the_longest_operations_are_kept_for_the_viewer(tpu_file, monkeypatch):
     monkeypatch.setattr(attribution, "_DRAWN", 5)
-    with Trace(tpu_file) as trace:
-        drawn = profile_of(trace).drawn
+    trace = Trace(tpu_file)
+    drawn = profile_of(trace).drawn
     assert len(drawn.row[0]) == 5
     assert drawn.left_out == 11
     assert np.all(drawn.length[0] >= 20_000_000)

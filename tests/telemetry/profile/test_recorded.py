@@ -25,8 +25,8 @@ def recorded(tmp_path_factory):
     path.write_bytes(lzma.decompress(RECORDED.read_bytes()))
     (plane,) = (plane for plane in ProfileData.from_file(str(path)).planes if plane.name == "/device:GPU:0")
     events = [(event.name, event.start_ns, event.duration_ns) for line in plane.lines for event in line.events]
-    with Trace(path) as trace:
-        return profile_of(trace), events
+    trace = Trace(path)
+    return profile_of(trace), events
 
 
 def test_all_time_of_the_device_has_its_place(recorded):

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from synthetic_trace import Event, Instruction, PlaneWriter, field, hlo_proto, metadata_plane, varint
+from synthetic_trace import Event, Instruction, PlaneWriter, field, hlo_proto, metadata_plane
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.profile import wire, xplane
+from maxlm.telemetry.profile import xplane
 from maxlm.telemetry.profile.programs import parse_program, programs_of
 from maxlm.telemetry.profile.xplane import Trace
 
@@ -26,38 +26,36 @@ def random_plane(number: int) -> bytes:
 
 
 def test_events_are_those_that_jax_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(xplane, "BLOCK", 1000)  # many blocks, which cut events
+    monkeypatch.setattr(xplane, "BLOCK", 50)
     path = tmp_path / "random.xplane.pb"
     path.write_bytes(random_plane(500))
     expected = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    with Trace(path) as trace:
-        assert [plane.name for plane in trace.planes] == [plane.name for plane in expected]
-        plane, wanted = trace.planes[0], list(expected[0].lines)
-        assert [line.name for line in plane.lines] == [line.name for line in wanted]
-        hlo_op = plane.stat_id("hlo_op")
-        for line, by_jax in zip(plane.lines, wanted, strict=True):
-            blocks = list(trace.blocks(line, (hlo_op,)))
-            assert len(blocks) > 3
-            found = [
-                (plane.kinds[int(kind)].name, int(start) + trace.base_ns * 1000, int(length), plane.stat_names.get(int(stat)))
-                for block in blocks
-                for kind, start, length, stat in zip(*block[:3], block.stats[hlo_op], strict=True)
-            ]
-            for mine, event in zip(found, by_jax.events, strict=True):
-                assert mine[0] == event.name
-                assert mine[1] / 1000 == pytest.approx(event.start_ns, abs=1)  # which has whole nanoseconds
-                assert mine[2] / 1000 == pytest.approx(event.duration_ns, abs=1)
-                assert mine[3] == dict(event.stats).get("hlo_op")
+    trace = Trace(path)
+    assert [plane.name for plane in trace.planes] == [plane.name for plane in expected]
+    plane, wanted = trace.planes[0], list(expected[0].lines)
+    assert [line.name for line in plane.lines] == [line.name for line in wanted]
+    hlo_op = plane.stat_id("hlo_op")
+    for line, by_jax in zip(plane.lines, wanted, strict=True):
+        blocks = list(trace.blocks(line, (hlo_op,)))
+        assert len(blocks) > 3
+        found = [
+            (plane.kinds[int(kind)].name, int(start) + trace.base_ns * 1000, int(length), plane.stat_names.get(int(stat)))
+            for block in blocks
+            for kind, start, length, stat in zip(*block[:3], block.stats[hlo_op], strict=True)
+        ]
+        for mine, event in zip(found, by_jax.events, strict=True):
+            assert mine[0] == event.name
+            assert mine[1] / 1000 == pytest.approx(event.start_ns, abs=1)  # which has whole nanoseconds
+            assert mine[2] / 1000 == pytest.approx(event.duration_ns, abs=1)
+            assert mine[3] == dict(event.stats).get("hlo_op")
 
 
 @pytest.mark.parametrize("cut", [1, 40, 400])
 def test_a_trace_that_is_cut_short_is_refused(tmp_path, cut):
     path = tmp_path / "cut.xplane.pb"
     path.write_bytes(random_plane(50)[:-cut])
-    with pytest.raises(UserError, match="damaged or cut short"), Trace(path) as trace:
-        for plane in trace.planes:
-            for line in plane.lines:
-                list(trace.blocks(line))
+    with pytest.raises(UserError, match="damaged or cut short"):
+        Trace(path)
 
 
 def test_a_line_of_another_time_is_refused(tmp_path):
@@ -67,7 +65,8 @@ def test_a_line_of_another_time_is_refused(tmp_path):
     plane.line("Async XLA Ops", [Event("b", 0, 1)], timestamp_ns=1_764_115_200_000_000_000)
     path = tmp_path / "times.xplane.pb"
     path.write_bytes(plane.written())
-    with Trace(path) as trace, pytest.raises(UserError, match="s after the first"):
+    trace = Trace(path)
+    with pytest.raises(UserError, match="s after the first"):
         list(trace.blocks(trace.planes[0].lines[1]))
 
 
@@ -85,17 +84,8 @@ def test_a_program_whose_number_is_missing_is_read(tmp_path):
     assert whole.count(field(4, 77)) == 1
     path = tmp_path / "metadata.xplane.pb"
     path.write_bytes(whole.replace(field(4, 77), field(9, 77)))
-    with Trace(path) as trace:
-        assert [program.name for program in programs_of(trace).values()] == ["jit_f"]
-
-
-@pytest.mark.timeout(10)
-@pytest.mark.parametrize("length", [-11, -1, 0])
-def test_a_stat_of_no_length_is_refused(length):
-    """One of -11 bytes ends where it begins, and would be read for ever."""
-    event = field(1, 1) + field(2, 5) + field(3, 7) + bytes([4 << 3 | 2]) + varint(length) + bytes([1 << 3])
-    with pytest.raises(UserError, match="damaged"):
-        wire.decode_events(event, np.array([0]), np.array([len(event)]), (1,))
+    trace = Trace(path)
+    assert [program.name for program in programs_of(trace).values()] == ["jit_f"]
 
 
 def test_operations_without_a_place_take_that_of_their_neighbours(tmp_path):
@@ -116,5 +106,5 @@ def test_operations_without_a_place_take_that_of_their_neighbours(tmp_path):
     assert found["copy.5"].where == "jit(f)/jvp()/embed/add"
     path = tmp_path / "metadata.xplane.pb"
     path.write_bytes(metadata_plane({7: data}))
-    with Trace(path) as trace:
-        assert {key: program.name for key, program in programs_of(trace).items()} == {7: "jit_f"}
+    trace = Trace(path)
+    assert {key: program.name for key, program in programs_of(trace).items()} == {7: "jit_f"}

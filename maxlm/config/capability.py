@@ -1,0 +1,131 @@
+"""A capability: one record, in the file of its section of settings (`maxlm/config/sections/`).
+
+The record holds what other rooms must know of the section: its rules, the settings that a restart must keep, the bytes of state that it
+adds, and its implementation. They iterate over the table (`maxlm.config.table`) and name no capability. No jax here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel
+
+from maxlm.config.errors import Problem
+from maxlm.config.fields import Section
+from maxlm.hardware.chips import Chip
+from maxlm.hardware.topologies import either
+
+if TYPE_CHECKING:
+    from maxlm.config.schema import Config  # which imports the sections
+else:
+    Config = Any
+
+FLOAT32 = 4  # bytes
+Sizes = Mapping[str, int]  # mesh axis -> size
+Problems = Iterator[Problem]
+
+
+class Inert(NamedTuple):
+    """A setting without effect in a config: the reason, and a change that would use it."""
+
+    field: str
+    why: str
+    use: str
+
+
+class StateEntry(NamedTuple):
+    """State of parameters: its bytes, and the tier of memory that holds it (`host`, `nvme`; None: the device)."""
+
+    bytes: int
+    tier: str | None = None
+    matrices: bool = False  # only of parameters that are matrices
+
+
+@dataclass(frozen=True)
+class State:
+    """Lower bound of the state that an update keeps of `numbers` numbers of a parameter, entry by entry.
+
+    `matrix`: the parameter is one; others stay on the device in float32. `compute`: bytes of a number in matmuls.
+    """
+
+    entries: Mapping[str, StateEntry]
+    compute: int
+    numbers: int = 1
+    matrix: bool = True
+    trained: bool = True  # false: nearly all parameters are frozen, and the update keeps nothing else
+
+    def add(self, name: str, size: int, *, along: str | None = None, matrices: bool = False) -> "State":
+        """Add `size` bytes a number, on the device or in the tier that holds the entry `along`."""
+        tier = self.entries[along].tier if along in self.entries else None
+        added = StateEntry(size * self.numbers, tier, matrices)
+        return replace(self, entries={**self.entries, name: added}) if self.trained else self
+
+    def move(self, name: str, tier: str) -> "State":
+        """Keep an entry in another tier."""
+        return replace(self, entries={**self.entries, name: self.entries[name]._replace(tier=tier)}) if self.trained else self
+
+    def times(self, copies: int) -> "State":
+        """Keep so many copies of all entries."""
+        return replace(self, entries={name: entry._replace(bytes=copies * entry.bytes) for name, entry in self.entries.items()})
+
+    def bytes_in(self, *tiers: str | None, matrices: bool = False) -> int:
+        """Bytes in these tiers: of every parameter, or what is added for matrices."""
+        return sum(entry.bytes for entry in self.entries.values() if entry.tier in tiers and entry.matrices == matrices)
+
+
+Rule = Callable[[Config, Any], Problems]  # the config and the section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """A section, and what belongs to it. `key` is dotted, as in `model.lora`. Its functions are called where the section is there, with the
+    config and the section.
+    """
+
+    key: str
+    section: type[Section] | None = None  # needed where no other section declares a field for it
+    rules: tuple[Rule, ...] = ()
+    mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # on a mesh of these sizes
+    full_mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # on that of all hosts: fewer go on without the section
+    chip_rules: tuple[Callable[[Config, Any, Chip], Problems], ...] = ()  # on chips of this kind
+    written_rules: tuple[Rule, ...] = ()  # of settings that a person has written
+    inert: Callable[[Config, Any], Iterator[Inert]] | None = None
+    identity: Callable[[Config, Any], Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
+    state: Callable[[Config, Any, State, Sizes], State] | None = None  # `State` with what the section adds, moves or multiplies
+    unplanned: str = ""  # what `maxlm plan` has no cost model of, with the setting
+    implementation: str = ""  # "module:object"
+
+    def load(self) -> Any:
+        """Import the implementation."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(import_module(module), name)
+
+    def setting(self, config: Config) -> Any:
+        """The section in `config`; None where it is absent."""
+        return value_of(config, self.key)
+
+
+def value_of(config: BaseModel, key: str) -> Any:
+    """Value of a dotted key; None where a section that holds it is absent."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def keeps(*names: str) -> Callable[[Config, Any], Mapping[str, Any]]:
+    """Identity of a section: these settings of it, by their dotted keys."""
+    return lambda config, section: {name: value_of(config, name) for name in names}
+
+
+def refuse(config: Config, others: Mapping[str, str], suffix: str = "", fix: str = "remove one of them") -> Problems:
+    """Refuse each setting of `others`, dotted key -> rule, that is set; `suffix` ends every rule."""
+    for field, rule in others.items():
+        if value_of(config, field):
+            yield field, "set", f"{rule}{suffix}", fix
+
+
+def divisors_text(number: int) -> str:
+    """The largest divisors of `number`, as a choice in words."""
+    return either([str(d) for d in range(1, min(number, 4096) + 1) if number % d == 0][-8:])

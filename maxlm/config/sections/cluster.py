@@ -1,0 +1,73 @@
+"""The machine that a run is for."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pydantic import model_validator
+
+from maxlm.config.capability import Capability, Config, Inert, Problems
+from maxlm.config.errors import ConfigError
+from maxlm.config.fields import PositiveFloat, Section, Text
+from maxlm.hardware import topologies
+from maxlm.hardware.topologies import Topology, TopologyError
+
+
+class ClusterConfig(Section):
+    """The machine that a run is for: planning compiles for it, training checks that it has it."""
+
+    topology: Text  # as the compiler names it: v5p:4x4x4; of GPUs nodes x GPUs a node: h100:16x8. Rented names are translated: v5p-128
+    accelerator: Text | None = None  # as its cloud names it: v5p-128, a3-megagpu-8g; derived for TPUs
+    network_gbit_per_s: PositiveFloat | None = None  # a chip, one way, between nodes or slices; None: as maxlm/hardware/facts.toml states
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_rented_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("topology"), str):
+            return values
+        name, given = values["topology"], values.get("accelerator")
+        with contextlib.suppress(topologies.TopologyError):  # the rules refuse it, with the file it is from
+            topology = topologies.parse(name)
+            machine = name.lower() if name.lower() in topologies.MACHINE_TYPES and not topology.is_tpu else topologies.accelerator(topology)
+            return {**values, "topology": topology.name, "accelerator": machine if given is None else given}
+        return values
+
+
+def topology_of(config: Config, source: str = "") -> Topology:
+    """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
+    assert config.cluster is not None, "asked about a cluster that the config does not name"
+    try:
+        topology = topologies.parse(config.cluster.topology, config.mesh.slices)
+    except TopologyError as error:
+        raise ConfigError("cluster.topology", config.cluster.topology, error.rule, error.fix, source) from None
+    network = config.cluster.network_gbit_per_s
+    if network is None:
+        return topology
+    return replace(topology, chip=replace(topology.chip, dcn_bytes_per_s=network * 1e9 / 8))
+
+
+def _accelerator(config: Config, cluster: ClusterConfig) -> Problems:
+    if cluster.accelerator is None:
+        return
+    name, topology = cluster.accelerator, topology_of(config)
+    try:
+        machine = topologies.parse(name)
+    except TopologyError as error:
+        yield "cluster.accelerator", name, error.rule, f"{error.fix}, or null"
+        return
+    same = machine.chip.name == topology.chip.name and machine.sides[-1] == topology.sides[-1]  # of GPUs: the nodes are alike
+    if not (machine.name == topology.name if topology.is_tpu else same):
+        rule = f"is {machine.name}, and cluster.topology = {cluster.topology}"
+        right = topologies.accelerator(topology)
+        yield "cluster.accelerator", name, rule, f"use {right}, or null" if right is not None else "use null"
+
+
+def _inert(config: Config, cluster: ClusterConfig) -> Iterator[Inert]:
+    topology = topologies.parse(cluster.topology, config.mesh.slices)
+    if (topology.slices if topology.is_tpu else topology.hosts) == 1:
+        unit = "slice" if topology.is_tpu else "node"
+        yield Inert("cluster.network_gbit_per_s", f"{topology.name} is one {unit}, which no network leaves", f"name several {unit}s")
+
+
+CAPABILITY = Capability(key="cluster", written_rules=(_accelerator,), inert=_inert)

@@ -1,0 +1,85 @@
+"""Token stores to train on, and how they become batches."""
+
+import re
+
+from pydantic import ConfigDict, model_validator
+
+from maxlm.config import paths
+from maxlm.config.capability import Capability, Config, Problems, keeps
+from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
+from maxlm.config.sections.mixture import MixtureConfig
+from maxlm.config.sections.prepare import PrepareConfig
+
+
+class SkipConfig(Section):
+    """Go on past damaged chunks of a store: samples that touch one become padding, with an alarm. Absent: the first stops training."""
+
+    at_most: Positive = 100  # chunks of one store, after which training stops after all
+
+
+class HeldOutConfig(Section):
+    """Further held-out sets, by names of one's own: the store of each, of which the held-out documents are read."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, StoredPath]
+
+    @model_validator(mode="after")
+    def _plain_names(self) -> "HeldOutConfig":
+        for name in self.stores:
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
+                paths.refuse(f"have plain names, and {name[:64]} is none", "use letters, digits, `-`, `_` and `.`")
+        return self
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """Name -> store."""
+        return self.__pydantic_extra__
+
+
+class DataConfig(Section):
+    """Token stores to train on, and how they become batches."""
+
+    store: StoredPath | None = None  # a folder or gs:// made by `maxlm data prepare`
+    mixture: MixtureConfig | None = None  # instead of `store`
+    seq_len: Positive  # tokens of a sequence
+    shuffle: Bool = True  # draw samples in random order; false: as they are stored
+    mask_documents: Bool = True  # a token attends only inside its document
+    read_threads: Few = 4  # threads that read the store
+    prefetch: Few = 2  # batches held ready on the device
+    skip_bad_chunks: SkipConfig | None = None
+    prepare: PrepareConfig | None = None
+    eval: HeldOutConfig | None = None  # beside the held-out documents of the stores above: each has its own curve, eval_loss/NAME
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The stores that are trained on, each once."""
+        named = (source.store for source in self.mixture.sources.values()) if self.mixture is not None else ()
+        return tuple(dict.fromkeys(filter(None, (self.store, *named))))
+
+
+def _problems(config: Config, data: DataConfig) -> Problems:
+    if (data.store is None) == (data.mixture is None):
+        fix = (
+            "set one of them" if data.store is None else "write data.mixture=null to train on the store, or data.store=null on the mixture"
+        )
+        yield "data.store", data.store, "exactly one of data.store and data.mixture must be set", fix
+    if data.prepare is not None and data.store is None:
+        yield "data.prepare", "set", "prepares data.store, which is not set", "set data.store"
+    if data.prepare is not None and data.prepare.conversations is not None and data.prepare.tokenizer.path is None:
+        rule = "conversations are read with the tokenizer of the model that is fine-tuned"
+        yield "data.prepare.tokenizer.path", None, rule, "name its tokenizer.json, as in runs/NAME/tokenizer/tokenizer.json"
+    written = {"run.dir": f"{config.run.dir.rstrip('/')}/{config.run.name}", "checkpoint.dir": config.checkpoint.dir}
+    for field, place in written.items():
+        store = next((store for store in data.stores if place and paths.is_inside(place, store)), None)
+        if store is not None:
+            yield field, place, f"is inside the token store {store}, where nothing else is written", "name another folder"
+    for store in data.stores:
+        if config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
+            rule = f"is inside checkpoint.dir = {config.checkpoint.dir}, which holds checkpoints only"
+            yield "data.store", store, rule, "name another folder"
+    limit = config.model.max_seq_len
+    if limit is not None and data.seq_len > limit:
+        yield "data.seq_len", data.seq_len, f"is above model.learned_positions.max_seq_len = {limit}", "shorten it or lengthen the table"
+
+
+CAPABILITY = Capability(key="data", rules=(_problems,), identity=keeps("data.seq_len", "data.shuffle", "data.mask_documents"))

@@ -1,0 +1,30 @@
+"""Going on without hosts that stay away."""
+
+from typing import Annotated
+
+from pydantic import Field, Strict
+
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import PositiveFloat, Section
+
+
+class ElasticConfig(Section):
+    """Going on without hosts that stay away, on a smaller mesh at the same global batch, until they return."""
+
+    # Fewer never go on; nor do fewer than half of the configured hosts, or half of them without process 0.
+    min_hosts: Annotated[int, Strict(), Field(ge=1, le=15_000)]
+    wait_s: PositiveFloat = 300.0  # that hosts are waited for
+    grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
+
+
+def _problems(config: Config, elastic: ElasticConfig) -> Problems:
+    """Settings that would change the losses, or leave no smaller mesh, when hosts are lost."""
+    if config.model.balances_microbatches:
+        rule = "is a loss of a whole microbatch, and with elastic there are more and smaller ones while hosts are absent"
+        yield "model.moe.router.balance_over", "batch", rule, "use sequence, or remove elastic"
+    if config.mesh.slices > 1 and config.mesh.across_slices == "stage":
+        rule = "leaves no part of the model to do without, so the loss of a slice ends the run as without elastic"
+        yield "mesh.across_slices", "stage", rule, "use data or fsdp, or remove elastic"
+
+
+CAPABILITY = Capability(key="elastic", rules=(_problems,))

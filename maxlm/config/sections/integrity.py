@@ -1,0 +1,40 @@
+"""Checks for silent corruption by a device."""
+
+from maxlm.config.capability import Capability, Config, Problems, Sizes
+from maxlm.config.fields import Positive, Section
+from maxlm.hardware.chips import Chip
+from maxlm.hardware.topologies import is_tpu
+
+
+class IntegrityConfig(Section):
+    """Checks for silent corruption by a device. Copies of the state are compared before every save, too."""
+
+    every_steps: Positive = 100  # between two comparisons of the copies of parameters and optimizer state
+    replay_every: Positive | None = None  # steps after which devices repeat each other's work; None: never
+    repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
+
+
+def on_mesh(config: Config, settings: IntegrityConfig, sizes: Sizes) -> Problems:
+    """Checks that find nothing to compare on a mesh of these `sizes`. A run that has lost hosts goes on without them on such a mesh."""
+    copied = (sizes["data"] > 1 and config.diloco is None) or sizes["context"] > 1 or sizes["tensor"] > 1
+    cells = sizes["data"] * sizes["stage"] * sizes["fsdp"]
+    if settings.replay_every is not None and cells == 1:
+        rule = "needs several devices along mesh.data, mesh.stage or mesh.fsdp, which repeat each other's work"
+        yield "integrity.replay_every", settings.replay_every, rule, "leave it out"
+    if settings.replay_every is None and settings.repeat_every is None and not copied:
+        fix = "set integrity.replay_every" if cells > 1 else "set integrity.repeat_every"
+        yield "integrity", "set", "no device of this mesh holds a copy of another's parameters", fix
+
+
+def on_platform(settings: IntegrityConfig, *, gpu: bool) -> Problems:
+    """Checks that need equal bits of equal work, on GPUs."""
+    if gpu and settings.repeat_every is not None:
+        rule = "needs equal bits from equal numbers, and on GPUs XLA sums the embedding's gradient in any order"
+        yield "integrity.repeat_every", settings.repeat_every, rule, "leave it out"
+
+
+def _on_chip(config: Config, settings: IntegrityConfig, chip: Chip) -> Problems:
+    return on_platform(settings, gpu=not is_tpu(chip))
+
+
+CAPABILITY = Capability(key="integrity", chip_rules=(_on_chip,), full_mesh_rules=(on_mesh,))

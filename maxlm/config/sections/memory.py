@@ -1,0 +1,52 @@
+"""Tensors saved for the backward pass."""
+
+from typing import Literal
+
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import Bool, Section
+from maxlm.config.sections.offload_state import OffloadStateConfig
+
+RematName = Literal["layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
+
+
+class LoopConfig(Section):
+    """The loop over layers, which keeps saved tensors in stacks of all layers."""
+
+    unroll: Bool = False  # no loop: nothing is copied to stacks and back, and the compiler sees every layer
+
+
+class MemoryConfig(Section):
+    """Tensors saved for the backward pass. `remat`: a policy, or the names of the tensors to save; the rest is recomputed."""
+
+    remat: Literal["none", "full", "dots"] | tuple[RematName, ...] = (
+        "full"  # full: only the input of each layer is kept; dots: results of matmuls; none: everything
+    )
+    offload: tuple[RematName, ...] = ()  # saved in host memory
+    loop: LoopConfig | None = None  # over the layers; absent: with its defaults
+    offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
+
+    @property
+    def unrolled(self) -> bool:
+        """True if the program has the layers one after another."""
+        return self.loop is not None and self.loop.unroll
+
+    @property
+    def layers_on_host(self) -> bool:
+        """True if weights or gradients of the layers are in host memory."""
+        return self.offload_state is not None and self.offload_state.layers_on_host
+
+
+def _problems(config: Config, memory: MemoryConfig) -> Problems:
+    if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":
+        rule = f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device"
+        yield "memory.offload", list(memory.offload), rule, "use remat: full or a list of names"
+    named = {"remat": () if isinstance(memory.remat, str) else memory.remat, "offload": memory.offload}
+    for field, names in named.items():
+        if "gate" in names and not config.model.gated:
+            yield f"memory.{field}", list(names), f"model.activation = {config.model.activation} has no gate to keep", "take `gate` out"
+    both = set(named["offload"]) & set(named["remat"])
+    if both:
+        yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"
+
+
+CAPABILITY = Capability(key="memory", rules=(_problems,))

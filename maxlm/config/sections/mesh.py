@@ -1,0 +1,117 @@
+"""Sizes of the named mesh axes."""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, divisors_text
+from maxlm.config.fields import Few, Int, Section, whole
+from maxlm.config.sections.model import ModelConfig
+from maxlm.config.sections.pipeline import PipelineConfig
+
+AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")  # outermost first
+ContextAttention = Literal["ring", "gather", "ulysses"]
+
+
+class MeshConfig(Section):
+    """Sizes of the named mesh axes. One may be -1: whatever devices are left."""
+
+    data: Int = 1  # replicas of the model
+    stage: Int = 1  # stages of a pipeline
+    fsdp: Int = -1  # shards of the state
+    context: Int = 1  # parts of a sequence
+    tensor: Int = 1  # parts of heads and of widths
+    expert: Int = 1  # groups of experts
+    context_attention: ContextAttention = "ring"  # keys are sent block by block, or all at once; ulysses: heads are split, not tokens
+    # What `fsdp` splits (ZeRO, arXiv 1910.02054). 1: master weights and optimizer state; 2: gradients too, as they are formed; 3: also
+    # the weights that are computed with, gathered layer by layer; 1 and 2 gather them once an update.
+    zero: Annotated[Literal[1, 2, 3], BeforeValidator(whole)] = 3
+    slices: Few = 1  # pods joined by the data-centre network
+    across_slices: Literal["data", "fsdp", "stage"] = "data"  # the axis that crosses them
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> configured size (one may be -1), outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+
+def _problems(config: Config, mesh: MeshConfig) -> Problems:
+    sizes = mesh.sizes()
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            yield f"mesh.{axis}", size, "must be 1 or more, or -1 for the devices that are left", "use 1 to leave the axis out"
+    free = [axis for axis in AXES if sizes[axis] == -1]
+    if len(free) > 1:
+        yield f"mesh.{free[1]}", -1, f"only one axis may be -1, and mesh.{free[0]} is", "give one of them a size"
+
+
+def _experts(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
+    if config.model.moe is None and sizes["expert"] > 1:
+        yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
+
+
+def _context(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
+    context, tensor = sizes["context"], sizes["tensor"]
+    if context == 1:
+        return
+    seq_len, groups, ulysses = config.data.seq_len, config.model.n_kv_heads, mesh.context_attention == "ulysses"
+    if ulysses and groups % (context * tensor):
+        most = max((n for n in range(1, context) if groups % (n * tensor) == 0), default=1)
+        rule = f"ulysses splits key/value heads: context x tensor = {context * tensor} does not divide model.n_kv_heads = {groups}"
+        yield "mesh.context", context, rule, f"use mesh.context={most}, or mesh.context_attention=ring, which splits none"
+    parts = context * tensor if ulysses else math.lcm(2 * context, context * tensor)
+    own = seq_len // context
+    if seq_len % parts:
+        chunks = "" if ulysses else ": each device has two chunks of the sequence"
+        rule = f"needs data.seq_len = {seq_len} to be a multiple of {parts}{chunks}"
+        yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
+    elif own % config.train.loss_chunks:
+        rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
+        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors_text(own)}"
+
+
+def _stages(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
+    """Stages of a pipeline, or its section without one."""
+    model, train, stage = config.model, config.train, sizes["stage"]
+    if stage == 1:
+        if config.pipeline is not None:
+            yield "pipeline", "set", "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
+        return
+    chunks = (config.pipeline or PipelineConfig()).chunks
+    period = len(model.layer_pattern)
+    periods = math.ceil((model.n_layers - model.n_dense) / period)
+    held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
+    held += f" after model.moe.n_dense = {model.n_dense}" if model.n_dense else ""
+    if stage > periods:
+        rule = f"is more than the {held} of the model, and a stage without any would only wait"
+        yield "mesh.stage", stage, rule, f"use {periods} at most"
+    elif stage * chunks > periods:
+        rule = f"makes {stage * chunks} parts with mesh.stage = {stage}, of {held}"
+        yield "pipeline.chunks", chunks, rule, f"use {periods // stage} at most"
+    if chunks > 1 and train.microbatches % stage:
+        rule = f"is not a multiple of mesh.stage = {stage}, and pipeline.chunks > 1 takes them in rounds of as many"
+        yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
+    if model.lora is not None and not set(model.lora.matrices or model.adaptable) & set(_of_pattern(model).adaptable):
+        rule = f"divides layers of which model.lora.matrices = {list(model.lora.matrices or ())} adapts none"
+        yield "mesh.stage", stage, rule, "adapt matrices of attention, too, or use 1"
+    if config.memory.offload:
+        rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
+        yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
+
+
+def _of_pattern(model: ModelConfig) -> ModelConfig:
+    """The model without the dense layers before its pattern."""
+    return model if model.moe is None else model.model_copy(update={"moe": model.moe.model_copy(update={"n_dense": 0})})
+
+
+def _inert(config: Config, mesh: MeshConfig) -> Iterator[Inert]:
+    if mesh.slices == 1:
+        yield Inert("mesh.across_slices", "mesh.slices = 1, so no axis crosses slices", "raise mesh.slices")
+    if mesh.context == 1:
+        yield Inert("mesh.context_attention", "mesh.context = 1 splits no sequence", "raise mesh.context")
+    if mesh.fsdp == mesh.expert == 1:
+        yield Inert("mesh.zero", "mesh.fsdp = 1 splits nothing", "raise mesh.fsdp")
+
+
+CAPABILITY = Capability(key="mesh", rules=(_problems,), mesh_rules=(_experts, _context, _stages), inert=_inert)

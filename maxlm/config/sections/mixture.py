@@ -1,0 +1,116 @@
+"""A mixture: several sources of training data, their shares, and stages in which the shares are others."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from maxlm.config import conditions, paths
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, StoredPath, Text, Tokens
+
+
+def _plain(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", name):
+        paths.refuse(f"have plain names, and {name[:64]} is none", "use letters, digits, `-` and `_`")
+    return name
+
+
+Condition = Annotated[Text, AfterValidator(conditions.checked)]
+Name = Annotated[Text, AfterValidator(_plain)]
+Weights = Annotated[dict[Text, PositiveFloat], Field(min_length=1)]
+
+
+class SourceConfig(Section):
+    """A token store, or the documents of it that meet conditions."""
+
+    store: StoredPath  # a folder or gs:// made by `maxlm data prepare`
+    where: tuple[Condition, ...] = ()  # on the metadata of its documents, all of which are met, as `language == en`
+    by: Text | None = None  # a field of the metadata: each of its values is a source of its own, NAME/VALUE
+    weight: PositiveFloat | None = None  # share of the samples, in any unit; None, for all sources: by their tokens
+    epochs: PositiveFloat | None = None  # at most; then the other sources share what this one had
+
+
+class StageConfig(Section):
+    """Other shares from some token of the run on, until the next stage."""
+
+    from_tokens: Tokens  # of the whole run, rounded up to samples
+    weights: Weights | None = None  # of the sources in this stage, by name: others have no part in it
+    temperature: AtLeastOne | None = None  # instead, or within sources that are split `by` a field
+
+
+class MixtureConfig(Section):
+    """Sources, and their shares of the samples from the beginning on."""
+
+    sources: Annotated[dict[Name, SourceConfig], Field(min_length=1)]
+    temperature: AtLeastOne = 1.0  # where no weights are given shares are as tokens ** (1 / temperature) (arXiv 1907.05019)
+    stages: tuple[StageConfig, ...] = ()
+
+
+FIELD = "data.mixture"
+
+
+def _problems(config: Config, mixture: MixtureConfig) -> Problems:
+    yield from _sources(mixture)
+    before = 0
+    for number, stage in enumerate(mixture.stages):
+        field = f"{FIELD}.stages.{number}"
+        if stage.from_tokens <= before:
+            rule = f"is not after the stage before it, which begins at {before}"
+            yield f"{field}.from_tokens", stage.from_tokens, rule, "order stages by their beginning"
+        before = stage.from_tokens
+        yield from _stage(mixture, stage, field)
+    total = _total_tokens(config)
+    late = next((number for number, stage in enumerate(mixture.stages) if total is not None and stage.from_tokens >= total), None)
+    if late is not None:
+        rule = f"is not before the end of training at {total:,} tokens"
+        yield f"{FIELD}.stages.{late}.from_tokens", mixture.stages[late].from_tokens, rule, "begin it earlier, or remove it"
+
+
+def _sources(mixture: MixtureConfig) -> Problems:
+    sources, seen = mixture.sources, dict[tuple[str, tuple[str, ...]], str]()
+    weighted = [name for name, source in sources.items() if source.weight is not None]
+    if weighted and len(weighted) < len(sources):
+        without = next(name for name in sources if name not in weighted)
+        rule = f"other sources have weights ({weighted[0]} for one), and this one has none"
+        yield f"{FIELD}.sources.{without}.weight", None, rule, "give all sources a weight, or none"
+    for name, source in sources.items():
+        place = paths.same_place(source.store)
+        alike = seen.get((place, source.where)) or seen.get((place, ()))
+        if alike is None and not source.where:
+            alike = next((other for (where, _), other in seen.items() if where == place), None)
+        if alike is not None:
+            rule = f"is the store of the source {alike}, too, so that documents would be in both"
+            yield (
+                f"{FIELD}.sources.{name}.store",
+                source.store,
+                rule,
+                "add up their weights in one source, or tell their documents apart by `where`",
+            )
+        seen[place, source.where] = name
+    if mixture.temperature != 1 and weighted and not any(source.by for source in sources.values()):
+        rule = "does nothing, since every source has a weight, and none is split `by` a field"
+        yield f"{FIELD}.temperature", mixture.temperature, rule, "leave it at 1.0, or remove the weights"
+
+
+def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Problems:
+    if stage.weights is None and stage.temperature is None:
+        yield f"{field}.weights", None, "is not set, and neither is `temperature`, so that no share changes", "set one of them"
+        return
+    for name in stage.weights or ():
+        source = mixture.sources.get(name.partition("/")[0])
+        if source is None or ("/" in name and source.by is None):
+            rule = f"{name} is no source" if source is None else f"{name.partition('/')[0]} is not split `by` a field"
+            yield f"{field}.weights", [*(stage.weights or ())], rule, f"the sources are {', '.join(mixture.sources)}"
+    split = any(mixture.sources[name].by for name in stage.weights or () if name in mixture.sources)
+    if stage.temperature is not None and stage.weights is not None and not split:
+        rule = "does nothing, since all sources of the stage have weights, and none is split `by` a field"
+        yield f"{field}.temperature", stage.temperature, rule, "remove it, or the weights"
+
+
+def _total_tokens(config: Config) -> int | None:
+    """Tokens of the whole run; None if its length is not set, which another rule refuses."""
+    return None if config.train.steps is None and config.train.tokens is None else config.total_tokens
+
+
+CAPABILITY = Capability(key="data.mixture", rules=(_problems,))

@@ -1,0 +1,273 @@
+"""A decoder-only transformer: its sizes, and the parts of a layer that are no capability of their own."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from maxlm.config.capability import Capability, Config, Problems, divisors_text
+from maxlm.config.fields import Bool, Positive, PositiveFloat, Section, flatten
+from maxlm.config.sections.lora import LoraConfig
+from maxlm.config.sections.moe import MoeConfig
+from maxlm.config.sections.mtp import MtpConfig
+from maxlm.config.sections.parametrization import STANDARD, Multipliers, ParametrizationConfig
+from maxlm.config.sections.rope import RopeConfig
+
+
+class LatentConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one narrow vector a token."""
+
+    q_rank: Positive | None = None  # width that queries are squeezed to; None: they are not
+    kv_rank: Positive  # width that keys and values are squeezed to
+    nope_dim: Positive  # of a head's query and key, without position
+    rope_dim: Positive  # of a head's query, rotated; of the key that all heads share
+    value_dim: Positive  # of a head
+
+
+class LearnedPositionsConfig(Section):
+    """A learned vector a position, added to embeddings, in place of RoPE (GPT-2)."""
+
+    max_seq_len: Positive  # rows of the table
+
+
+class SoftcapConfig(Section):
+    """Soft caps: x becomes cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118)."""
+
+    attention: PositiveFloat | None = None  # of scaled attention scores
+    logits: PositiveFloat | None = None  # of logits
+
+
+class ClampConfig(Section):
+    """Bounds of `swiglu_clamped` (gpt-oss, arXiv 2508.10925): min(gate, limit) * sigmoid(slope * gate) * (clip(up, -limit, limit) + 1)."""
+
+    limit: PositiveFloat = 7.0  # largest absolute value
+    slope: PositiveFloat = 1.702  # factor of the gate inside the sigmoid
+
+
+class MultipliersConfig(Section):
+    """Constant factors of activations (Granite 3), multiplied with the factors of `model.parametrization`."""
+
+    embedding: PositiveFloat = 1.0  # of embeddings
+    residual: PositiveFloat = 1.0  # of what each sublayer adds
+    logits_divisor: PositiveFloat = 1.0  # logits are divided by it
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer."""
+
+    vocab_size: Positive  # rows of the embedding table
+    d_model: Positive  # width of hidden states
+    n_layers: Positive  # number of layers
+    n_heads: Positive  # heads of queries in each layer
+    n_kv_heads: Positive = 0  # derived: n_heads
+    head_dim: Positive = 0  # derived: d_model / n_heads; with latent attention nope_dim + rope_dim
+    d_ff: Positive  # width inside a feed-forward layer
+    # geglu and gelu in their tanh form, or exact (arXiv 1606.08415); swiglu_clamped: gpt-oss's (arXiv 2508.10925)
+    activation: Literal["swiglu", "geglu", "geglu_exact", "gelu", "gelu_exact", "swiglu_clamped"] = "swiglu"
+    clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
+    norm_eps: PositiveFloat = 1e-5  # added to the variance before its root is taken
+    norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
+    qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
+    # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
+    bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
+    learned_positions: LearnedPositionsConfig | None = None  # None: RoPE
+    rope: RopeConfig = RopeConfig()
+    rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
+    # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
+    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1, max_length=256)] = ("global",)
+    window: Positive | None = None  # tokens a local layer sees, itself included
+    attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
+    softcap: SoftcapConfig | None = None
+    tie_embeddings: Bool = False  # use the embedding table as unembedding
+    scale_embeddings: Bool = False  # multiply by sqrt(d_model) (Gemma)
+    multipliers: MultipliersConfig | None = None
+    init_std: PositiveFloat = 0.02  # standard deviation of initial weights
+    moe: MoeConfig | None = None  # None: every layer is dense
+    latent: LatentConfig | None = None  # None: grouped-query attention
+    sinks: Bool = False  # a learned score a head that no value belongs to (gpt-oss, arXiv 2508.10925)
+    mtp: MtpConfig | None = None
+    lora: LoraConfig | None = None  # None: every parameter is trained
+    parametrization: ParametrizationConfig | None = None  # None: the standard one
+
+    @property
+    def merged(self) -> "ModelConfig":
+        """The model without adapters: of parameters into which they are merged."""
+        return self if self.lora is None else self.model_copy(update={"lora": None})
+
+    @property
+    def dropless(self) -> "ModelConfig":
+        """The model whose experts drop no token, whatever capacity it is trained with: for evaluation and generation."""
+        if self.moe is None or self.moe.router.capacity is None or self.moe.router.choice == "expert":
+            return self
+        router = self.moe.router.model_copy(update={"capacity": None})
+        return self.model_copy(update={"moe": self.moe.model_copy(update={"router": router})})
+
+    @property
+    def balances_microbatches(self) -> bool:
+        """True if experts are balanced over each microbatch: then their number is part of the loss, and no mesh chooses it."""
+        return self.moe is not None and self.moe.router.balance_loss > 0 and self.moe.router.balance_over == "batch"
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Positions of the learned table; None with RoPE, which has no limit."""
+        return None if self.learned_positions is None else self.learned_positions.max_seq_len
+
+    def most_generated(self, prompt: int) -> int | None:
+        """Tokens of a prompt of so many tokens and its continuation at most, by RoPE; None: any."""
+        limits = [rope.most_generated(prompt) for rope in (self.rope, self.rope_local or self.rope)]
+        return None if self.learned_positions is not None else min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def attention_softcap(self) -> float | None:
+        """Cap of scaled attention scores, or None."""
+        return None if self.softcap is None else self.softcap.attention
+
+    @property
+    def logits_softcap(self) -> float | None:
+        """Cap of logits, or None."""
+        return None if self.softcap is None else self.softcap.logits
+
+    @property
+    def gated(self) -> bool:
+        """True if feed-forward layers have a gate."""
+        return self.activation not in ("gelu", "gelu_exact")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True if queries, keys and values have biases."""
+        return self.bias in ("qkv", "attention", "all")
+
+    @property
+    def out_bias(self) -> bool:
+        """True if the output projection of attention has a bias."""
+        return self.bias in ("attention", "all")
+
+    @property
+    def mlp_bias(self) -> bool:
+        """True if feed-forward layers and routers have biases."""
+        return self.bias in ("mlp", "all")
+
+    @property
+    def parametrized(self) -> Multipliers:
+        """Factors of activations that the parametrization gives; all 1 for the standard one."""
+        return STANDARD if self.parametrization is None else self.parametrization.multipliers(self.d_model, self.n_layers, self.head_dim)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of embeddings: the root of the width, or of the base model's width, with `scale_embeddings`; times the constant one."""
+        scale = self.d_model**0.5 * self.parametrized.embedding if self.scale_embeddings else 1.0
+        return scale * (1.0 if self.multipliers is None else self.multipliers.embedding)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores, without the factor of scaled RoPE."""
+        return (self.attention_scale or self.head_dim**-0.5) * self.parametrized.attention
+
+    @property
+    def output_scale(self) -> float:
+        """Factor of hidden states after a final norm."""
+        return self.parametrized.output / (1.0 if self.multipliers is None else self.multipliers.logits_divisor)
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor of the output of each sublayer, without the factor of the parametrization."""
+        return 1.0 if self.multipliers is None else self.multipliers.residual
+
+    @property
+    def mtp_depth(self) -> int:
+        """Modules that predict further ahead; 0 without multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.depth
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Matrices that `model.lora` may adapt, by their names in `model.lora.matrices`."""
+        latent, moe = self.latent, self.moe
+        compressed = ("query_down",) if latent is not None and latent.q_rank is not None else ()
+        attention = ("query", "key", "value", "out") if latent is None else ("query", "out", *compressed, "kv_down", "kv")
+        dense = moe is None or moe.n_dense or moe.n_shared
+        return *attention, *(("gate",) if dense and self.gated else ()), *(("up", "down") if dense else ())
+
+    @property
+    def n_dense(self) -> int:
+        """Layers before the first with experts; 0 where none has any."""
+        return 0 if self.moe is None else self.moe.n_dense
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        heads, width = values.get("n_heads"), values.get("d_model")
+        derived = {"n_kv_heads": heads}
+        latent = values.get("latent")
+        if latent is not None:
+            parts = latent.model_dump() if isinstance(latent, BaseModel) else latent if isinstance(latent, dict) else {}
+            nope, rope = parts.get("nope_dim"), parts.get("rope_dim")
+            derived["head_dim"] = nope + rope if isinstance(nope, int) and isinstance(rope, int) else None
+        elif isinstance(heads, int) and isinstance(width, int) and heads > 0 and width % heads == 0:
+            derived["head_dim"] = width // heads
+        given = {name: value for name, value in values.items() if value is not None or name not in cls.model_fields}
+        return {**{name: value for name, value in derived.items() if value is not None}, **given}
+
+
+def _problems(config: Config, model: ModelConfig) -> Problems:
+    if model.head_dim == 0:
+        yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
+    for name, rows in (("vocab_size", model.vocab_size), ("learned_positions.max_seq_len", model.max_seq_len or 0)):
+        if rows >= 2**31:
+            yield f"model.{name}", rows, "is above 2147483647, the most rows of a table that 32-bit ids and positions find", "lower it"
+    if model.n_heads % model.n_kv_heads:
+        rule = f"does not divide model.n_heads = {model.n_heads}"
+        yield "model.n_kv_heads", model.n_kv_heads, rule, f"use {divisors_text(model.n_heads)}"
+    if model.latent is None and model.learned_positions is None and model.head_dim % 2:
+        yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
+    yield from _latent(model)
+    yield from _windows(model)
+    if model.clamp is not None and model.activation != "swiglu_clamped":
+        rule = f"is read by swiglu_clamped alone, and model.activation = {model.activation}"
+        yield "model.clamp", "set", rule, "remove it, or use model.activation=swiglu_clamped"
+    if len(model.layer_pattern) > model.n_layers:
+        yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
+
+
+def _latent(model: ModelConfig) -> Problems:
+    """Multi-head latent attention, which has its own norms and head dims, and no biases."""
+    latent = model.latent
+    if latent is None:
+        return
+    if latent.rope_dim % 2:
+        yield "model.latent.rope_dim", latent.rope_dim, "must be even, since RoPE turns pairs", "use an even rope_dim"
+    dim = latent.nope_dim + latent.rope_dim
+    if latent.value_dim > dim:
+        rule = f"is above nope_dim + rope_dim = {dim}, and no attention kernel takes values that are wider than keys"
+        yield "model.latent.value_dim", latent.value_dim, rule, f"use {dim} at most, or a larger nope_dim"
+    wanted = {
+        "head_dim": (dim, f"model.latent has heads of nope_dim + rope_dim = {dim}"),
+        "n_kv_heads": (model.n_heads, f"model.latent gives each of model.n_heads = {model.n_heads} its own keys and values"),
+        "learned_positions": (None, "model.latent rotates a part of its queries and keys"),
+        "qk_norm": (False, "model.latent has norms of its own, before its keys and values are widened"),
+        "bias": ("none", "model.latent has no biases"),
+    }
+    for name, (value, rule) in wanted.items():
+        if getattr(model, name) != value:
+            fix = "remove it" if value is None else f"remove it, or use {value}"
+            yield f"model.{name}", "set" if value is None else getattr(model, name), rule, fix
+
+
+def _windows(model: ModelConfig) -> Problems:
+    local = "local" in model.layer_pattern
+    if local and model.window is None:
+        yield "model.window", None, "local layers in model.layer_pattern need a window in tokens", "set model.window"
+    unused = {"window": model.window, "rope_local": None if model.rope_local is None else "set"} if not local else {}
+    for name, value in unused.items():
+        if value is not None:
+            rule = "no layer in model.layer_pattern is local, so no layer would use it"
+            yield f"model.{name}", value, rule, "add `local` layers or remove it"
+
+
+def _identity(config: Config, model: ModelConfig) -> dict[str, Any]:
+    """All but weights of losses."""
+    return {f"model.{key}": value for key, value in flatten(model.model_dump(mode="json")) if key != "mtp.loss_weight"}
+
+
+CAPABILITY = Capability(key="model", rules=(_problems,), identity=_identity)

@@ -1,0 +1,79 @@
+"""The loss: next-token prediction, supervised fine-tuning, direct preference optimization."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import Float, PositiveFloat, Section
+from maxlm.config.sections.moe import MoeConfig
+
+
+class NextTokenConfig(Section):
+    """Next-token prediction."""
+
+    kind: Literal["next_token"]
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: next-token prediction of responses only."""
+
+    kind: Literal["sft"]
+
+
+class DpoConfig(Section):
+    """Direct preference optimization (arXiv 2305.18290). The frozen reference is the model that training starts from."""
+
+    kind: Literal["dpo"]
+    beta: PositiveFloat = 0.1  # strength of the pull towards the reference
+    label_smoothing: Annotated[Float, Field(ge=0, lt=0.5)] = 0.0  # probability that a pair is the wrong way round
+
+
+ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discriminator="kind")]  # rows of maxlm.objectives.OBJECTIVES
+
+
+def _problems(config: Config, objective: ObjectiveConfig) -> Problems:
+    """Fine-tuning on conversations, whose rows are packed and whose loss is a mean over responses or pairs."""
+    moe = config.model.moe
+    if objective.kind == "next_token":
+        return
+    kind = f"objective.kind = {objective.kind}"
+    yield from _packed_router(moe, objective.kind)
+    if not config.data.mask_documents:
+        yield "data.mask_documents", False, f"{kind} packs conversations, and attention stays inside each", "use true"
+    for name in ("balance_loss", "z_loss") if moe is not None else ():
+        if value := getattr(moe.router if moe else None, name):
+            rule = f"is a mean over all tokens, and {kind} divides by responses or pairs"
+            yield f"model.moe.router.{name}", value, rule, "use 0, which may differ from the source's"
+    if objective.kind != "dpo":
+        return
+    if config.train.start_from is None:
+        yield "train.start_from", None, f"{kind} needs the model that is its reference and its beginning", "set train.start_from.path"
+    if config.train.z_loss:
+        yield "train.z_loss", config.train.z_loss, f"{kind} compares log-probabilities, and adds nothing to them", "use 0"
+    if config.model.mtp is not None:
+        yield "model.mtp", "set", f"{kind} has no loss of tokens further ahead", "fine-tune with objective.kind=sft"
+
+
+def _packed_router(moe: MoeConfig | None, kind: str) -> Problems:
+    """Routers that look beyond a segment of a packed row, or that route a text in another way than the reference did."""
+    if moe is None:
+        return
+    router, name = moe.router, "model.moe.router"
+    if router.choice == "expert":
+        rule = f"compares the tokens of a whole row, and objective.kind = {kind} packs conversations that must not see each other"
+        yield f"{name}.choice", "expert", rule, "fine-tune a model whose tokens choose"
+    if kind == "dpo" and router.capacity is not None:
+        rule = "drops a token by what comes before it in the row, so one text has other log-probabilities in another row"
+        yield f"{name}.capacity", router.capacity, rule, "use null, which may differ from the source's"
+    if kind == "dpo" and router.jitter:
+        rule = "changes log-probabilities in training, and the reference's are computed without it"
+        yield f"{name}.jitter", router.jitter, rule, "use 0, which may differ from the source's"
+
+
+def _identity(config: Config, objective: ObjectiveConfig) -> dict[str, Any]:
+    """The kind; the absent section is next-token prediction."""
+    return {} if objective.kind == "next_token" else {"objective.kind": objective.kind}
+
+
+CAPABILITY = Capability(key="objective", rules=(_problems,), identity=_identity)

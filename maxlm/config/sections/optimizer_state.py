@@ -1,0 +1,83 @@
+"""Formats of the optimizer's state and of the master weights (docs/optimizer_state.md)."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, State
+from maxlm.config.fields import Section
+
+MomentFormat = Literal["float32", "bfloat16", "int8"]
+
+
+FLOAT32: Literal["float32"] = "float32"
+HALVES = "halves of masters"
+
+
+class OptimizerStateConfig(Section):
+    """State in fewer bytes. Absent: float32. Vectors (norms, biases) and routers are float32 in any case."""
+
+    # int8: 8-bit codes of a dynamic map, a float32 scale for each block of a dim (Dettmers 2021, arXiv 2110.02861). Of Muon its momentum.
+    moments: MomentFormat = FLOAT32
+    # None: as `moments`. factored: row and column means, whose product stands for a matrix (Adafactor, arXiv 1804.04235).
+    second_moment: MomentFormat | Literal["factored"] | None = None
+    # stochastic: up or down by chance, so that the mean is exact; a function of (seed, update). None: as the format needs it, int8 moments
+    # to the nearest code (they drift less so), bfloat16 moments and split24 masters stochastic.
+    rounding: Literal["stochastic", "nearest"] | None = None
+    # split: bfloat16 halves that matmuls read, and the other 16 bits apart; split24: 8 bits apart, 3 bytes in all
+    masters: Literal["float32", "split", "split24"] = FLOAT32
+
+    @property
+    def second(self) -> str:
+        """Format of the second moment."""
+        return self.second_moment or self.moments
+
+    def rounds_by_chance(self, format: str) -> bool:
+        """True if values stored in `format` (of a moment or of masters) are rounded stochastically."""
+        return self.rounding == "stochastic" if self.rounding is not None else format != "int8"
+
+
+def _problems(config: Config, state: OptimizerStateConfig) -> Problems:
+    """Formats of the optimizer's state that contradict the optimizer, and masters that contradict what reads them."""
+    name, field = config.optimizer.name, "optimizer.state"
+    if name == "adafactor" and state.moments != "float32":
+        yield f"{field}.moments", state.moments, "optimizer.name = adafactor has no first moment", "remove it, or use optimizer.name=adamw"
+    if name == "adafactor" and state.second_moment is not None:
+        rule = "the second moment of optimizer.name = adafactor is always factored"
+        yield f"{field}.second_moment", state.second_moment, rule, "remove it, or use optimizer.name=adamw"
+    if name == "lion" and state.second_moment is not None:
+        yield f"{field}.second_moment", state.second_moment, "optimizer.name = lion has no second moment", "remove it"
+    elif name not in ("adamw", "adafactor") and state.second_moment == "factored":
+        which = " of matrices" if name == "muon" else " that is factored"
+        rule = f"optimizer.name = {name} has no second moment{which}"
+        yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8, or optimizer.name=adamw"
+    if state.masters != "float32":
+        if config.precision.compute != "bfloat16":
+            rule = f"stores the bfloat16 half that matmuls read, and precision.compute = {config.precision.compute}"
+            yield f"{field}.masters", state.masters, rule, "use float32, or precision.compute=bfloat16"
+        if config.diloco is not None:
+            rule = "keeps no float32 weights whose mean over workers diloco could take"
+            yield f"{field}.masters", state.masters, rule, "use float32, or remove diloco"
+        if config.model.lora is not None:
+            rule = "is for weights that are trained, and model.lora trains few numbers"
+            yield f"{field}.masters", state.masters, rule, "use float32"
+
+
+def _inert(config: Config, state: OptimizerStateConfig) -> Iterator[Inert]:
+    if not {state.moments, state.second, state.masters} & {"bfloat16", "int8", "split24"}:
+        yield Inert("optimizer.state.rounding", "optimizer.state stores nothing that would be rounded", "set optimizer.state.moments")
+
+
+def _identity(config: Config, state: OptimizerStateConfig) -> dict[str, str]:
+    """Formats that change the leaves of the state."""
+    formats = {"moments": state.moments, "second_moment": state.second, "masters": state.masters}
+    return {f"optimizer.state.{name}": value for name, value in formats.items() if value != FLOAT32}
+
+
+def _state(config: Config, settings: OptimizerStateConfig, state: State, sizes: Sizes) -> State:
+    """Masters of matrices in two parts: halves that matmuls read, and the rest."""
+    if settings.masters == FLOAT32 or not state.matrix:
+        return state
+    return state.add("masters", 1 if settings.masters == "split24" else 2).add(HALVES, 2)
+
+
+CAPABILITY = Capability(key="optimizer.state", rules=(_problems,), inert=_inert, state=_state, identity=_identity)

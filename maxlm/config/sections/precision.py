@@ -1,0 +1,117 @@
+"""dtypes of the computation, of tokens on their way to experts, and the loss scale of float16."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from maxlm.config.capability import Capability, Config, Inert, Problems, refuse
+from maxlm.config.fields import Positive, Section
+from maxlm.config.sections.matmul import FIELD, ElementFormat, QuantizedConfig
+from maxlm.hardware import topologies
+from maxlm.hardware.chips import Chip
+
+LARGEST_SCALE = 2**24  # of a loss: with it the smallest number of float16, 2^-24, is 2^-48 of a gradient
+
+
+class DispatchConfig(Section):
+    """Tokens on their way to experts of other devices and back (mesh.expert), in 8 bits with a scale a token. Sums are not quantized."""
+
+    format: Literal["int8", "fp8"]  # of tokens that are sent or gathered; fp8: e4m3
+    outputs: Literal["int8", "e4m3", "bf16"] | None = (
+        None  # of experts' outputs that are sent back. None: as format. bf16: precision.compute
+    )
+    gradients: Literal["int8", "e4m3", "e5m2", "bf16"] | None = None  # of both; None: as format
+
+    @property
+    def element(self) -> ElementFormat:
+        """Format of tokens."""
+        return "int8" if self.format == "int8" else "e4m3"
+
+    @property
+    def output_element(self) -> ElementFormat | None:
+        """Format of outputs; None: `precision.compute`."""
+        return None if self.outputs == "bf16" else self.outputs or self.element
+
+    @property
+    def gradient_element(self) -> ElementFormat | None:
+        """Format of gradients of tokens and of outputs; None: `precision.compute`."""
+        return None if self.gradients == "bf16" else self.gradients or self.element
+
+
+class LossScaleConfig(Section):
+    """Dynamic loss scaling (Micikevicius 2018, arXiv 1710.03740, section 3.2): gradients are computed of the loss times a power of two, so
+    that small ones are above the smallest number of float16, and divided by it in float32. An overflow halves it.
+    """
+
+    initial: Positive = 2**16  # scale of the first update, a power of two
+    grow_after: Positive = 2000  # updates without an overflow, after which it is doubled, up to 2^24
+    smallest: Positive = 1  # it is not halved below; an overflow at it is a fault of the run
+
+
+class PrecisionConfig(Section):
+    """dtypes. Master weights, optimizer state, norms, softmax and loss are always float32."""
+
+    compute: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # float16: for GPUs without bfloat16
+    float32_matmul: Literal["default", "high", "highest"] = "default"  # passes of a float32 matmul
+    matmul: QuantizedConfig | None = None  # absent: operands are in `compute`
+    dispatch: DispatchConfig | None = None  # absent: tokens travel to experts in `compute`
+    loss_scale: LossScaleConfig | None = None  # of float16; absent: with its defaults
+
+    @property
+    def scaling(self) -> LossScaleConfig | None:
+        """Settings of the loss scale; None unless `compute` is float16."""
+        return (self.loss_scale or LossScaleConfig()) if self.compute == "float16" else None
+
+
+def _problems(config: Config, precision: PrecisionConfig) -> Problems:
+    dispatch, scaling = precision.dispatch, precision.scaling
+    if dispatch is not None and config.model.moe is None:
+        yield "precision.dispatch.format", dispatch.format, "the model has no experts (model.moe)", "remove precision.dispatch"
+    if scaling is not None:
+        yield from _float16(config, scaling)
+
+
+def _float16(config: Config, scale: LossScaleConfig) -> Problems:
+    """Settings of the loss's scale, and what hands gradients on in float16 after they are divided by it."""
+    for name in ("initial", "smallest"):
+        value = getattr(scale, name)
+        if value & (value - 1) or value > LARGEST_SCALE:
+            rule = f"is no power of two up to {LARGEST_SCALE}, by which alone multiplying is exact"
+            yield f"precision.loss_scale.{name}", value, rule, f"use {min(1 << (value.bit_length() - 1), LARGEST_SCALE)}"
+            return
+    if scale.smallest > scale.initial:
+        rule = f"is above precision.loss_scale.initial = {scale.initial}"
+        yield "precision.loss_scale.smallest", scale.smallest, rule, f"use {scale.initial} at most"
+    vanish = ", and in float16 those that the loss's scale has been taken out of would vanish"
+    others = {
+        "memory.offload_state": f"hands gradients on in precision.compute{vanish}",
+        "compression": f"sums gradients in precision.compute while it warms up{vanish}",
+        "diloco": "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting",
+    }
+    yield from refuse(config, others, fix="remove it, or use precision.compute=bfloat16 or float32")
+    quantized = config.precision.matmul
+    if quantized is not None and quantized.tile_size is not None:
+        rule = "has tiles, which are emulated by powers of two that float16 does not hold"
+        yield FIELD, "set", rule, f"use another {FIELD}.scaling, or precision.compute=bfloat16"
+
+
+def _on_chip(config: Config, precision: PrecisionConfig, chip: Chip) -> Problems:
+    if precision.compute == "float16" and topologies.is_tpu(chip):
+        yield "precision.compute", "float16", f"is for GPUs without bfloat16, and {chip.name} multiplies in bfloat16", "remove it"
+
+
+def _inert(config: Config, precision: PrecisionConfig) -> Iterator[Inert]:
+    compute = precision.compute
+    if compute != "float32":
+        yield Inert("precision.float32_matmul", f"it is for float32, and precision.compute = {compute}", "use precision.compute=float32")
+    if compute != "float16":
+        yield Inert("precision.loss_scale", f"it is for float16, and precision.compute = {compute}", "use precision.compute=float16")
+    if config.mesh.expert == 1 and config.model.moe is not None:
+        yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
+
+
+def _identity(config: Config, precision: PrecisionConfig) -> dict[str, Any]:
+    """The loss scale is part of the state."""
+    return {} if precision.scaling is None else {"precision.compute": precision.compute}
+
+
+CAPABILITY = Capability(key="precision", rules=(_problems,), chip_rules=(_on_chip,), inert=_inert, identity=_identity)

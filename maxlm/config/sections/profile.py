@@ -1,0 +1,34 @@
+"""Traces of a few steps of the run (docs/profile.md)."""
+
+import itertools
+from typing import Annotated
+
+from pydantic import Field, Strict, model_validator
+
+from maxlm.config import paths
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import Positive, Section
+
+
+class ProfileConfig(Section):
+    """Traces of a few steps of the run, each reduced to a page in `profile/` of its folder (docs/profile.md)."""
+
+    at: Annotated[tuple[Positive, ...], Field(min_length=1)] = (100,)  # updates done before the first step of each trace
+    steps: Annotated[int, Strict(), Field(ge=1, le=100)] = 3  # of a trace
+
+    @model_validator(mode="after")
+    def _apart(self) -> "ProfileConfig":
+        if any(later - earlier <= self.steps for earlier, later in itertools.pairwise(self.at)):
+            paths.refuse(
+                f"name steps in increasing order, more than {self.steps} (steps of a trace) apart", "change `at`, or lower `steps`"
+            )
+        return self
+
+
+def _problems(config: Config, settings: ProfileConfig) -> Problems:
+    if settings.at[-1] + settings.steps >= config.total_steps:
+        rule = f"with {settings.steps} steps a trace must end before the run does, at step {config.total_steps}"
+        yield "run.profile.at", list(settings.at), rule, "trace earlier steps, or fewer"
+
+
+CAPABILITY = Capability(key="run.profile", rules=(_problems,))

@@ -1,0 +1,36 @@
+"""Texts that the model writes at the end of the run."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.fields import Bool, Positive, Section, Text
+
+
+class SamplesConfig(Section):
+    """Texts that the model writes at the end of the run, printed."""
+
+    prompts: Annotated[tuple[Text, ...], Field(min_length=1)]  # beginnings of the texts
+    tokens: Positive = 64  # of each continuation
+    chat: Bool = False  # prompts are messages to the assistant, rendered by the chat template
+
+
+GENERATED = 8  # times data.seq_len: the longest text that is generated with RoPE
+
+
+def most_generated(config: Config) -> int:
+    """Tokens of a prompt and its continuation at most."""
+    limit = config.model.max_seq_len
+    return limit if limit is not None else max(GENERATED * config.data.seq_len, 4096)
+
+
+def _problems(config: Config, samples: SamplesConfig) -> Problems:
+    limit = most_generated(config)
+    if samples.tokens >= limit:
+        of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
+        rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
+        yield "samples.tokens", samples.tokens, rule, f"use for example {limit // 2}"
+
+
+CAPABILITY = Capability(key="samples", rules=(_problems,))

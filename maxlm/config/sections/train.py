@@ -1,0 +1,74 @@
+"""Length of the training, and size of a step."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from maxlm.config.capability import Capability, Config, Problems, Sizes, divisors_text, keeps
+from maxlm.config.fields import Count, LocalPath, NonNegative, Positive, Section, Seed, Tokens
+from maxlm.config.sections.batch_ramp import BatchStageConfig
+from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.sections.noise_scale import NoiseScaleConfig
+
+WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
+
+
+class StartFromConfig(Section):
+    """Parameters to begin with, from a run or an imported model; the optimizer and the schedule begin anew."""
+
+    path: LocalPath  # the folder of the run or of the imported model
+    step: Count | None = None  # of its checkpoint; None: the newest
+    weights: WeightsKind = "raw"  # parameters, or their moving average
+
+
+class TrainConfig(Section):
+    """Length of the training and size of a step."""
+
+    steps: Positive | None = None  # or `tokens`
+    tokens: Tokens | None = None  # or `steps`; rounded up to whole steps
+    global_batch: Positive  # sequences an update
+    microbatches: Positive = 1  # gradient accumulation: parts of the global batch, one after another, or along a pipeline
+    seed: Seed = 0  # of initial weights and of the data order
+    z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (PaLM, arXiv 2204.02311)
+    loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
+    start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
+    branch_from: BranchFromConfig | None = None
+    # Batches before those of `global_batch`, smallest first. The schedule then goes by tokens; each size is a compiled program of its own.
+    batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(min_length=1, max_length=8)] | None = None
+    noise_scale: NoiseScaleConfig | None = None
+    eval_every: Positive | None = None  # steps; None: only at the end
+    eval_batches: Count = 8  # 0: no evaluation
+
+
+def _problems(config: Config, train: TrainConfig) -> Problems:
+    seq_len = config.data.seq_len
+    if train.steps is None and train.tokens is None:
+        yield "train.steps", None, "exactly one of train.steps and train.tokens must be set", "set one of them"
+    if train.steps is not None and train.tokens is not None:
+        rule = f"train.tokens = {train.tokens} is set, too, and exactly one of them must be"
+        yield "train.steps", train.steps, rule, "write train.tokens=null to keep the steps, or train.steps=null to keep the tokens"
+    if train.global_batch % train.microbatches:
+        rule = f"is not a multiple of train.microbatches = {train.microbatches}"
+        yield "train.global_batch", train.global_batch, rule, "change one of them"
+    if seq_len % train.loss_chunks:
+        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors_text(seq_len)}"
+    if train.eval_every is not None and train.eval_batches == 0:
+        yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
+    if config.data.eval is not None and train.eval_batches == 0:
+        yield "data.eval", config.data.eval.stores, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
+
+
+def _batch(config: Config, train: TrainConfig, sizes: Sizes) -> Problems:
+    """Rows of a microbatch, which workers that train apart share first."""
+    diloco = config.diloco
+    apart, by = (sizes["data"], "mesh data") if diloco is None else (diloco.workers, "diloco.workers")
+    shards = apart * sizes["fsdp"] * sizes["expert"]
+    if train.global_batch // train.microbatches % shards:
+        good = math.ceil(train.global_batch // train.microbatches / shards) * shards * train.microbatches
+        parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"
+        rule = f"{parts} must split over the {shards} shards of {by} x fsdp x expert"
+        yield "train.global_batch", train.global_batch, rule, f"use {good}, or fewer shards"
+
+
+CAPABILITY = Capability(key="train", rules=(_problems,), mesh_rules=(_batch,), identity=keeps("train.seed", "train.global_batch"))

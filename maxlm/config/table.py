@@ -1,0 +1,74 @@
+"""The table of capabilities: a record for each file of `maxlm/config/sections/` and for each that another package registers.
+
+Its order is the order of the settings in a config, so the rules of a section run after those of the sections before it.
+"""
+
+import pkgutil
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from pydantic import BaseModel, create_model
+
+from maxlm.config import sections
+from maxlm.config.capability import FLOAT32, Capability, Sizes, State, StateEntry
+from maxlm.config.explain import sections_of
+from maxlm.config.fields import Section
+from maxlm.config.schema import Config
+
+_registered: list[Capability] = []
+
+
+def register(capability: Capability) -> None:
+    """Add the capability of another package. Raises ValueError if the table has its key."""
+    if any(capability.key == known.key for known in capabilities()):
+        raise ValueError(f"the table of capabilities has {capability.key} already")
+    _registered.append(capability)
+    capabilities.cache_clear()
+    config_class.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def capabilities() -> tuple[Capability, ...]:
+    """All records, in the order of the settings."""
+    names = sorted(module.name for module in pkgutil.iter_modules(sections.__path__))
+    found = [import_module(f"{sections.__name__}.{name}").CAPABILITY for name in names]
+    places = list(dict.fromkeys(_keys(Config)))
+    return tuple(sorted([*found, *_registered], key=lambda one: places.index(one.key) if one.key in places else len(places)))
+
+
+def present(config: Config) -> Iterator[tuple[Capability, Any]]:
+    """The capabilities whose section is in `config`, each with the section."""
+    return ((one, section) for one in capabilities() if (section := one.setting(config)) is not None)
+
+
+@lru_cache(maxsize=1)
+def config_class() -> type[Config]:
+    """`Config` with a field for each section of the table that it does not declare itself."""
+    added: dict[str, Any] = {one.key: (one.section | None, None) for one in capabilities() if one.section is not None}
+    return create_model("Config", __base__=Config, **added) if added else Config
+
+
+def identity(config: Config, tokenizer: str) -> dict[str, str]:
+    """Field -> value of the settings that a checkpoint must share with the run that continues it. `tokenizer`: its hash."""
+    found: dict[str, Any] = {}
+    for one, section in present(config):
+        found |= one.identity(config, section) if one.identity is not None else {}
+    return {**{key: str(value) for key, value in found.items() if value is not None}, "tokenizer": tokenizer}
+
+
+def state(config: Config, sizes: Sizes, moments: int, numbers: int = 1, *, matrix: bool = True) -> State:
+    """State that an update keeps of so many numbers of a parameter, on a mesh of these sizes. `moments`: bytes that the optimizer adds."""
+    compute = FLOAT32 if config.precision.compute == "float32" else FLOAT32 // 2
+    kept = State({"masters": StateEntry(FLOAT32 * numbers), "moments": StateEntry(moments)}, compute, numbers, matrix)
+    for one, section in present(config):
+        kept = kept if one.state is None else one.state(config, section, kept, sizes)
+    return kept
+
+
+def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, info in section.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in sections_of(info):
+            yield from _keys(inner, f"{prefix}{name}.") if issubclass(inner, Section) else ()
