@@ -102,6 +102,7 @@ class Block:
     shape: Any
 
     def run(self) -> None:
+        """Walk the tiles of this thread block by its three warpgroups."""
         warpgroup = jax.lax.axis_index("warpgroup")
 
         def memory() -> None:
@@ -186,6 +187,7 @@ class Block:
 
 
 def laid_out(x: jax.Array, layout: Any, shape: Any) -> jax.Array:
+    """x in a layout of registers."""
     return x if shape.interpret else plgpu.layout_cast(x, layout)
 
 
@@ -195,6 +197,7 @@ def zeros(dims: tuple[int, int], dtype: Any, shape: Any) -> jax.Array:
 
 
 def load(ref: Ref, layout: Any, shape: Any) -> jax.Array:
+    """Load an array of shared memory into registers of a layout."""
     return ref[...] if shape.interpret else plgpu.load(ref, *_WHOLE, layout=layout)
 
 
@@ -264,6 +267,7 @@ def operand(x: jax.Array | Ref) -> jax.Array:
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Matmul with float32 sums, for the interpreter."""
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 

@@ -49,7 +49,7 @@ def precision_problem() -> str:
 
 
 def multiplied(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Operands of a matmul whose result is float32, in the dtype they are multiplied in: their own, but float32 on a CPU.
+    """Operands of a matmul with a float32 result, in the dtype they are multiplied in: their own, but float32 on a CPU.
 
     XLA:CPU gives some bfloat16 matmuls with a float32 result to a library and some to code that refuses them when it runs ("Unsupported
     element type for DotThunk::Execute: BF16 x BF16 = F32", jax 0.10.2); which ones depends on shapes, layouts and the CPU. A product of two

@@ -35,7 +35,7 @@ import optax
 from maxlm.config import Config, load
 from maxlm.config.errors import UserError
 from maxlm.data.batch import Batch, batch_of_windows
-from maxlm.models.layers import rope_angles, rotate
+from maxlm.models.mixers.attention import rope_angles, rotate
 from maxlm.parallel import build_mesh
 from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.files import FileObserver

@@ -35,7 +35,7 @@ __all__ = [
 
 _At = tuple[jax.Array, jax.Array | None]  # segment ids, positions if any
 
-# B batch, S queries, T keys, H query heads, G key/value heads, K head dim, V that of values
+# B batch, S queries, T keys, H query heads, G key/value heads, K head dim, V head dim of values
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def attention(
     positions (any integers that grow along a document), by default the index in the sequence. `prefix_BT` marks the keys of the prefix of
     their document, for a mask of form "prefix". H must be a multiple of G: query head h reads key head h // (H / G). Values may be narrower
     than keys.
-    `softcap` c caps scaled scores by c * tanh(score / c). A sink is one more score of every query of a head, of a key whose value
-    is 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32.
+    `softcap` c caps scaled scores by c * tanh(score / c). A sink is one more score of every query of a head, of a key with a value
+    of 0 (arXiv 2309.17453; learned: gpt-oss, arXiv 2508.10925). Scores, softmax and accumulation are float32.
     `layout`: how the current mesh splits the operands. `implementation`: "flash" (causal masks) and "splash" (causal and bidirectional) on
     TPU, "hopper" (causal) on H100 and H200, "xla" (every mask), or None for the best that the device of that mesh runs. Remat policies save
     by the name "attention". Raises ValueError for shapes that do not fit, and for what the requested implementation cannot run.

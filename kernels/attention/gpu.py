@@ -48,7 +48,7 @@ def attention_hopper(
 ) -> tuple[Float[Array, "B S H K"], Float[Array, "B H S"] | None]:
     """See `maxlm.kernels.attention`; one device's share, causal masks, queries and keys of the same tokens, what `why_not` allows.
 
-    `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be. Raises ValueError for a scale that is not above 0.
+    `interpret`: for Pallas's GPU interpreter; the caller must be in its mode. Raises ValueError for a scale that is not above 0.
     """
     if scale <= 0:
         raise ValueError(f"attention: hopper cannot run this: a scale of {scale} is not above 0, and it looks for the largest raw score")

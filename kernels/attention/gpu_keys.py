@@ -41,7 +41,7 @@ def dkv(operands: Mapping[str, jax.Array], shape: Shape) -> tuple[jax.Array, jax
         "v_tile": keys,
         "q_tile": queries,
         "dout_tile": queries,
-        # Weights, less what the cap takes off, from the warpgroup of dv to that of dk, where they are two.
+        # Weights, less what the cap takes off, from the warpgroup of dv to the warpgroup of dk, where they are two.
         "slopes": hopper.swizzled((ROWS, ROWS), jnp.float32) if shape.parts == 1 else plgpu.SMEM((ROWS,), jnp.float32),
         "lse_row": plgpu.SMEM((SLOTS, shape.queries), jnp.float32),
         "delta_row": plgpu.SMEM((SLOTS, shape.queries), jnp.float32),
@@ -219,7 +219,7 @@ class _Columns:
         return jax.lax.cond(cut, masked, lambda scores: scores, scores)
 
     def _products(self, slot: Index, weights: jax.Array, dscores: jax.Array, dk: jax.Array, dv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(dk, dv) with those of a tile of queries."""
+        """(dk, dv) with the contributions of a tile of queries added."""
         q_ref, dout_ref = self.refs.q_tile.at[slot], self.refs.dout_tile.at[slot]
         if self.shape.interpret:
             return hopper.add_product(dk, dscores, q_ref, self.shape), hopper.add_product(dv, weights, dout_ref, self.shape)
@@ -235,7 +235,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _WideColumns(_Columns):
-    """For a head dim of 256: one tile of keys, whose dv the first warpgroup holds and whose dk the second.
+    """For a head dim of 256: one tile of keys; the first warpgroup holds its dv and the second its dk.
 
     Only the first reads keys, and stores its results in their place; the second does the same with values.
     """

@@ -2,7 +2,7 @@
 
 Two compute warpgroups hold ROWS queries each, and one loads tiles of keys and values, from the diagonal back.
 
-Backward, scores are formed a second time, beside `gpu_keys`: seven matmuls a tile in all where five would do. With five, thread blocks that
+Backward, scores are formed again, as in `gpu_keys`: seven matmuls a tile in all where five would do. With five, thread blocks that
 hold keys add up dq in HBM, either in the order in which they come to it, which no two runs share, or each waiting for its turn. Here a sum
 stays in the registers of one warpgroup, which takes tiles of keys in the same order every time.
 """
@@ -46,7 +46,7 @@ def _key_scratch(shape: Shape, stages: int, dtype: Any) -> dict[str, Any]:
 class _QueryTile:
     """The queries of one computing warpgroup: block `i` of sequence `b`, tiles of keys from `last` back, `tiles` of them.
 
-    Of `refs` it reads bounds, k, v, segments, query_segments and those of `_key_scratch`. Keys before tile `whole` and those on the
+    Of `refs` it reads bounds, k, v, segments, query_segments and the arrays of `_key_scratch`. Keys before tile `whole` and those on the
     diagonal are masked for some of these queries.
     """
 
@@ -172,7 +172,7 @@ def forward(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, segments_BS
         "lse_row": plgpu.SMEM((2, ROWS), jnp.float32),
         **_key_scratch(shape, 2, dtype),
         "q_full": plgpu.Barrier(num_arrivals=3, num_barriers=2),
-        "turn": plgpu.Barrier(num_barriers=2),  # whose turn at the tensor cores it is
+        "turn": plgpu.Barrier(num_barriers=2),  # the warpgroup that has the tensor cores now
     }
     results = {
         "out": jax.ShapeDtypeStruct(q_BSHK.shape, dtype),
@@ -297,7 +297,7 @@ class _ForwardTile(_QueryTile):
 
 
 def dq(operands: Mapping[str, jax.Array], shape: Shape) -> jax.Array:
-    """Gradient of q, by q, k, v, dout, segments, lse in base 2 and delta: sum of output times its gradient, less that of the logsumexp."""
+    """Gradient of q, by q, k, v, dout, segments, lse in base 2 and delta: sum of output times its gradient, less lse's gradient."""
     q_BSHK, dtype = operands["q"], operands["q"].dtype
     scratch = {
         "q_tile": hopper.swizzled((2, ROWS, shape.head_dim), dtype),  # later dq
@@ -315,7 +315,7 @@ def dq(operands: Mapping[str, jax.Array], shape: Shape) -> jax.Array:
 @dataclass(frozen=True)
 class _DqTile(_QueryTile):
     def run(self) -> None:
-        """While one warpgroup forms gradients of scores from products, those of the other are under way."""
+        """While one warpgroup forms gradients of scores from products, the other's products are under way."""
         refs, shape, mine = self.refs, self.shape, self.group
         head, full = jax.lax.axis_index("head"), refs.q_full.at[mine]
         for source, tile in (

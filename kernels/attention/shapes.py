@@ -23,6 +23,7 @@ class AttentionShape:
 
     @property
     def mask(self) -> Mask:
+        """The attention mask."""
         return Mask(window=self.window)
 
     def segments(self, batch: int, seed: int = 0) -> np.ndarray:

@@ -71,7 +71,7 @@ def _largest_block(tokens: int, most: int) -> int:
 
 
 def _block_mask(mask: Mask, shape: tuple[int, int]) -> masks.Mask:
-    """`mask` in splash's terms; documents are told apart by segment ids beside it."""
+    """`mask` in splash's terms; segment ids, given separately, tell documents apart."""
     causal = mask.form == "causal"
     window = mask.window_within(max(shape))
     if window is None:

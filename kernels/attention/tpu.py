@@ -23,7 +23,7 @@ from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, 
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import LANES, VMEM_BYTES, WIDE, Index, Ref, device
 
-# B batch, S sequence, H query heads, G key/value heads, K head dim, V that of values, N = H V, Q queries and T keys of a block
+# B batch, S sequence, H query heads, G key/value heads, K head dim, V head dim of values, N = H V, Q queries and T keys of a block
 
 # Heads of the output take whole lanes, or two of them share those, and a block of the sequence is a multiple of them.
 FORWARD, BACKWARD = "attention_forward", "attention_backward"  # names of the kernels in the compiled program
@@ -81,9 +81,9 @@ def table() -> dict[tuple[str, bool, int], Blocks]:
 class _Shape:
     """Static parameters of a compiled kernel.
 
-    `scale` and `softcap` as in `attention`, `window` as in `Mask`; `block`: tokens a block, `sizes`: those of both kernels; `flipped`:
+    `scale` and `softcap` as in `attention`, `window` as in `Mask`; `block`: tokens a block, `sizes`: the blocks of both kernels; `flipped`:
     gradients are summed head dim by tokens; `offset`: tokens that a query stands after the key of the same index, a multiple of the
-    block; `value_dim`: head dim of values, where it is not `head_dim`, that of queries and keys.
+    block; `value_dim`: head dim of values, where it differs from `head_dim`, the head dim of queries and keys.
     """
 
     heads: int
@@ -116,7 +116,7 @@ class _Shape:
 
     @property
     def together(self) -> int:
-        """Heads whose output lies in the same lanes: two that are half as wide, and read the same keys or each its own."""
+        """Heads with output in the same lanes: two that are half as wide, and read the same keys or each its own."""
         halves = 2 * self.values == LANES and (self.share % 2 == 0 or (self.share == 1 and self.heads % 2 == 0))
         return 2 if halves else 1
 
@@ -148,8 +148,8 @@ class _Shape:
         """Scores of one head that are formed when a sequence is one document."""
         cut = 1 if backward else self.block // self.tile
         diagonal = max(self.blocks - self.blocks_ahead, 0)
-        beside = sum(max(min(i + self.blocks_ahead, self.blocks) - _first_block(i, self), 0) for i in range(self.blocks))
-        return self.block**2 * beside + diagonal * (self.block // cut) ** 2 * cut * (cut + 1) // 2
+        crossed = sum(max(min(i + self.blocks_ahead, self.blocks) - _first_block(i, self), 0) for i in range(self.blocks))
+        return self.block**2 * crossed + diagonal * (self.block // cut) ** 2 * cut * (cut + 1) // 2
 
 
 def computed_pairs(seq_len: int, head_dim: int, mask: Mask, device_kind: str) -> tuple[int, int]:
@@ -206,7 +206,7 @@ def attention_flash(
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"] | None]:
     """See `maxlm.kernels.attention`; one device's share, causal masks, queries and keys of the same tokens. S must be a multiple of 128.
 
-    `blocks`: instead of those of the table.
+    `blocks`: instead of the table's.
     """
     batch, seq_len, heads, head_dim = q_BSHK.shape
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHK, k_BSGK, v_BSGV)]
@@ -420,7 +420,7 @@ class _Softmax:
         self.mixed_ref[...] = jnp.zeros_like(self.mixed_ref)
 
     def begin(self, j: Index, mask: str) -> None:
-        """The keys of block j, the nearest: those of one tile give each query its reference, on the diagonal that of the query itself."""
+        """The keys of block j, the nearest: the keys of one tile give each query its reference, on the diagonal the query's own key."""
         for queries in self.tiles:
             near = queries if mask in (_ORDER, _ALL) else self.tiles[-1]
             far, seen = pl.Slice(0, near.start), pl.Slice(0, near.start + near.size)
@@ -494,7 +494,7 @@ def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
     def begin(*masks: str) -> None:
         _on_blocks(b, i, near, ranges_ref, shape, functools.partial(softmax.begin, near), *masks)
 
-    def beside(j: jax.Array, _: None) -> None:
+    def unmasked(j: jax.Array, _: None) -> None:
         _on_blocks(b, i, j, ranges_ref, shape, functools.partial(softmax.add, j), _NONE, _APART)
 
     softmax.clear()
@@ -503,7 +503,7 @@ def _forward_kernel(shape: _Shape, *refs: Ref) -> None:
     else:
         pl.when(near == i + shape.blocks_ahead)(functools.partial(begin, _ORDER, _ALL))
         pl.when((near < i + shape.blocks_ahead) & (first <= near))(functools.partial(begin, _NONE, _APART))
-    jax.lax.fori_loop(first, near, beside, None)
+    jax.lax.fori_loop(first, near, unmasked, None)
     out_QN, lse_ref[0, 0] = softmax.result()
     mine_1N = jax.lax.broadcasted_iota(jnp.int32, (1, shape.columns), 1) // shape.values == r
     out_QN = out_QN.astype(out_ref.dtype)
@@ -665,7 +665,7 @@ def _sum_order(pair: tuple[Any, Any], shape: _Shape) -> tuple[Any, Any]:
 
 def _cost(matmuls: tuple[int, int], batch: int, shape: _Shape, arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> pl.CostEstimate:
     """Cost for sequences of one document each: FLOPs of the scores that are formed, bytes between HBM and VMEM. `matmuls`: over the head
-    dim of keys, and over that of values, both of whole lanes: narrower ones leave a part of the matrix unit idle.
+    dim of keys, and over the head dim of values, both of whole lanes: narrower ones leave a part of the matrix unit idle.
     """
     scores = batch * shape.heads * shape.computed(backward=sum(matmuls) > 2)
     dims = matmuls[0] * padded(shape.head_dim) + matmuls[1] * padded(shape.values)

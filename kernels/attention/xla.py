@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxlm.kernels.attention.mask import Mask
 from maxlm.kernels.platform import multiplied
 
-# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K head dim, V that of values, N query blocks
+# B batch, S queries, T keys, H query heads, G key/value heads, R query heads a key head, K and V head dims, N query blocks
 
 QUERY_BLOCK = 1024  # scores of at most this many queries exist at a time
 At = tuple[Int[Array, "B S"], Int[Array, "B S"]]  # segment ids, positions
@@ -113,6 +113,7 @@ def masked_scores(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "B G R S T"]:
+    """Scaled, capped scores in float32, plus the bias of the mask."""
     batch, queries, heads, head_dim = q_BSHK.shape
     groups = k_BTGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, queries, groups, heads // groups, head_dim)

@@ -26,7 +26,7 @@ def grouped_matmul(
     """Row m of group e times w[e], or, `transposed`, rows of N times the transpose of w[e], on one device.
 
     Weights of groups lie side by side, w[e] in columns e N to (e + 1) N: what a mesh splits along K is gathered without being moved again.
-    Group e has `group_sizes_E[e]` rows (any number, 0 included), after those of the groups before it. Rows beyond all groups give 0 and get
+    Group e has `group_sizes_E[e]` rows (any number, 0 included), after the groups before it. Rows beyond all groups give 0 and get
     no gradient; an empty group's weights get a gradient of 0. Sums are float32, rounded once to the dtype of x. What is in one group's
     rows, NaN included, changes no bit of another's. `implementation`: "tpu", "hopper" (H100 and H200), "xla", or None for the best that
     the device of the current mesh runs. Raises ValueError for shapes and dtypes that do not fit, for sizes that are known when traced

@@ -53,7 +53,7 @@ def product(
 ) -> Float[Array, "M D"]:
     """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups. What `why_not` allows.
 
-    `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
+    `interpret`: for Pallas's GPU interpreter; the caller must be in its mode.
     """
     (rows, contracted), dtype = x_MC.shape, x_MC.dtype
     wide = w_KG.shape[0] if transposed else w_KG.shape[1] // len(group_sizes_E)
@@ -143,7 +143,7 @@ class _ProductBlock(Block):
         pl.when(jnp.logical_not(self._has_weights(v)))(lambda: self._store(mine, v, j, hopper.zeros((SHARE, shape.columns), dtype, shape)))
 
     def _store(self, mine: Index, v: Index, j: Index, value: jax.Array) -> None:
-        """Store those of this warpgroup's rows of a tile that belong to the visit."""
+        """Store this warpgroup's rows of a tile, as far as they belong to the visit."""
         refs, shape, rank, start = self.refs, self.shape, self.refs.ranks[v], self.refs.tiles[v] * ROWS + mine * SHARE
         low, high = (jnp.clip(refs.starts[rank + edge] - start, 0, SHARE) for edge in (0, 1))
         whole = high - low == SHARE
@@ -162,7 +162,7 @@ class _ProductBlock(Block):
                 hopper.store_unswizzled(refs.edge.at[mine], piece, shape)
                 plgpu.commit_smem()
                 at, size = low, SHARE // 2
-                while size:  # a copy's size is known when it is compiled: those of the binary digits of the number of rows
+                while size:  # a copy's size is fixed when it is compiled: one copy for each binary digit of the number of rows
                     taken = (high - low) & size
 
                     @pl.when(taken > 0)
@@ -220,7 +220,7 @@ class _WeightsShape:
 
 @dataclass(frozen=True)
 class _WeightsBlock(Block):
-    """Tiles of rows are those of all groups, one group's after the other's; rows of a tile are columns of x."""
+    """Tiles of rows: the tiles of all groups, one group after another; rows of a tile are columns of x."""
 
     def walk(self, visit: Callable[[Index, Index, Index], None]) -> Index:
         shape, block = self.shape, jax.lax.axis_index("block")

@@ -3,7 +3,7 @@
 A product contracts what lies along a row and along a column of the weights, so a row and a column of a group may have a scale each. The
 gradient of the weights contracts rows: scales must not differ between those that one dot sums. It adds up dots of `SCALED_ROWS` rows in
 float32, so that many rows may share a scale for each column. Rows are sorted by group: a group has scales nearly of its own, while one
-with large gradients, of all rows, would round those of others to 0; and scales need no second pass over the operand, nor sizes of groups.
+with large gradients, of all rows, would round the others to 0; and scales need no second pass over the operand, nor sizes of groups.
 """
 
 from typing import NamedTuple

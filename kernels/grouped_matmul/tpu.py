@@ -30,7 +30,7 @@ from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE, Index, Ref, v
 FORWARD, ROWS, WEIGHTS = "grouped_matmul_forward", "grouped_matmul_by_transpose", "grouped_matmul_transposed_dw"
 MOST_ROWS = 512  # of a tile
 PIECES, DEEP_PIECE = (256, 128), 256  # rows of what is computed of a tile where groups meet; the weights' gradient contracts them
-DEEP_PIECES = (512, DEEP_PIECE)  # of 8 bits, whose contraction must be longer to outlast the sum in float32 that follows it
+DEEP_PIECES = (512, DEEP_PIECE)  # of 8 bits: the contraction must be longer, to outlast the sum in float32 that follows
 MOST_COLUMNS = 2048  # of a product's tile: all rows are read once for each
 SIZES = (512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a tile of the weights' gradient, besides multiples of LANES that divide them
 MOST_CYCLES = 8192  # of one dot: all of it is straight code, which takes long to compile
@@ -63,7 +63,7 @@ def product_tiles(rows: int, contracted: int, columns: int, itemsize: int, kind:
 
 
 def _widths(columns: int, cores: int) -> Iterator[int]:
-    """Tiles that divide the columns, the widest first: those that are as many for each core, and then those of one core."""
+    """Tiles that divide the columns, the widest first: first tiles that give every core as many, then tiles for one core."""
     if columns % LANES:  # of a product by transposes: rows of the weights
         yield columns
     for shared in dict.fromkeys((cores, 1)):
@@ -146,7 +146,7 @@ def product(
 ) -> Float[Array, "M D"]:
     """Every row times the weights of its group, or, transposed, times their transpose; 0 beyond all groups.
 
-    `tiles`: instead of the first of `product_tiles`. `scales`: of quantized operands; `dtype`: of the result, by default that of x.
+    `tiles`: instead of the first of `product_tiles`. `scales`: of quantized operands; `dtype`: of the result, by default as x.
     """
     (rows, contracted), columns = x_MC.shape, w_KG.shape[0] if transposed else w_KG.shape[1] // len(group_sizes_E)
     dtype = jnp.dtype(dtype or x_MC.dtype)

@@ -109,7 +109,7 @@ def token_scores(
 ) -> TokenScores:
     """Scores of every target, as `linear_cross_entropy` sees it; no gradient flows through them.
 
-    The gradient of any function of the likelihoods is that of `linear_cross_entropy` with its derivatives by each of them as the weights.
+    The gradient of any function of the likelihoods is the gradient of `linear_cross_entropy` weighted by the function's derivatives.
     """
     _check_shapes(x_BSD, w_VD, targets_BS, targets_BS, chunks)
     layout = layout or Layout()
@@ -191,7 +191,7 @@ def _specs(layout: Layout) -> tuple[P, P, P]:
 
 
 def _gathered(layout: Layout, x: jax.Array, w: jax.Array, formats: LossFormats | None) -> tuple[jax.Array, jax.Array | QuantizedTable]:
-    """x and w of one device, whole along what is split beside the batch, the sequence of tokens and the vocabulary."""
+    """x and w of one device, whole along every split dim but the batch, the sequence of tokens and the vocabulary."""
     if layout.vocab:
         x = jax.lax.all_gather(x, layout.vocab, axis=1, tiled=True)
     if formats is not None:
@@ -246,7 +246,7 @@ def _chunked(
     gradients: bool,
 ) -> tuple[_Sums, Float[Array, "B S D"], Float[Array, "D V"], Float[Array, ""]]:
     """(total, nll, z) sums of one device's share; if asked for, the gradients of `total`: dx in x's dtype, dw in float32; and the number
-    of tokens whose sum of exponentials is none of `_SUMS`. `words`: see `_shift`.
+    of tokens with a sum of exponentials outside `_SUMS`. `words`: see `_shift`.
 
     With the vocabulary split over axes of a mesh, dx is this shard's part and must be summed over them by the caller.
     """
@@ -282,7 +282,7 @@ def _gradients(
     row_Bs: jax.Array,
     weights_Bs: jax.Array,
 ) -> tuple[Float[Array, "B s D"], Float[Array, "D V"]]:
-    """Gradients of a chunk's `total`, by that of the logits: (exp * share - is_target) * slope * weight. Exponentials times slopes are
+    """Gradients of a chunk's `total`, from the logits' gradient: (exp * share - is_target) * slope * weight. Exponentials times slopes are
     kept, in x's dtype; of the target, where a likely one leaves little of the difference, float32. `row_Bs`: of w, of the targets.
     """
     softcap = static.softcap

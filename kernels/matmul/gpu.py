@@ -60,7 +60,7 @@ def gated_forward(
 ) -> tuple[Float[Array, "M F"], Float[Array, "M F"], Float[Array, "M F"]]:
     """(act(x gate) * (x up), x gate, x up), each rounded to x's dtype, the first computed from the rounded two.
 
-    What `why_not` allows. `interpret`: for Pallas's GPU interpreter, in whose mode the caller must be.
+    Shapes and dtypes as `why_not` allows. `interpret`: for Pallas's GPU interpreter; the caller must be in its mode.
     """
     (rows, d_model), d_ff = x_MD.shape, gate_DF.shape[1]
     shape = _Shape(rows, d_model, d_ff, COLUMNS, 0, hopper.blocks_of(device_kind), ACTIVATIONS[activation], interpret)
@@ -212,7 +212,7 @@ class _Forward(_Block):
 
 @dataclass(frozen=True)
 class _Backward(_Block):
-    """Pieces of gate and up enter through the stages that follow those of the contraction, and the results leave through the same."""
+    """Pieces of gate and up enter through the stages after the contraction's, and the results leave through the same."""
 
     def fetch(self, i: Index, j: Index, first: Index) -> None:
         refs, shape, rows = self.refs, self.shape, pl.ds(i * ROWS, ROWS)

@@ -133,7 +133,7 @@ def gated_forward(
 ) -> tuple[Float[Array, "M F"], Float[Array, "M F"], Float[Array, "M F"]]:
     """(act(x gate) * (x up), x gate, x up), each rounded to x's dtype, the first computed from the rounded two.
 
-    `block`: another than that of `block_of`, to be compared with it.
+    `block`: in place of `block_of`'s, to compare the two.
     """
     operands = [(x_MD, "rows"), (gate_DF, "columns"), (up_DF, "columns")]
     return _call(_forward_kernel, FORWARD, 2, gate_DF.shape[1], operands, activation, device_kind, interpret, block)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORWARD, BACKWARD = "quantize_gated", "quantize_gated_gradient"  # names of the kernels in the compiled program
 ROWS = 128  # of a block: scales leave in whole registers
-STEP = 32  # rows at a time: those of a register of 8 bits
+STEP = 32  # rows at a time: as many as a register holds with 8 bits
 CHUNKS = (512, 256, LANES)  # columns at a time: all of it is straight code
 
 
@@ -173,7 +173,7 @@ def _kernel(
 def _rounded(scaled: Float[Array, "M F"], form: "Quantization") -> Num[Array, "M F"]:
     """To nearest, ties to even; numbers divided by the scale of the largest do not exceed the largest of the format.
 
-    Added to 1.5 x 2^23, whose unit in the last place is 1, a number is rounded; its bits are those of 1.5 x 2^23 and the integer.
+    Added to 1.5 x 2^23, where the unit in the last place is 1, a number is rounded; its bits are the bits of 1.5 x 2^23 plus the integer.
     """
     if jnp.issubdtype(form.dtype, jnp.integer):
         return (jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32) - 0x4B400000).astype(form.dtype)

@@ -76,6 +76,7 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool:
+        """True if the program fits into the HBM of a device."""
         return self.memory is not None
 
     @property
@@ -126,7 +127,7 @@ def compile_program(program: "Program", topology: Topology, options: Mapping[str
 
 @dataclass(frozen=True)
 class Job:
-    """A program for the compiler. `key`: of everything its result depends on; `resident`: bytes that are on a device beside the program."""
+    """A program for the compiler. `key`: of everything its result depends on; `resident`: further bytes in use."""
 
     lowered: "jax.stages.Lowered"
     topology: Topology
@@ -136,7 +137,7 @@ class Job:
 
     @property
     def available(self) -> int:
-        """Bytes of HBM that it may use with what is beside it."""
+        """Bytes of HBM that it may use, with `resident` bytes taken off."""
         return available_hbm(self.topology)
 
 

@@ -54,7 +54,7 @@ def missing() -> str:
 def devices(topology: Topology) -> tuple["jax.Device", ...]:
     """The GPUs of `topology`, without the hardware. Raises UserError without the compiler.
 
-    Only in a process whose jax has not looked for devices yet: it then looks for plugins, once.
+    Only in a process where jax has not looked for devices yet: it then looks for plugins, once.
     """
     if missing():
         raise UserError(f"{topology.name}: {missing()} (no GPU is needed).")

@@ -70,7 +70,7 @@ def schedule_program(program: "Program", topology: Topology, folder: Path, then:
             except _IncompleteError as error:  # is being written, or the disk is full
                 waits -= 1
                 answer = None if waits else error
-            except Exception as error:  # nobody would hear of it in this thread, while the compiler goes on for minutes
+            except Exception as error:  # raised in this thread, it would be lost while the compiler goes on for minutes
                 answer = error
         if answer is not None:
             then(answer, True)
@@ -103,7 +103,7 @@ def _key(job: Job) -> str:
 
 
 def written(folder: Path) -> tuple[str, str, str] | None:
-    """(program, buffers, total) once XLA has written all three; those of its last attempt."""
+    """(program, buffers, total) once XLA has written all three, by its last attempt."""
     last = max(folder.glob(f"*train_step*{_LAST}"), default=None)
     if last is None:
         return None

@@ -27,10 +27,10 @@ LOGICAL_AXES: Mapping[str, LogicalAxis] = {
     "heads": LogicalAxis(("tensor",), ("model.n_heads",)),
     "mlp": LogicalAxis(("tensor",), ("model.d_ff", "model.moe.d_ff")),
     "vocab": LogicalAxis(("tensor", "stage"), ("model.vocab_size",), "tables and the loss are split along it"),
-    # Between tensor-parallel regions the sequence is split over `tensor`, too, and beside a split vocabulary over all that splits that.
+    # Between tensor-parallel regions the sequence is split over `tensor`, too, and over `stage` where the vocabulary is split over it.
     "seq_between": LogicalAxis(("context", "tensor"), ("data.seq_len",), "split between tensor-parallel regions"),
     "seq_vocab": LogicalAxis(("context", "tensor", "stage"), ("data.seq_len",), "split where tokens are looked up"),
-    # Width of a weight (ZeRO-3), at rest over a pipeline's stages too: those of its mesh axes that split no other dim of the tensor.
+    # Width of a weight (ZeRO-3), at rest over a pipeline's stages too: by each of these axes that splits no other dim of the tensor.
     "embed": LogicalAxis(
         ("fsdp", "expert", "stage"),
         ("model.d_model", "model.latent.q_rank", "model.latent.kv_rank"),
@@ -47,6 +47,12 @@ LOGICAL_AXES: Mapping[str, LogicalAxis] = {
     "run": LogicalAxis(),
 }
 RULES: Mapping[str, tuple[str, ...]] = {name: axis.mesh for name, axis in LOGICAL_AXES.items()}
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
@@ -78,7 +84,7 @@ def dims(config: Config) -> Iterator[Dim]:
 
 
 def largest(config: Config, axis: str, sizes: Mapping[str, int] | None = None) -> int:
-    """Largest possible size of a mesh axis, of which every possible one is a divisor; beside the others of `sizes` if given."""
-    beside = {**(sizes or {}), axis: 1}
-    parts = [(dim.size, math.prod(beside.get(other, 1) for other in dim.axis.mesh)) for dim in dims(config) if axis in dim.axis.mesh]
-    return math.gcd(*(size // math.gcd(size, others) for size, others in parts))
+    """Largest size that a mesh axis may have, together with the other axes of `sizes`; all its divisors are possible too."""
+    others = {**(sizes or {}), axis: 1}
+    parts = [(dim.size, math.prod(others.get(other, 1) for other in dim.axis.mesh)) for dim in dims(config) if axis in dim.axis.mesh]
+    return math.gcd(*(size // math.gcd(size, product) for size, product in parts))

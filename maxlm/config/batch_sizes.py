@@ -14,7 +14,7 @@ class Sizes(NamedTuple):
 
 
 class BatchSizes:
-    """Sizes of batches, whose numbers count from 0. A batch holds the samples from `before(number)` to `before(number + 1)`."""
+    """Sizes of batches, numbered from 0. A batch holds the samples from `before(number)` to `before(number + 1)`."""
 
     def __init__(self, last: int, ramp: Sequence[tuple[int, int]] = ()) -> None:
         """`ramp`: pairs of a size, and the number of sequences of the run after which it ends, rounded up to whole batches; then `last`."""

@@ -22,7 +22,7 @@ class Condition(NamedTuple):
     values: tuple[str, ...]
 
     def typed(self, kind: Kind) -> list[str | float | bool]:
-        """Its values as those of a field of this kind. Raises ValueError with what is wrong with them."""
+        """Convert its values to the kind of a field. Raises ValueError with the reason."""
         if kind == "text":
             if self.operator not in ("==", "!=", "in") and _is_number(self.values[0]):
                 raise ValueError("the field is text, or numbers beside text, and text comes in the order of its letters")

@@ -1,16 +1,18 @@
 """Configs for fewer hosts: a smaller mesh and more microbatches, so that the global batch, its samples and the losses stay the same.
 
-The unit that is lost or stays is a host, or a whole slice of a TPU (`mesh.slices`), whose links lead only through all of its hosts.
+The unit is a host, or a whole slice of TPUs (`mesh.slices`): links of a slice lead through all of its hosts.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 
 from maxlm.config import rules
+from maxlm.config.axes import divisors
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
+from maxlm.config.sections.diloco import shards_of
 
-SHRINKING = ("data", "fsdp")  # axes that split only the batch, and the state, whose parts can be joined
+SHRINKING = ("data", "fsdp")  # axes that split only the batch and the state
 
 
 def devices_of(config: Config) -> int | None:
@@ -49,24 +51,13 @@ def _shrinking(config: Config, full: Mapping[str, int]) -> list[str]:
     return [axis for axis in order if full[axis] > 1]
 
 
-def _shards(config: Config, sizes: Mapping[str, int]) -> int:
-    """Parts of a microbatch that are computed apart, as in `rules`: workers of local updates are computed one after another."""
-    apart = sizes["data"] if config.diloco is None else config.diloco.workers
-    return apart * sizes["fsdp"] * sizes["expert"]
-
-
 def _microbatches(config: Config, full: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[int]:
     """Numbers of microbatches that leave a device no more rows at a time than on the `full` mesh, ascending."""
-    batch, shards = config.train.global_batch, _shards(config, sizes)
+    batch, shards = config.train.global_batch, shards_of(config.diloco, sizes)
     if batch % shards:
         return
-    rows, most = batch // shards, batch // config.train.microbatches // _shards(config, full)
-    yield from (number for number in _divisors(rows) if rows // number <= most)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    rows, most = batch // shards, batch // config.train.microbatches // shards_of(config.diloco, full)
+    yield from (number for number in divisors(rows) if rows // number <= most)
 
 
 def _with(config: Config, sizes: Mapping[str, int], microbatches: int, left: int) -> Config:

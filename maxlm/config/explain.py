@@ -164,7 +164,7 @@ def _fix(detail: ErrorDetails, value: Any, info: FieldInfo | None, name: str) ->
 
 
 def section_of(info: FieldInfo | None, values: Any) -> type[BaseModel] | None:
-    """The section class that a field holds; of several, the one whose `kind` is that of `values`."""
+    """The section class that a field holds; of several, the class with the `kind` of `values`."""
     sections = sections_of(info) if info else []
     kind = values.get("kind") if isinstance(values, Mapping) else None
     return next((section for section in sections if kind in _kinds(section)), sections[0] if sections else None)

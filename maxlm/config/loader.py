@@ -1,8 +1,8 @@
 """From a name and `key=value` overrides to a checked `Config`, remembering where each value came from.
 
 Files are strict YAML 1.2. `extends` lists other configs, merged left to right; the file's own keys come over them and
-the command line over all. Sections merge key by key; lists are replaced; a section whose `kind` changes is replaced, as is one
-that is `{}` on the command line: by its defaults.
+the command line over all. Sections merge key by key; lists are replaced; a section with another `kind` is replaced, and `{}` on the
+command line replaces a section by its defaults.
 """
 
 import contextlib
@@ -47,16 +47,15 @@ class LoadedConfig:
     notes: tuple[str, ...] = ()
 
     def source(self, key: str) -> str:
-        """Source of `key`; `default` if nobody set it."""
+        """Source of `key`; `default` if it is not set."""
         return self.sources.get(key, "default")
 
 
 def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, assume: bool = False, shorten: bool = True) -> LoadedConfig:
     """Read, merge and check the config `name`: a path, a name under `configs/`, or the folder of a run. Raises UserError on any bad input.
 
-    `any_mesh`: the mesh need not match the devices of the cluster. `assume`: for a model alone, whose files have neither `data` nor
-    `train`, required settings of those are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a run whose length is
-    among `overrides`.
+    `any_mesh`: the mesh need not match the devices of the cluster. `assume`: if the files have neither `data` nor `train`, their
+    required settings are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a length of the run in `overrides`.
     """
     path = find(name)
     folder = _run_folder(name, path)
@@ -198,7 +197,7 @@ def _run_folder(name: str, config: Path) -> Path | None:
 
 
 def shipped() -> list[str]:
-    """Names of the configs under `configs/`, where tasks of an evaluation lie beside them."""
+    """Names of the configs under `configs/`, without the tasks of evaluations."""
     names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
     return sorted(name for name in names if not name.startswith("tasks/"))
 

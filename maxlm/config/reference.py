@@ -1,6 +1,6 @@
 """The reference page of all settings, written from the sections: `python -m maxlm.config.reference > docs/settings.md`.
 
-A setting is described by the comments beside it or directly above it, which is where a reader of the source finds them too.
+A setting is described by the comments on its line and directly above it.
 """
 
 import ast

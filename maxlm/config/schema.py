@@ -51,7 +51,7 @@ class Config(Section):
     objective: ObjectiveConfig | None = None  # absent: next-token prediction
     cluster: ClusterConfig | None = None
     pipeline: PipelineConfig | None = None
-    ema: EmaConfig | None = None  # evaluated beside the parameters
+    ema: EmaConfig | None = None  # evaluated in addition to the parameters
     diloco: DilocoConfig | None = None  # for slices or regions that cannot afford a reduction an update
     compression: CompressionConfig | None = None  # of gradients between slices, or of changes between workers of local updates
     integrity: IntegrityConfig | None = None
@@ -62,7 +62,7 @@ class Config(Section):
     evaluation: EvaluationConfig | None = None
     health: HealthConfig | None = None
     cost: CostConfig | None = None  # of this run's chips, where list prices are not what is paid
-    memory_checkpoints: MemoryCheckpointsConfig | None = None  # beside `checkpoint`, at short intervals
+    memory_checkpoints: MemoryCheckpointsConfig | None = None  # in addition to `checkpoint`, at short intervals
     elastic: ElasticConfig | None = None  # absent: all hosts wait for one that is lost
 
     @property

@@ -1,6 +1,6 @@
 """The table of capabilities: a record for each file of `maxlm/config/sections/` and for each that another package registers.
 
-Its order is the order of the settings in a config, so the rules of a section run after those of the sections before it.
+Its order is the order of the settings in a config, so rules run in the order of the sections.
 """
 
 import pkgutil
@@ -39,7 +39,7 @@ def capabilities() -> tuple[Capability, ...]:
 
 
 def present(config: Config) -> Iterator[tuple[Capability, Any]]:
-    """The capabilities whose section is in `config`, each with the section."""
+    """Pairs of a capability and its section, for sections that `config` has."""
     return ((one, section) for one in capabilities() if (section := one.setting(config)) is not None)
 
 

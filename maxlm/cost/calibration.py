@@ -77,7 +77,7 @@ def of_config(config: Config, topology: Topology) -> Topology:
 
 
 def calibrated(topology: Topology, path: Path, asked_by: str = OPTION) -> Topology:
-    """`topology`, its chip with the factors in the file `path`. Raises UserError for those of another chip, and for TPUs."""
+    """`topology`, its chip with the factors in the file `path`. Raises UserError for factors of another chip, and for TPUs."""
     found = read(path, asked_by)
     if topology.is_tpu:
         raise UserError(

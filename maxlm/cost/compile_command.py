@@ -14,7 +14,7 @@ from maxlm.config.loader import LoadedConfig
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 
-LOG_WIDTH = 120  # columns of a file or a pipe, whose width is unknown
+LOG_WIDTH = 120  # columns of a file or a pipe, which has no width
 
 
 class NoClusterError(UserError):

@@ -19,11 +19,11 @@ OUR_ATTENTION_SHARES = {"v5e": (0.8, 0.8), "v5p": (0.8, 0.8), "v6e": (0.46, 0.47
 GATED_SHARES = (0.89, 0.79)
 GROUPED_SHARE = 0.70  # grouped matmuls that are not ours: they reload weights where groups meet within a tile
 MATMUL_SHARE = 0.85  # XLA's own large matmuls in a compiled program
-# Matmuls in 8 bits whose sums are only scaled, where XLA's estimate is far from its code: of the counted speed (chips.COMPILED_SPEEDS), by
+# Matmuls in 8 bits followed by a scaling alone, where XLA's estimate is far from its code: of `speeds` in hardware/facts.toml, by
 # `maxlm kernels report --operation matmul_int8 --shape llama-8b-down`, waits for HBM included.
 SCALED_MATMUL_SHARES: Mapping[str, Mapping[MatmulFormat, float]] = {"v6e": {"int8": 0.95}}
 # Cycles a hidden unit of kernels that quantize what a gated activation makes, (forward, backward), waits for HBM included:
-# `maxlm kernels report --operation quantize_gated --shape llama-8b`. Chips that are not here: those of the bytes.
+# `maxlm kernels report --operation quantize_gated --shape llama-8b`. Other chips: cycles of the bytes that are moved.
 ROUNDING_CYCLES = {"v5p": (0.0032, 0.0068), "v6e": (0.0058, 0.0132)}
 KERNEL_SHARE = 0.45  # other Pallas kernels
 HBM_SHARE = 0.9  # long copies
@@ -52,12 +52,12 @@ NVLINK_SHARE = 0.8  # NCCL, of a GPU's links
 
 def scheduled_matmul(chip: Chip, *, raised_vmem: bool) -> tuple[float, float]:
     """(share of peak, share not hidden) of matmuls without machine code."""
-    share, beside = SCHEDULED_MATMULS.get(chip.name, SCHEDULED_MATMUL)
-    return (share if raised_vmem else min(share, SMALL_VMEM_SHARE)), beside
+    share, exposed = SCHEDULED_MATMULS.get(chip.name, SCHEDULED_MATMUL)
+    return (share if raised_vmem else min(share, SMALL_VMEM_SHARE)), exposed
 
 
 def gpu_attention_share(head_dim: int) -> float:
-    """Share of the peak that our attention kernels reach on a GPU; narrow heads leave less arithmetic beside each exponential."""
+    """Share of the peak that our attention kernels reach on a GPU; narrow heads have less arithmetic for each exponential."""
     return next((share for widest, share in GPU_ATTENTION_SHARES.items() if head_dim <= widest), GPU_ATTENTION_SHARES[256])
 
 

@@ -1,7 +1,7 @@
 """Time of our grouped matmuls on a TPU: a formula of their shapes, fitted to the counts of the kernel lab.
 
 The matrix unit works whole widths of its own. Where groups meet within a tile, rows around the boundary are computed for either group,
-in pieces that fill the unit less well. Copies between HBM and VMEM run beside, and what is shorter of the two is hidden but for a share.
+in pieces that fill the unit less well. Copies between HBM and VMEM overlap with them; the shorter is hidden but for a share.
 """
 
 import re
@@ -13,7 +13,7 @@ from maxlm.kernels.platform import CORES, LANES
 from maxlm.parallel.expert_rows import EVEN
 
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
-# Rows that a boundary between groups adds, of a product and of the weights' gradient, whose smallest pieces are 128 and 256.
+# Rows that a boundary between groups adds, of a product and of the weights' gradient (smallest pieces: 128 and 256 rows).
 # `maxlm kernels report --operation grouped_matmul`, drawn groups: see docs/benchmarks.md.
 EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 530)}
 EXPOSED = 0.08  # of the shorter of work and copies, what is not hidden by the longer
@@ -46,7 +46,7 @@ class GroupedMatmul:
         return max(idle * work_s, moved / hbm) + EXPOSED * min(idle * work_s, moved / hbm)
 
     def _idle(self, chip: Chip) -> int:
-        """One core computes all columns of a product where whole lanes cannot be shared between those of a device."""
+        """One core computes all columns of a product where whole lanes cannot be shared between the cores of a device."""
         cores = max(CORES.get(kind, 1) for kind in chip.device_kinds)
         columns = self.wide if self.part == "forward" else self.deep
         return cores if self.part != "transposed_dw" and columns % (cores * LANES) else 1
@@ -62,7 +62,7 @@ def read(op: Op, computation: Computation) -> GroupedMatmul | None:
     rows = right[0] if gradient else left[0]
     if even := EVEN.search(op.where):
         rows = min(rows, int(even[1]))
-    if gradient:  # whose left operand is [M, K], or, quantized, [K, M]
+    if gradient:  # its left operand is [M, K], or, quantized, [K, M]
         return GroupedMatmul(rows, result[0], right[1], result[1] // right[1], match[1])
     deep, wide = (left[1], result[1]) if match[1] == "forward" else (result[1], left[1])
     return GroupedMatmul(rows, deep, wide, right[-1] // wide, match[1])

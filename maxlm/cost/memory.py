@@ -77,7 +77,7 @@ def _optimizer(program: "Program") -> str:
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes on one device, without those of other tiers (`memory.offload_state`)."""
+    """Bytes on one device, without state in other tiers (`memory.offload_state`)."""
     return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(tree) if not is_on_host(leaf))
 
 
@@ -192,7 +192,7 @@ def _forms(shape: tuple[int, ...], names: Sequence[str]) -> set[tuple[int, ...]]
 
 
 def _core(dims: Sequence[int]) -> tuple[int, ...]:
-    """Dims in any order, those of 1 left out: layouts and transpositions change neither."""
+    """Dims in any order, without dims of 1: layouts and transpositions change neither."""
     return tuple(sorted(dim for dim in dims if dim != 1))
 
 

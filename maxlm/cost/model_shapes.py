@@ -3,25 +3,23 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 
 from maxlm.config.axes import mesh_axes_of
+from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_path
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.mesh import AXES
 from maxlm.config.sections.offload_state import COPY
 from maxlm.config.sections.optimizer_state import HALVES
 from maxlm.config.table import state
-from maxlm.hardware.chips import LANES, Chip
-from maxlm.kernels.attention.mask import CAUSAL
-from maxlm.kernels.attention.tpu import computed_pairs, padded
+from maxlm.hardware.chips import Chip
 from maxlm.models import parameter_axes
 from maxlm.models.decoder import Block
-from maxlm.models.layers import layer_mask
-from maxlm.models.moe import Moe
 from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
@@ -36,13 +34,23 @@ class LayerKind:
     first run.
     """
 
-    depths: range
-    looped: range
-    experts: bool
+    depths: Sequence[int]
+    looped: Sequence[int]
+    parts: LayerParts
     matmuls: tuple[Matmul, ...]
+    rewritten: int  # numbers a token that the mixer writes again after its matmuls
     widths: Mapping[str, int]  # numbers a token of the tensors that a remat policy may keep; of experts only what all rows share
-    expert_width: int  # numbers of a row in each of `gate` and `up` of the experts
     pattern: bool = True  # of the layer pattern, which stages divide: neither dense layers before it nor multi-token prediction
+
+    @property
+    def experts(self) -> bool:
+        """True if its feed-forward part has experts."""
+        return self.expert_width > 0
+
+    @property
+    def expert_width(self) -> int:
+        """Numbers of a row in each of `gate` and `up` of the experts; 0 without any."""
+        return next((matmul.wide_out for matmul in self.matmuls if matmul.experts and matmul.name == "up"), 0)
 
     def width(self, name: str, rows: float) -> int:
         """Numbers a token of a tensor, where experts compute `rows` rows for each token."""
@@ -50,29 +58,41 @@ class LayerKind:
 
 
 @lru_cache(maxsize=64)
-def abstract_module(model: ModelConfig, *, experts: bool) -> FutureTokenModule:
-    """A multi-token prediction module with shapes for arrays; its `block` is like any layer with, or without, experts."""
-    return jax.eval_shape(lambda: FutureTokenModule(model, Block(model, local=False, experts=experts)))
+def abstract_module(model: ModelConfig, parts: LayerParts) -> FutureTokenModule:
+    """A multi-token prediction module with shapes for arrays; its `block` is like any layer of these parts."""
+    return jax.eval_shape(lambda: FutureTokenModule(model, Block(model, parts)))
 
 
 def layers(model: ModelConfig) -> tuple[LayerKind, ...]:
-    """All layers by depth: dense ones before those with experts, the pattern, multi-token prediction."""
+    """All layers by depth: dense ones before those with experts, the pattern, multi-token prediction; other parts by themselves."""
     dense, period = model.n_dense, len(model.layer_pattern)
     turns = max(0, (model.n_layers - dense) // period - 2)  # an iteration that XLA takes out of a loop may not be recomputed
-    end, experts = model.n_layers + model.mtp_depth, model.moe is not None
-    pattern, none = range(dense, model.n_layers), range(0)
-    kinds = ((range(dense), none, False), (pattern, pattern[: turns * period], experts), (range(model.n_layers, end), none, experts))
-    return tuple(_layer_kind(model, *kind) for kind in kinds if kind[0])
+    looped = range(dense, dense + turns * period)
+    runs = range(dense), range(dense, model.n_layers), range(model.n_layers, model.n_layers + model.mtp_depth)
+    return tuple(_layer_kind(model, depths, looped) for run in runs for depths in _alike(model, run))
 
 
-def _layer_kind(model: ModelConfig, depths: range, looped: range, experts: bool) -> LayerKind:
-    module = abstract_module(model, experts=experts)
-    attention, mlp = module.block.attention, module.block.mlp
-    join = module.matmuls() if depths.start >= model.n_layers else ()
-    widths = {"layer_input": model.d_model, **attention.saved_tensors(), **mlp.saved_tensors()}
-    expert_width = mlp.up_DEF.shape[-1] if isinstance(mlp, Moe) else 0
-    pattern = model.n_dense <= depths.start < model.n_layers
-    return LayerKind(depths, looped, experts, (*join, *attention.matmuls(), *mlp.matmuls()), widths, expert_width, pattern)
+def _alike(model: ModelConfig, depths: Iterable[int]) -> Iterable[Sequence[int]]:
+    """`depths` in groups of layers whose parts are of the same classes."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for depth in depths:
+        mixer, *others = layer_parts(model, depth)
+        groups.setdefault((mixer_path(model, mixer), *others), []).append(depth)
+    return groups.values()
+
+
+def _layer_kind(model: ModelConfig, depths: Sequence[int], looped: range) -> LayerKind:
+    parts = layer_parts(model, depths[0])
+    module = abstract_module(model, parts)
+    block = [part for part in (module.block.attention, module.block.memory, module.block.mlp) if part is not None]
+    join = module.matmuls() if depths[0] >= model.n_layers else ()
+    widths = {"layer_input": model.d_model}
+    for part in block:
+        widths |= part.saved_tensors()
+    pattern = model.n_dense <= depths[0] < model.n_layers
+    inside = [depth for depth in depths if depth in looped]
+    matmuls = (*join, *(matmul for part in block for matmul in part.matmuls()))
+    return LayerKind(depths, inside, parts, matmuls, block[0].rewritten, widths, pattern)
 
 
 def rows_of(model: ModelConfig, expert: int, tokens: int) -> int:
@@ -87,37 +107,25 @@ def choices_of(model: ModelConfig) -> int:
     return model.moe.n_experts if model.moe.router.choice == "expert" else model.moe.top_k
 
 
-def attention_flops(model: ModelConfig, seq_len: int, depths: range | None = None) -> float:
-    """FLOPs a token of one forward pass through the attention of layers, by default all: two matmuls over the pairs that masks leave."""
-    pairs = {kind: layer_mask(model, local=kind == "local").attended_pairs(seq_len) for kind in ("global", "local")}
-    total = sum(pairs[kind] for kind in _pattern(model, depths))
-    return 2 * model.n_heads * (model.head_dim + value_dim(model)) * total / seq_len
+def attention_flops(model: ModelConfig, seq_len: int, depths: Iterable[int] | None = None) -> float:
+    """FLOPs a token of one forward pass through the mixers of layers, by default all, over pairs of positions that masks leave."""
+    return sum(mixer.pair_flops(seq_len) for mixer in _mixers(model, depths)) / 3
 
 
 def kernel_attention_flops(model: ModelConfig, seq_len: int, chip: Chip) -> tuple[float, float]:
-    """FLOPs a token that our attention kernel is charged, forward (two matmuls) and backward (five): whole blocks of a window, half of a
-    square, heads padded to whole lanes.
-    """
-    causal = CAUSAL.attended_pairs(seq_len)
-    charged = {}
-    for kind in ("global", "local"):
-        mask = layer_mask(model, local=kind == "local")
-        at = (seq_len, model.head_dim, mask, chip.device_kinds[0])
-        computed = computed_pairs(*at) if seq_len % LANES == 0 else (mask.attended_pairs(seq_len),) * 2
-        charged[kind] = [min(pairs, causal) for pairs in computed]
-    forward, backward = (sum(charged[kind][i] for kind in _pattern(model)) for i in (0, 1))
-    keys, values = padded(model.head_dim), padded(value_dim(model))
-    each = 2 * model.n_heads / seq_len
-    return each * (keys + values) * forward, each * (3 * keys + 2 * values) * backward
+    """FLOPs a token that the TPU kernels of all mixers are charged, (forward, backward)."""
+    charged = [mixer.kernel_flops(seq_len, chip.device_kinds[0]) for mixer in _mixers(model)]
+    return sum(forward for forward, _ in charged), sum(backward for _, backward in charged)
 
 
 def value_dim(model: ModelConfig) -> int:
-    return abstract_module(model, experts=False).block.attention.out_HKD.shape[-2]
+    """Dims of a head's values."""
+    return _mixers(model)[0].out_HKD.shape[-2]
 
 
-def _pattern(model: ModelConfig, depths: range | None = None) -> list[str]:
+def _mixers(model: ModelConfig, depths: Iterable[int] | None = None) -> list[Any]:
     depths = range(model.n_layers + model.mtp_depth) if depths is None else depths
-    return [model.layer_pattern[depth % len(model.layer_pattern)] for depth in depths]
+    return [abstract_module(model, layer_parts(model, depth)).block.attention for depth in depths]
 
 
 @dataclass(frozen=True)
@@ -171,5 +179,5 @@ def _by_tier(config: Config, moments: int, numbers: int, *, matrix: bool, scanne
 
 
 def _parameter(moment: str, names: Collection[str]) -> str:
-    """The parameter among `names` that an array of the optimizer's state belongs to, whose path ends as its whole name; else empty."""
+    """The parameter among `names` that an array of the optimizer's state belongs to: the array's path ends with its name; else empty."""
     return max((name for name in names if moment.endswith(name)), key=len, default="")

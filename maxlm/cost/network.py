@@ -28,7 +28,7 @@ _TRANSFER_TYPE = re.compile(r'_xla_megascale_transfer_type="([^"]*)"')
 @dataclass(frozen=True)
 class AxisLinks:
     """Physical links of a mesh axis: the number of torus dims it spans, if they close to rings, and the slices it crosses. `torus`: the
-    numbers of these dims, where known. `rows`: those of devices on the same chips, one of each, which use these links at the same time.
+    numbers of these dims, where known. `rows`: groups of devices on the same chips, one of each, which use these links at the same time.
     """
 
     dims: int = 1
@@ -47,7 +47,7 @@ class Collective:
     how: str  # "sync"; "async": the program goes on meanwhile; "sparsecore": the same, run by the SparseCore
     bytes: int
     group_size: int
-    axes: tuple[str, ...]  # ("unknown",) where its groups are those of no set of axes
+    axes: tuple[str, ...]  # ("unknown",) where its groups match no set of axes
     where: str
     seconds: float
     link: str  # "ici", "dcn" or "host"

@@ -26,7 +26,7 @@ MAPPED_BYTES = 32 * 2**20  # from here on glibc always returns what is freed to 
 
 def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"], float]:
     """A function that predicts the seconds of a program's step by `cost.calibration`; `hosts`: of each process. Raises UserError for a file
-    that is none, that was measured on other devices, or whose links are not those of these processes.
+    that is invalid, or was measured on other devices or on links between other processes.
     """
     import jax
 
@@ -89,7 +89,7 @@ def topology_of(found: Calibration, devices: Sequence["jax.Device"]) -> Topology
 
 
 def cpu_chip(found: Calibration) -> Chip:
-    """A CPU as a chip, whose peaks are what was measured. It has no links: there is one device."""
+    """A CPU as a chip with measured speeds as peaks. It has no links: there is one device."""
     measured = found.measured
     return Chip(
         name="cpu",

@@ -22,7 +22,7 @@ from maxlm.hlo.op_flops import (
 )
 from maxlm.hlo.parser import PALLAS, Computation, Module, Op
 
-_BESIDE = re.compile(r"attention_(forward|backward)_beside")  # of them, those in which causality hides nothing
+_BESIDE = re.compile(r"attention_(forward|backward)_beside")  # calls in which causality hides nothing
 _GATED = re.compile(r"gated_matmul_(forward|backward)")
 _ROUNDING = re.compile(r"quantize_gated(_gradient)?")
 _GROUPED = re.compile(r"gmm|grouped|ragged", re.IGNORECASE)
@@ -82,9 +82,9 @@ class TpuPricing(_Pricing):
     def _unstated(self, op: Op, computation: Computation) -> float:
         """Seconds of a matmul of a program without machine code, for which XLA has not stated cycles yet."""
         flops = flops_by_operands(self.module, op, computation, self.tile, merged=True)
-        share, beside = efficiency.scheduled_matmul(self.chip, raised_vmem=self.module.raised_vmem)
+        share, unhidden = efficiency.scheduled_matmul(self.chip, raised_vmem=self.module.raised_vmem)
         matmuls, moved = self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm
-        exposed = beside * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
+        exposed = unhidden * min(matmuls, moved) if computes_functions(self.module, op, computation) else 0.0
         return HBM_LATENCY_S + max(matmuls, moved) + exposed
 
     def _upper_bound(self, op: Op, computation: Computation) -> float:
@@ -101,7 +101,7 @@ class TpuPricing(_Pricing):
         return HBM_LATENCY_S + (max(matmuls, moved) if overlap else matmuls + moved)
 
     def _counted(self, op: Op, computation: Computation) -> float:
-        """Seconds of a matmul of 8-bit arrays whose sums are only scaled and rounded, where machine code was counted; else infinite.
+        """Seconds of a matmul of 8-bit arrays followed by scaling and rounding alone, where machine code was counted; else infinite.
 
         Its copies overlap the matmul, and it takes what XLA's estimate may miss by half.
         """
@@ -204,7 +204,7 @@ class GpuPricing(_Pricing):
 
 
 class CpuPricing(_Pricing):
-    """Seconds of operations on a CPU whose speeds were measured: matmuls by their shape, functions or bytes, whichever takes longest, and a
+    """Seconds of operations on a CPU with measured speeds: matmuls by their shape, functions or bytes, whichever takes longest, and a
     fixed time. Without `CpuSpeeds`, as in older calibrations, FLOPs at the speed of a large matmul or bytes.
 
     What stays in a cache is priced as if it came from memory: docs/observing.md has the error.

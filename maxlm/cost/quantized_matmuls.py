@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.config.sections.matmul import QuantizedConfig, QuantizedMatrix
+from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.cost import model_shapes
 from maxlm.cost.model_shapes import LayerKind
 from maxlm.cost.pricing import format_of
@@ -23,17 +23,6 @@ from maxlm.models import mfu_format
 from maxlm.models.quantized import is_quantized, kept_high
 from maxlm.models.saved_tensors import Matmul
 
-_MATRICES: dict[str, QuantizedMatrix] = {  # by the name of their result
-    "query_latent": "query_down",
-    "query": "query",
-    "latent": "kv_down",
-    "key": "key",
-    "value": "value",
-    "attention_out": "out",
-    "gate": "gate",
-    "up": "up",
-    "mlp_out": "down",
-}
 Sides = tuple[int, ...]  # of a matmul, shortest first; none: of experts
 
 _GROUPED = "grouped_matmul_"  # names of our kernels of experts begin so
@@ -50,7 +39,7 @@ _SLACK = 0.01  # of the FLOPs
 
 @dataclass(frozen=True)
 class Intended:
-    """Matmuls of one shape: those of layers that are quantized, and FLOPs a step on one device. `names` as in precision.matmul.skip."""
+    """Matmuls of one shape: how many layers quantize them, and FLOPs a step on one device. `names` as in precision.matmul.skip."""
 
     names: tuple[str, ...]
     low: float  # least FLOPs with 8-bit operands
@@ -76,35 +65,31 @@ class Quantization:
     formats: tuple[MatmulFormat, MatmulFormat]  # forward, and of the two of a gradient: there e5m2 meets e4m3, and is as fast
     names: frozenset[str]  # of matrices, as in `precision.matmul.skip`
     high: frozenset[int]  # layers, by depth, that are not quantized; multi-token prediction comes after all others
-    latent: bool  # attention
     unembedding: bool = False
 
     def layers(self, kind: LayerKind, matmul: Matmul) -> int:
         """Number of layers of this kind in which this matmul is quantized."""
-        if matrix_of(matmul, latent=self.latent) not in self.names:
+        if matrix_of(matmul) not in self.names:
             return 0
         return sum(depth not in self.high for depth in kind.depths) if self.high else len(kind.depths)
 
 
 def quantization_of(config: Config) -> Quantization:
-    settings, latent = config.precision.matmul, config.model.latent is not None
+    settings = config.precision.matmul
     if settings is None or settings.weights_only or settings.format == "int4":
-        return Quantization(("bf16", "bf16"), frozenset(), frozenset(), latent)
+        return Quantization(("bf16", "bf16"), frozenset(), frozenset())
     forward, gradient = mfu_format(config), settings.gradient_element or "bf16"
     assert gradient != "int4", "gradients have no such format"
     return Quantization(
         (forward, "bf16" if gradient == "bf16" else forward),
         _names(settings, config.model),
         _high_depths(settings, config.model),
-        latent,
         settings.unembedding,
     )
 
 
 def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
-    blocks = [
-        model_shapes.abstract_module(model, experts=experts).block for experts in {kind.experts for kind in model_shapes.layers(model)}
-    ]
+    blocks = [model_shapes.abstract_module(model, kind.parts).block for kind in model_shapes.layers(model)]
     variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     low = [(path, variable) for path, variable in variables if is_quantized(settings, path, variable)]
     return frozenset("experts" if "expert" in variable.axes else _name(path) for path, variable in low)
@@ -125,11 +110,9 @@ def _high_depths(settings: QuantizedConfig, model: ModelConfig) -> frozenset[int
     return frozenset(itertools.chain(*kept))
 
 
-def matrix_of(matmul: Matmul, *, latent: bool) -> str:
-    """The matrix behind a matmul, as `precision.matmul.skip` calls it; its own name where that has none."""
-    if matmul.experts:
-        return "experts"
-    return "kv" if latent and matmul.name in ("key", "value") else _MATRICES.get(matmul.name, matmul.name)
+def matrix_of(matmul: Matmul) -> str:
+    """The matrix behind a matmul, as `precision.matmul.skip` calls it."""
+    return matmul.matrix or matmul.name
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -164,14 +147,14 @@ def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int
     """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
     rows = _rows(config, sizes)
     for kind in model_shapes.layers(config.model):
-        for matmul in _as_computed(kind.matmuls, latent=quantization.latent):
+        for matmul in _as_computed(kind.matmuls):
             wide_in, wide_out = matmul.local(sizes["tensor"])
             sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
             a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
             inside = quantization.layers(kind, matmul)
             for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
                 if layers:
-                    yield sides, matrix_of(matmul, latent=quantization.latent), low, layers * a_layer
+                    yield sides, matrix_of(matmul), low, layers * a_layer
     width, vocab = config.model.d_model, config.model.vocab_size // (sizes["tensor"] * sizes["stage"])
     if vocab <= MOST_SUMMED:  # a gradient of more is summed in parts
         positions = rows // config.train.loss_chunks
@@ -185,17 +168,20 @@ def _rows(config: Config, sizes: Mapping[str, int]) -> int:
     return config.tokens_per_step // config.train.microbatches // shards
 
 
-def _as_computed(matmuls: tuple[Matmul, ...], *, latent: bool) -> tuple[Matmul, ...]:
-    """Matmuls of a layer, keys and values of latent attention as the one that makes both."""
-    if not latent:
-        return matmuls
-    both = [matmul for matmul in matmuls if matmul.name in ("key", "value")]
-    others = tuple(matmul for matmul in matmuls if matmul not in both)
-    return *others, replace(both[0], wide_out=sum(matmul.wide_out for matmul in both))
+def _as_computed(matmuls: tuple[Matmul, ...]) -> Iterator[Matmul]:
+    """Matmuls of a layer; results that are columns of one matrix as the one matmul that makes them."""
+    shared = Counter(matmul.matrix for matmul in matmuls if matmul.matrix and not matmul.experts)
+    for matmul in matmuls:
+        if matmul.experts or shared[matmul.matrix] <= 1:
+            yield matmul
+    for matrix, parts in shared.items():
+        if parts > 1:
+            columns = [matmul for matmul in matmuls if matmul.matrix == matrix]
+            yield replace(columns[0], wide_out=sum(matmul.wide_out for matmul in columns))
 
 
 def _found(module: Module) -> dict[Sides, tuple[float, float]]:
-    """FLOPs a step of matmuls with 8-bit operands, and with others, by sides; those of experts, by kernels, under ()."""
+    """FLOPs a step of matmuls with 8-bit operands, and with others, by sides; matmuls of experts, by kernels, under ()."""
     found: dict[Sides, tuple[float, float]] = {}
     for run in module.executed():
         computation = module.computations[run.computation]
@@ -211,11 +197,11 @@ def _found(module: Module) -> dict[Sides, tuple[float, float]]:
 
 
 def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, list[Sides]]]:
-    """(sides, those of the matmuls behind it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
+    """(its sides, sides of the matmuls in it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
     rows = _rows(config, sizes)
     for kind in model_shapes.layers(config.model):
         alone = [matmul for matmul in kind.matmuls if not matmul.experts]
-        made = {matrix_of(matmul, latent=quantization.latent): matmul.local(sizes["tensor"]) for matmul in alone}
+        made = {matrix_of(matmul): matmul.local(sizes["tensor"]) for matmul in alone}
         for names in _READ_THE_SAME:
             wides = [made[name] for name in names if name in made]
             if len(wides) == len(names):

@@ -110,7 +110,7 @@ def unknown_loops_line(loops: Sequence[str]) -> str:
 def estimate(module: Module, chip: Chip, mesh_sizes: Mapping[str, int], links: Mapping[str, AxisLinks], top: int = 20) -> StepCost:
     """Cost of one step of `module` on `chip`.
 
-    `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of those of more than one
+    `mesh_sizes`: every axis of the mesh the program was compiled for, outermost first; `links`: physical links of axes of more than one
     device. `top`: number of operations to list.
     """
     return estimate_on(module, Network(chip, mesh_sizes, links), top)

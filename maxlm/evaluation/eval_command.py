@@ -53,7 +53,9 @@ def evaluate(
             check_unused(result_file(folder, found.step, task.name + ending), settings_of(task, found.model))
     results, written = [], []
     for task in tasks:
-        results.append(replace(_run(task, found), task=task.name + ending))
+        with _progress(task.name, found):
+            result = run_task(task, found.model)
+        results.append(replace(result, task=task.name + ending))
         if folder is not None:
             written.append(write_result(folder, str(place), found.step, results[-1]))
     if as_json:
@@ -74,11 +76,6 @@ def check(task: Task) -> None:
         Prompts(task, config).check()
     elif config.data is not None and not task.path_of(config.data).is_file():
         raise UserError(f"task {task.name}: {task.path_of(config.data)} does not exist.")
-
-
-def _run(task: Task, found: Opened) -> Result:
-    with _progress(task.name, found):
-        return run_task(task, found.model)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from maxlm.evaluation.packing import Packed, pack, row_length, rows_of
 from maxlm.evaluation.requests import Score, Window
 from maxlm.kernels.linear_cross_entropy import Layout
 from maxlm.models import Parameters, bind, cast_matrices
-from maxlm.models.linear import matmul_precision, unembedding_layout, unembedding_scores
+from maxlm.models.linear import unembedding_layout, unembedding_scores
 from maxlm.parallel import mesh_axes, partition_spec
 from maxlm.parallel.context import in_sequence
 from maxlm.training.gradients import cast_frozen
@@ -127,11 +127,11 @@ def _scores(
     tokens_BS, targets_BS, segment_ids_BS, positions_BS = inputs
     sizes = jax.sharding.get_abstract_mesh().shape
     model = bind(config.model, cast_matrices(config, params), model_state)
-    with matmul_precision(config.precision):
-        output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy)
+    with jax.default_matmul_precision(config.precision.float32_matmul):
+        output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy, precision=config.precision)
         chunks = _chunks(tokens_BS.shape, config.model.vocab_size, unembedding_layout(), sizes)
         options: dict[str, Any] = {"softcap": config.model.logits_softcap, "chunks": chunks}
-        scores = unembedding_scores(output.x_BSD, model.unembedding_VD, targets_BS, **options)
+        scores = unembedding_scores(config.precision, output.x_BSD, model.unembedding_VD, targets_BS, **options)
     nll_BS, greedy_BS = (in_sequence(x_BS, strategy) for x_BS in scores)
     return -nll_BS, greedy_BS
 

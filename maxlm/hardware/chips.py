@@ -71,7 +71,7 @@ class Chip:
 
     @property
     def dcn_bytes_per_s_per_device(self) -> float:
-        """Bytes/s between slices or nodes of what jax calls a device: those of a chip share its network."""
+        """Bytes/s between slices or nodes of what jax calls a device: devices of a chip share its network."""
         return self.dcn_bytes_per_s / self.devices_per_chip
 
     @property

@@ -16,7 +16,7 @@ class _Record(BaseModel):
 
 
 class MatmulSpeed(_Record):
-    """Speed of matmuls whose shortest side has this length."""
+    """Speed of matmuls with a shortest side of this length."""
 
     side: Annotated[int, Field(gt=0)]
     flops: Rate  # FLOP/s
@@ -26,7 +26,7 @@ Speeds = Annotated[tuple[MatmulSpeed, ...], Field(min_length=1)]
 
 
 class CpuSpeeds(_Record):
-    """Measured speeds that decide the time of a small model's step on a CPU, beside the speed of a large matmul and of a large copy."""
+    """Measured speeds that decide the time of a small model's step on a CPU, in addition to speeds of a large matmul and a large copy."""
 
     matmuls: Speeds  # shortest side first
     transposed_matmuls: Speeds  # the same of matmuls that read their left operand transposed
@@ -37,7 +37,7 @@ class CpuSpeeds(_Record):
 
 
 def matmul_flops_per_s(speeds: Sequence[MatmulSpeed], side: int) -> float:
-    """FLOP/s of a matmul whose shortest side is `side`: a power law between two measured ones; beyond the last as that one, below the
+    """FLOP/s of a matmul with shortest side `side`: a power law between two measured ones; beyond the last as that one, below the
     first in proportion to the side.
     """
     if side >= speeds[-1].side:

@@ -26,7 +26,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Site:
-    """Overhead of a provider's data centres: energy of the whole over that of the machines (PUE)."""
+    """Overhead of a provider's data centres: energy of the whole over the energy of the machines (PUE)."""
 
     pue: float
     estimated: bool

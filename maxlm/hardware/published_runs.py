@@ -1,8 +1,8 @@
-"""Step times of published runs beside our estimates of them, and the correction that they suggest for other estimates. No jax here.
+"""Step times of published runs with our estimates of them, and the correction that they suggest for other estimates. No jax here.
 
-The rows are those of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of `maxlm plan`, of
+The rows are the rows of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of `maxlm plan`, of
 docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a correction is stated
-beside the estimate, which stays as it is.
+in addition to the estimate, which stays as it is.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from typing import Any
 from maxlm.hardware.chips import PEAK_NAMES, Chip, MatmulFormat, chip_named
 
 ENOUGH = 3  # runs of a chip and format, for a correction of its own
-APART = 0.15  # of the median ratio: runs that differ more are stated one by one, beside the range of the others
+APART = 0.15  # of the median ratio: runs that differ more are stated one by one, after the range of the others
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Correction:
     """Ratios of published runs to our estimates of them, for estimates of one chip and format.
 
     `of`: what is estimated, as in `v5p` or `experts on tpu7x in fp8`. `ratios`: of the runs that it rests on, ascending; none for GPUs
-    whose shares of peak were measured. `own`: runs of just that. `basis`: what it rests on if those are too few. `modelled`: True if the
+    with measured shares of peak. `own`: runs of just that. `basis`: what it rests on if there are too few of them. `modelled`: True if the
     analytic model predicted all of them.
     """
 
@@ -156,8 +156,8 @@ class Correction:
 
 
 def correction(chip: Chip, format: MatmulFormat, *, experts: bool, runs: Sequence[PublishedRun] = RUNS) -> Correction:
-    """The correction of estimates of `chip` with matmuls in `format`: by its own published runs if there are `ENOUGH`, else by those of the
-    chip in bf16, else by those of all TPUs or all GPUs. For models with `experts` in this order by runs of experts, then by the others.
+    """The correction of estimates of `chip` with matmuls in `format`: by its own published runs if there are `ENOUGH`, else by runs of the
+    chip in bf16, else by runs of all TPUs or all GPUs. For models with `experts` in this order by runs of experts, then by the others.
     """
     name = PEAK_NAMES[format]
     of = _what(chip.name, name, experts)

@@ -69,7 +69,7 @@ class Topology:
         """For each dim, True if its links close to a ring.
 
         v4, v5p and tpu7x are cubes of 4x4x4 joined by optical switches, which close every dim of a slice made of whole cubes; v5e and v6e
-        are a pod of 16x16 whose edges are joined, so a dim closes only where it has all 16 (jax-ml.github.io/scaling-book, part 2).
+        are a pod of 16x16 with joined edges, so a dim closes only where it has all 16 (jax-ml.github.io/scaling-book, part 2).
         """
         if not self.is_tpu:
             return (False,) * len(self.sides)
@@ -111,7 +111,7 @@ def accelerator(topology: Topology) -> str | None:
 
 
 def rented(name: str) -> str | None:
-    """Topology that clouds rent as `name`, in any case: an accelerator type of Cloud TPU (v5p-128, whose number counts TensorCores, as for
+    """Topology that clouds rent as `name`, in any case: an accelerator type of Cloud TPU (v5p-128: the number counts TensorCores, as for
     v4 and tpu7x; chips for v5litepod-16 and v6e-16), GPUs by chip and number (h100x8) or a machine type (a3-megagpu-8g). None if `name` is
     of another kind. Raises TopologyError, with the nearest names, for a size or a machine type that does not exist.
     """
@@ -202,7 +202,7 @@ def is_tpu(chip: Chip) -> bool:
 
 
 def is_cpu(chip: Chip) -> bool:
-    """True for a CPU, whose peaks were measured (`maxlm.cost.prediction`)."""
+    """True for a CPU, which has measured peaks (`maxlm.cost.prediction`)."""
     return chip.name == "cpu"
 
 

@@ -27,7 +27,7 @@ VMEM, SPARSE_CORE, GPU = _group("vmem"), _group("sparse_core"), _group("gpu")
 FLAGS = {chip["name"]: tuple(flag for group in chip["flags"] for flag in _group(group)) for chip in facts()["chip"]} | {
     "cpu": _group("cpu")
 }
-# Of programs whose operations a profile is to name: what runs in a command buffer (a CUDA graph) has no name of its own. Launched one by
+# For programs that are profiled: what runs in a command buffer (a CUDA graph) has no name of its own. Launched one by
 # one, 1B on an H200 leaves the device idle for 0.4% of a step (fp8: 0.8%).
 TRACED = {"xla_gpu_enable_command_buffer": ""}
 # Since jaxlib 0.11 these are modes with names of their own, and the old names, unknown, would end the compilation.

@@ -11,7 +11,7 @@ _PASSIVE = (PLUMBING - {"copy"}) | {
     "add-dependency", "after-all", "call", "conditional", "constant", "custom-call", "domain", "infeed", "outfeed", "parameter",
     "partition-id", "recv", "replica-id", "send", "tuple", "while",
 }  # fmt: skip
-_IN_PLACE = "output_to_operand_aliasing={{}: ("  # followed by the operand whose memory a fusion's result is: the same with other tiles
+_IN_PLACE = "output_to_operand_aliasing={{}: ("  # followed by the operand that a fusion's result aliases: the same array with other tiles
 
 
 def works(op: Op) -> bool:

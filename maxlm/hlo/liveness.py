@@ -21,15 +21,16 @@ class Buffer:
     shape: Shape
     outside: bool = False  # an argument, or of a computation further out: its owner counts it
     writers: list[Op] = field(default_factory=list)
-    stands_for: "Buffer | None" = None  # the buffer whose place it takes
+    stands_for: "Buffer | None" = None  # the buffer that it replaces
 
     @property
     def bytes(self) -> int:
+        """Bytes of HBM; 0 for a buffer in another memory."""
         return self.shape.bytes if self.shape.memory_space == HBM else 0
 
     @property
     def place(self) -> "Buffer":
-        """The buffer whose memory this one uses."""
+        """The buffer in memory that this one uses."""
         return self if self.stands_for is None else self.stands_for.place
 
     @property
@@ -49,7 +50,7 @@ def at_peak(module: Module) -> tuple[Buffer, ...]:
 
 
 class _Replay:
-    """One computation, run once. `given` are the buffers of its parameters, `kept` those whose place its results take, in order."""
+    """One computation, run once. `given` are the buffers of its parameters, `kept` the buffers that its results replace, in order."""
 
     def __init__(self, module: Module, computation: Computation, given: dict[str, list[Buffer]], kept: Sequence[Buffer]) -> None:
         self.module, self.computation, self.values = module, computation, dict(given)

@@ -35,7 +35,7 @@ class Dot:
     """One matmul of a compiled program."""
 
     operands: str  # dtypes that it reads: "bf16", "s8", or "f8e4m3fn x f8e5m2" where the two differ
-    sides: tuple[int, ...]  # its three lengths, shortest first; those of a batch are part of them
+    sides: tuple[int, ...]  # its three lengths, shortest first; batch dims are part of them
     flops: int  # 2 a multiply-add
 
 
@@ -43,7 +43,7 @@ def dots(module: Module, op: Op, computation: Computation, tile: int = 1, *, mer
     """The matmuls that `op` is or, fused, contains. `tile`: the width of the matrix unit, to count features padded to whole tiles;
     `merged`: heads share a tile, each in whole lanes.
 
-    Their operands are those of the dot itself: what a fusion converts before its dot counts as what it is converted to.
+    Operands are the dot's own: an array that a fusion converts before its dot counts in the dtype after the conversion.
     """
     if op.opcode in ("dot", "convolution") or op.is_library_matmul:
         if flops := _flops(op, computation, tile, merged):
@@ -83,7 +83,7 @@ def _inside(module: Module, op: Op) -> Iterator[Op]:
 
 
 def only_scaled(module: Module, op: Op) -> bool:
-    """True for a fusion with a matmul of arrays as they come, of 8 bits, whose results are multiplied, divided and rounded at most."""
+    """True for a fusion with a matmul of 8-bit arrays as they come, and at most products, quotients and rounding of its results."""
     bodies = [module.computations[callee] for callee in op.calls] if op.opcode == "fusion" else []
     return bool(bodies) and all(_scales(module, inner, body) for body in bodies for inner in body.ops)
 
@@ -126,7 +126,7 @@ def attention_flops(op: Op, computation: Computation) -> int:
 
 
 def _our_attention_flops(op: Op, heads_first: list[Shape]) -> int:
-    """The same of our kernels, whose first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]. A head
+    """The same of our kernels: their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]. A head
     dim counts as whole lanes: narrower ones leave a part of the matrix unit idle.
     """
     if len(heads_first) < 3:

@@ -7,12 +7,11 @@ the model it comes from. Tested with libtpu 0.0.42.1 for v5e, v5p and v6e, and w
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from maxlm.config.errors import UserError
-from maxlm.hlo.elements import written_out
 from maxlm.kernels.platform import RARELY
 
 VMEM, HOST = 1, 5  # memory spaces as layouts write them, S(1) and S(5); 0, the default, is HBM
@@ -45,13 +44,15 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _STATED = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\["([\d",]*)"\]')
-_AT_MOST = re.compile(r"at_most_(\d+)_turns")  # the scope of a loop whose trip count depends on data, in the name of the operation
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")  # of a tuple
+_TYPED = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)) [a-z][\w\-]*\(")
+_AT_MOST = re.compile(r"at_most_(\d+)_turns")  # the scope of a loop with a trip count that depends on data, in the name of the operation
 _DIRECTION = re.compile(r"\bdirection=(\w+)")
 _INTEGER = re.compile(r"-?\d+")
 _FIGURE = re.compile(r'"(\w+)":"?(\d+)')
 CUBLAS = re.compile(r"__cublas\$(gemm|lt\$matmul(\$\w+)?)")  # targets of custom calls that are matmuls of NVIDIA's library
 PALLAS = "tpu_custom_call"  # target of a Pallas kernel
-INLINED = ("fusion", "call")  # runs another computation once, whose root is its result
+INLINED = ("fusion", "call")  # runs another computation once, and its result is that root
 _ESTIMATED = ("fusion", "dot", "convolution")  # have cycles once a TPU's machine code is made
 PLUMBING = frozenset({"get-tuple-element", "bitcast", "optimization-barrier", "copy"})  # hands a value on unchanged
 
@@ -66,6 +67,7 @@ class Shape:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -109,6 +111,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all results."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
@@ -132,6 +135,7 @@ class Computation:
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:
+        """Operations by name."""
         return {op.name: op for op in self.ops}
 
     def operand(self, op: Op, place: int) -> Op:
@@ -268,7 +272,7 @@ def _computations(text: str) -> tuple[dict[str, Computation], str]:
 
 def _computation(name: str, statements: list[str]) -> Computation:
     roots = [statement for statement in statements if statement.lstrip().startswith("ROOT ")]
-    plain = Computation(name, tuple(map(_op, written_out(statements))), "")
+    plain = Computation(name, tuple(map(_op, _with_elements(statements))), "")
     root = _op(roots[-1]).name if roots else ""
     ops = tuple(_with_start(op, plain) if op.opcode.endswith("-done") else op for op in plain.ops)
     return Computation(name, ops, root)
@@ -422,7 +426,7 @@ def _fixed(value: _Scalar | None, scope: _Scope) -> int | None:
 
 
 def _end(name: str, scope: _Scope) -> _Scalar | None:
-    """The counter of a condition whose result is `name`, and as `offset` the first value that ends the loop; None if it is no count."""
+    """The counter of a condition with the result `name`, and as `offset` the first value that ends the loop; None if it is no count."""
     op = scope.computation.by_name.get(name)
     if op is None:
         return None
@@ -477,3 +481,34 @@ def _element(name: str, place: int, scope: _Scope) -> _Scalar | None:
         inner = scope.inside(op)
         return _element(inner.computation.root, place, inner)
     return _element(op.operands[0], place, scope) if op.opcode in PLUMBING and op.opcode != "get-tuple-element" else None
+
+
+def _with_elements(statements: Sequence[str]) -> list[str]:
+    """The statements of a computation, with a get-tuple-element, before the first use, in place of each `%x#1` (of libtpu 0.0.52)."""
+    if not any("#" in statement for statement in statements):
+        return list(statements)
+    tuples = {match.group(1): match.group(2) for statement in statements if (match := _TYPED.match(statement))}
+    lines: list[str] = []
+    known: set[str] = set()
+    for statement in statements:
+        for name, index in dict.fromkeys(_ELEMENT.findall(statement)):
+            element = f"{name}.element.{index}"
+            if name in tuples and element not in known:
+                known.add(element)
+                shape = _tuple_shapes(tuples[name][1:-1])[int(index)]
+                lines.append(f"  %{element} = {shape} get-tuple-element(%{name}), index={index}")
+        lines.append(_ELEMENT.sub(lambda found: f"%{found[1]}.element.{found[2]}" if found[1] in tuples else found[0], statement))
+    return lines
+
+
+@lru_cache(maxsize=64)  # asked for once an element
+def _tuple_shapes(text: str) -> tuple[str, ...]:
+    """The shapes of a tuple, some of which may be tuples."""
+    parts: list[str] = []
+    depth = start = 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:place].strip())
+            start = place + 1
+    return (*parts, text[start:].strip())

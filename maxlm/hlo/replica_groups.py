@@ -47,7 +47,7 @@ def device_groups(text: str) -> Groups:
 
 @lru_cache(maxsize=4096)
 def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The axes of `mesh` (name and size, outermost first) whose groups are exactly `groups`; ("unknown",) if no set of axes has them.
+    """The axes of `mesh` (name and size, outermost first) that make exactly these `groups`; ("unknown",) if no set of axes has them.
 
     No groups at all means every device in one. Groups of one device are no axis: ().
     """

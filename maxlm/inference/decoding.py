@@ -4,7 +4,6 @@ Prompts end at the same slot: they are padded on the left, so that each token is
 first is padding, which nothing attends to; a row's positions count from its first slot.
 """
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from maxlm.kernels.platform import device, multiplied
 from maxlm.models import Caches, Decoder, bind, parameter_axes
 from maxlm.models.adapters import merge
 from maxlm.models.decoder import Block
-from maxlm.models.linear import matmul_precision, weights_first
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.parallel import constrain
 
@@ -69,7 +67,7 @@ def prepare(config: ModelConfig, dtype: str, params: Parameters, model_state: Pa
 
 
 def _turn(blocks: tuple[Block, ...], heads: int, *, back: bool = False) -> tuple[Block, ...]:
-    """On CPUs the matrices of these layers with the dims that a matmul sums last in memory (see `weights_first`), or the inverse."""
+    """On CPUs the matrices of these layers with the summed dims last in memory (see `BlockContext.weights_first`), or the inverse."""
     if device()[0] != "cpu":
         return blocks
 
@@ -125,11 +123,8 @@ def grow(state: State, length: int) -> State:
     """The same state with room for `length` slots; old and new caches are there together."""
     more = length - state.tokens_BT.shape[1]
 
-    def pad(leaf: Any, dim: int) -> Any:
-        return None if leaf is None else jnp.pad(leaf, [(0, more if i == dim else 0) for i in range(leaf.ndim)])
-
-    caches = tuple(cache._replace(k_BGTK=pad(cache.k_BGTK, 2), v_BGTV=pad(cache.v_BGTV, 2)) for cache in state.caches)
-    return _whole(state._replace(tokens_BT=pad(state.tokens_BT, 1), caches=caches))
+    tokens_BT = jnp.pad(state.tokens_BT, ((0, 0), (0, more)))
+    return _whole(state._replace(tokens_BT=tokens_BT, caches=tuple(cache.grown(more) for cache in state.caches)))
 
 
 def _advance(
@@ -139,14 +134,15 @@ def _advance(
     model = weights.model
     slots_S, slots_T = slot + jnp.arange(tokens_BS.shape[1]), jnp.arange(state.tokens_BT.shape[1])
     positions_BS = slots_S - rows.first_B[:, None]
-    order = weights_first() if device()[0] == "cpu" and tokens_BS.shape[1] == 1 else nullcontext()
-    with matmul_precision(precision), order:
+    with jax.default_matmul_precision(precision.float32_matmul):
         output = model(
             constrain(tokens_BS, "batch", "seq"),
             jnp.maximum(positions_BS, 0),
             (positions_BS >= 0).astype(jnp.int32),
             cached_BT=(slots_T >= rows.first_B[:, None]).astype(jnp.int32),
             caches=state.caches,
+            precision=precision,
+            weights_first=device()[0] == "cpu" and tokens_BS.shape[1] == 1,
             blocks=_turn(weights.blocks, model.config.n_heads, back=True),
         )
         operands = multiplied(model.unembedding_VD, output.x_BSD[:, -1])

@@ -35,9 +35,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: ModelConfig, params: Parameters, model_state: Parameters, precision: PrecisionConfig) -> Prepared:
-    """Copy the weights, in the dtype of `precision.compute`, as generation reads them. The current mesh is that of `params`.
+    """Copy the weights, in the dtype of `precision.compute`, as generation reads them. The current mesh is the mesh of `params`.
 
-    Raises UserError for a model whose experts choose their tokens.
+    Raises UserError for a model with experts that choose their tokens.
     """
     _check_model(config)
     return Prepared(config, precision, decoding.prepare(config, precision.compute, params, model_state))
@@ -56,7 +56,7 @@ def generate(
 ) -> list[Ids]:
     """As `continue_ids`, of a model that is prepared for this call alone. `dtype`: of matrices, activations and caches.
 
-    Raises UserError also for a model whose experts choose their tokens.
+    Raises UserError also for a model with experts that choose their tokens.
     """
     _check_model(config)
     _check(config, prompts, sampler, finished is not None)
@@ -71,7 +71,7 @@ def continue_ids(
 ) -> list[Ids]:
     """Generate ids that continue each prompt, up to the end of the document (left out) or `max_new_tokens`.
 
-    The current mesh is that of `params`. A continuation depends on the seed, its prompt, and how many prompts before are the same: on no
+    The current mesh is the mesh of `params`. A continuation depends on the seed, its prompt, and how many equal prompts precede it: on no
     other prompt and no mesh, but for rounding. `finished`: True for a continuation, or the beginning of one, that has come to a stop; it
     is cut after the first token for which that holds, and looked at every `CHECK_EVERY` tokens. Memory grows with the number of prompts
     and the longest of them.

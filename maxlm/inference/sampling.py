@@ -130,7 +130,7 @@ def sample(
 
 
 def _keep_largest(logits_BV: Float[Array, "B V"], weights_BV: Array, least: ArrayLike) -> Float[Array, "B V"]:
-    """The largest logits of each row whose weights sum to `least`, and those equal to the last of them; the others become -inf.
+    """The largest logits of each row, until their weights sum to `least`, and all equal to the last one; the others become -inf.
 
     By bisection over the numbers themselves, 32 sums instead of a sort: the vocabulary may be split over devices.
     """

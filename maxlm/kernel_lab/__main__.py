@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(operation: str, implementation: str, shape: str, topology: str, folder: str, sweep: str = "") -> None:
+    """Compile the kernels of one shape, and print a JSON line for each."""
     bundles.write_to(folder)
     leave_chips_alone()
     # These load jax, which reads the environment.
@@ -60,7 +61,7 @@ def compiled(case: "Case", device: Any, folder: Path) -> tuple[dict[str, dict[st
 
 
 def estimated(kernel: "Kernel", program: str) -> int:
-    """XLA's own estimate of its cycles; 0 for a kernel of ours, whose code XLA does not know."""
+    """XLA's own estimate of its cycles; 0 for a kernel of ours, since XLA does not know its code."""
     return sum(run.times * (run.op.cycles or 0) for run in parser.read(program).executed() if kernel.name in run.op.name)
 
 

@@ -252,7 +252,7 @@ def _megablox(shape: GroupedShape, sizes_E: jax.Array, kind: str) -> tuple[Calla
 
 
 def _product_tiling(deep: int, wide: int, height: int, kind: str) -> Tiling:
-    """The best found on v6e: a contraction of 4,096 whole, of a longer one 1,792, and the most columns for which there is room."""
+    """The best found on v6e: a contraction of 4,096 whole, of a longer one 1,792, and the most columns that fit."""
     contracted = deep if deep <= 4096 else 1792
     for columns in (4096, 2048, 1024, 512) if contracted <= 2048 else (2048, 1024, 512):
         tiling = (height, contracted, min(_share(wide, kind), columns))

@@ -20,9 +20,9 @@ from maxlm.telemetry.formatting import percent
 TOPOLOGIES = {"v5e": "v5e:1x1", "v5p": "v5p:2x2x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:2x2x1"}  # the smallest that libtpu knows
 NOTE = (
     "Counted, not measured: thousand cycles of bundles that the machine code issues at these shapes, its scalar core run with the scalars "
-    "of real masks; waits are for HBM, whose copies take turns at full bandwidth. Of peak: FLOPs that masks leave, in cycles and waits. "
-    "Matrix: cycles for which its unit works. Ratio: of cycles and waits to those of the other implementation. XLA says: thousand cycles "
-    "by its own estimate. Below, shares of the slots that a bundle has (spill: of stores, those of registers that did not fit), and memory "
+    "of real masks; waits are for HBM, where copies take turns at full bandwidth. Of peak: FLOPs that masks leave, in cycles and waits. "
+    "Matrix: cycles for which its unit works. Ratio: of cycles and waits, to the other implementation's. XLA says: thousand cycles "
+    "by its own estimate. Below, shares of the slots that a bundle has (spill: stores of registers that did not fit), and memory "
     "that a kernel takes."
 )
 NO_ROOM = "no room"  # in the chip's memory
@@ -54,10 +54,11 @@ class Row:
     slots: Mapping[str, float] | None = None  # share of those that bundles have, by libtpu's names
     vmem: int = 0  # bytes that the kernel takes
     smem: int = 0
-    ratio: float | None = None  # of our cycles, waits included, to those of the implementation that is compared
+    ratio: float | None = None  # of our cycles, waits included, to the compared implementation's
 
     @property
     def total(self) -> int:
+        """Cycles, waits included."""
         return self.cycles + self.waited
 
 

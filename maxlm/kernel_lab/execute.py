@@ -48,7 +48,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """Counts of one core. `cycles`: one a bundle, or those of the busiest matrix unit if more, without waits for memory.
+    """Counts of one core. `cycles`: one a bundle, or the busiest matrix unit's cycles if more, without waits for memory.
 
     `moved`: bytes between HBM and VMEM. `waited`: cycles in which nothing is issued until they are there.
     """

@@ -55,7 +55,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a program's results, and of what it needs beside them and its arguments while it runs."""
+    """Bytes of a program's results and of its temporaries."""
 
     results: int
     temporaries: int

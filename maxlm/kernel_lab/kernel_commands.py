@@ -20,7 +20,7 @@ from maxlm.telemetry.formatting import percent
 
 CHIPS = (*counted.TOPOLOGIES, compiled.CHIP)
 SWEEP_NOTE = (
-    "Counted, not measured, as in `maxlm kernels report`. Over best: cycles and waits, to those of the best blocks of the same kernel; "
+    "Counted, not measured, as in `maxlm kernels report`. Over best: cycles and waits, relative to the best blocks of the same kernel; "
     "* the default."
 )
 

@@ -45,8 +45,8 @@ class Row:
     milliseconds: float = 0.0
     tflops: float = 0.0  # TFLOP/s
     peak: float | None = None  # share of it
-    temporaries_mib: float | None = None  # memory beside operands and results
-    ratio: float | None = None  # of its median time to that of ours
+    temporaries_mib: float | None = None  # memory, operands and results not counted
+    ratio: float | None = None  # of its median time to our median time
 
 
 def present() -> str:
@@ -123,6 +123,7 @@ def _time(programs: Mapping[str, Callable[..., Any]], operands: Sequence[jax.Arr
 
 
 def show(results: Sequence[Row], console: Console) -> None:
+    """Print a table of the timings."""
     shown = table("shape", "kernel", "ms", "TFLOP/s", "of peak", "ratio")
     for row in results:
         figures = (f"{row.milliseconds:.3f}", f"{row.tflops:.1f}", percent(row.peak), "" if row.ratio is None else f"{row.ratio:.2f}")

@@ -1,5 +1,5 @@
 """Operations of the kernel lab: their real shapes, the work that these need, and the functions that are timed on this machine and
-compiled for GPUs, beside the alternatives to our kernels.
+compiled for GPUs, and the alternatives to our kernels.
 
 - attention: what `maxlm.kernels` chooses, XLA, and on GPUs cuDNN (with a mask where documents are packed)
 - gated_mlp: our kernels, and XLA's matmuls with what it fuses into them
@@ -52,6 +52,7 @@ Candidates = Mapping[str, Callable[..., jax.Array]]
 
 
 def shape_names(operation: str) -> tuple[str, ...]:
+    """Names of an operation's shapes."""
     return tuple(shape.name for shape in SHAPES[operation])
 
 

@@ -1,8 +1,11 @@
 """The decoder that every model size configures, and its parameters as a plain tree."""
 
 from maxlm.models.counts import count_active_parameters, count_parameters, count_trained, counts, mfu_format, step_flops, token_flops
-from maxlm.models.decoder import Caches, Decoder, DecoderOutput, balance_experts
-from maxlm.models.layers import BlockContext, Cache
+from maxlm.models.decoder import Caches, Decoder, DecoderOutput
+from maxlm.models.feed_forward.experts import balance_experts
+from maxlm.models.feed_forward.router import Routing
+from maxlm.models.layers import BlockContext
+from maxlm.models.mixers.attention import Cache
 from maxlm.models.parameters import (
     Parameters,
     abstract_model_state,
@@ -15,7 +18,6 @@ from maxlm.models.parameters import (
     parameter_axes,
     parameter_specs,
 )
-from maxlm.models.router import Routing
 
 __all__ = [
     "BlockContext",

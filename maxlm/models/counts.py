@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 from maxlm.config import ConfigError
+from maxlm.config.fields import Section
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.hardware.chips import MatmulFormat
 from maxlm.models.parameters import abstract_decoder, declarations, is_matrix
@@ -29,7 +30,7 @@ def step_flops(config: Config) -> float:
 
 
 def mfu_format(config: Config) -> MatmulFormat:
-    """Format whose peak MFU is a share of: that of the forward matmuls of layers, of which a model has the most.
+    """Format of the peak that MFU is a share of: the format of the layers' forward matmuls, the largest part of a model.
 
     As databricks.com/blog/turbocharged-training-optimizing-databricks-mosaic-ai-stack-fp8 counts it; some projects keep dividing by the
     bf16 peak, and others state no MFU of quantized runs (pytorch/torchtitan#560). Attention and gradients may run in a slower format, so
@@ -42,7 +43,7 @@ def mfu_format(config: Config) -> MatmulFormat:
 
 
 def counts(config: Config) -> dict[str, int]:
-    """Parameters, those of adapters, those active for one token, tokens of an update (padding included), FLOPs of a training token."""
+    """Parameters, trained parameters, active parameters, tokens of an update (padding included), FLOPs of a training token."""
     return {
         "parameters": count_parameters(config.model),
         **({"trained_parameters": count_trained(config.model)} if config.model.lora else {}),
@@ -83,7 +84,7 @@ def count_trained(config: ModelConfig) -> int:
 
 
 def count_active_parameters(config: ModelConfig) -> int:
-    """Parameters active for one token: all but those of the experts it does not choose. Embeddings, which some publications leave out, are
+    """Parameters active for one token: all but the experts it does not choose. Embeddings, which some publications leave out, are
     counted.
     """
     if config.moe is None:
@@ -98,9 +99,10 @@ def count_active_parameters(config: ModelConfig) -> int:
 def _check_sizes(config: ModelConfig) -> None:
     """Refuse a size above `MAX_SIZE`: a sum of two must stay below 2^63, the limit for the dims of an array."""
     sizes = {f"model.{field}": size for field, size in config if type(size) is int and field != "window"}
-    sizes |= {f"model.latent.{field}": size for field, size in config.latent or () if type(size) is int}
+    for section, settings in config:
+        if isinstance(settings, Section):
+            sizes |= {f"model.{section}.{field}": size for field, size in settings if type(size) is int}
     if config.moe is not None:
-        sizes |= {f"model.moe.{field}": size for field, size in config.moe if type(size) is int}
         sizes["model.moe.n_shared"] *= config.moe.d_ff
     field = max(sizes, key=lambda field: sizes[field])
     if sizes[field] > MAX_SIZE:

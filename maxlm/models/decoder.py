@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,55 +12,54 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
+from maxlm.config.layer_parts import FEED_FORWARD, MEMORIES, RESIDUAL_RULES, LayerParts, layer_parts
 from maxlm.config.schema import MemoryConfig, ModelConfig
-from maxlm.models.layers import Angles, Attention, BlockContext, Cache, Mlp, Norm, cache_dims, parameter, rope_angles
-from maxlm.models.linear import BETWEEN, embedding_lookup, enter, over_layers
-from maxlm.models.mla import LatentAttention
-from maxlm.models.moe import Moe
+from maxlm.models.feed_forward.router import RouterOutput, Routing
+from maxlm.models.layers import Angles, BlockContext, Norm, parameter
+from maxlm.models.linear import BETWEEN, embedding_lookup, over_layers
+from maxlm.models.mixers.attention import rope_angles
 from maxlm.models.mtp import FutureTokenModule
-from maxlm.models.router import Routing
-from maxlm.models.stack import ENTRIES, LayerGroup, Names, Tree, by_group, in_depth_order, in_single_layers, layer_groups
+from maxlm.models.stack import ENTRIES, LayerGroup, Names, in_depth_order, in_single_layers, layer_groups, load_part, mixer_class, mixers_of
 from maxlm.parallel import constrain
 from maxlm.precision import matmuls_saveable
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
 
-Beside = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are
-Caches = tuple[Cache, ...]  # of every block in depth order
-RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summed over tokens, and statistics; None for a dense layer
+BlockValues = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are
+Caches = tuple[Any, ...]  # of every block in depth order, as its mixer has them
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `sandwich` also norms the output of each sublayer. `experts`: the mlp is a mixture."""
+    """One layer: a sequence mixer, a memory where its kind has one, and a feed-forward part, joined by a residual rule."""
 
-    def __init__(self, config: ModelConfig, *, local: bool, experts: bool = False, ahead: bool = False) -> None:
-        sandwich = config.norm_position == "sandwich"
-        self.multiplier = config.residual_scale * (1.0 if ahead else config.parametrized.residual)  # of what each sublayer adds
-        self.attention_norm = Norm(config.d_model, config)
-        self.attention = Attention(config, local=local) if config.latent is None else LatentAttention(config, config.latent, local=local)
-        self.attention_post_norm = Norm(config.d_model, config) if sandwich else None
-        self.mlp_norm = Norm(config.d_model, config)
-        self.mlp: Mlp | Moe = Moe(config) if experts else Mlp(config)
-        self.mlp_post_norm = Norm(config.d_model, config) if sandwich else None
+    def __init__(self, config: ModelConfig, parts: LayerParts, *, ahead: bool = False) -> None:
+        self.residual = load_part(RESIDUAL_RULES[config.norm_position]).from_config(config, ahead=ahead)
+        self.attention = mixer_class(config, parts.mixer)(config, parts.mixer)  # whatever mixer: parameters are named after it
+        self.memory = load_part(MEMORIES[parts.memory])(config) if parts.memory else None
+        self.mlp = load_part(FEED_FORWARD[parts.feed_forward])(config)
+        for sublayer in ("attention", *(("memory",) if parts.memory else ()), "mlp"):
+            for name, module in self.residual.modules(config).items():
+                setattr(self, f"{sublayer}_{name}", module)
 
     def __call__(
-        self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
-    ) -> tuple[Float[Array, "B S D"], Cache | None, RouterOutput]:
+        self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Any = None
+    ) -> tuple[Float[Array, "B S D"], Any, RouterOutput]:
+        """(hidden states, the mixer's cache with this call added, report of the router)."""
         x_BSD = checkpoint_name(constrain(x_BSD, *BETWEEN), "layer_input")
-        y_BSD, cache = self.attention(self.attention_norm(x_BSD), context, cache)
-        x_BSD += self.multiplier * (y_BSD if self.attention_post_norm is None else self.attention_post_norm(y_BSD))
-        router: RouterOutput = None
-        if isinstance(self.mlp, Moe):
-            y_BSD, aux_loss, routing = self.mlp(self.mlp_norm(x_BSD), context)
-            router = aux_loss, routing
-        else:
-            y_BSD = self.mlp(enter(self.mlp_norm(x_BSD)))
-        x_BSD += self.multiplier * (y_BSD if self.mlp_post_norm is None else self.mlp_post_norm(y_BSD))
+        x_BSD, cache = self._run("attention", x_BSD, context, cache)
+        if self.memory is not None:
+            x_BSD, _ = self._run("memory", x_BSD, context)
+        x_BSD, router = self._run("mlp", x_BSD, context)
         return constrain(x_BSD, *BETWEEN), cache, router
+
+    def _run(self, sublayer: str, x_BSD: Array, *inputs: Any) -> tuple[Array, Any]:
+        modules = {name.removeprefix(f"{sublayer}_"): module for name, module in vars(self).items() if name.startswith(f"{sublayer}_")}
+        return self.residual(modules, x_BSD, lambda x_BSD: getattr(self, sublayer)(x_BSD, *inputs))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token in one block, forward and backward."""
-        return self.attention.flops_per_token(seq_len, masked=masked) + self.mlp.flops_per_token()
+        memory = 0.0 if self.memory is None else self.memory.flops_per_token()
+        return self.attention.flops_per_token(seq_len, masked=masked) + memory + self.mlp.flops_per_token()
 
 
 class DecoderOutput(NamedTuple):
@@ -98,25 +98,29 @@ class Decoder(nnx.Module):
         scale = self.config.embedding_scale
         return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 
-    def angles(self, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> dict[bool, Angles | None]:
-        """Rotary angles of queries and keys in global (False) and local (True) layers. `ids_BS`: of segments; None: each row is one."""
+    def angles(self, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> dict[str, Angles | None]:
+        """Rotary angles by the mixers' names in the layer pattern. `ids_BS`: of segments; None: each row is one."""
         config = self.config
-        if config.learned_positions is not None:
-            return {True: None, False: None}
-        dim = config.latent.rope_dim if config.latent else config.head_dim
-        of_global = rope_angles(config.rope, dim, positions_BS, ids_BS)
-        return {False: of_global, True: rope_angles(config.rope_local, dim, positions_BS, ids_BS) if config.rope_local else of_global}
+        rotary = {name: mixer_class(config, name).rotary(config, name) for name in mixers_of(config)}
+        made = {key: rope_angles(key[0], key[1], positions_BS, ids_BS) for key in dict.fromkeys(rotary.values()) if key is not None}
+        return {name: None if key is None else made[key] for name, key in rotary.items()}
 
     def run(
-        self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, beside: Beside | None = None, layer: Callable | None = None
+        self,
+        x_BSD: Array,
+        context: BlockContext,
+        entries: Names = ENTRIES,
+        values: BlockValues | None = None,
+        layer: Callable | None = None,
     ) -> DecoderOutput:
-        """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and the value `beside` it."""
-        routers, scan = list[RouterOutput](), partial(jax.lax.scan, unroll=context.memory.unrolled)
+        """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and its entry of `values`."""
+        routers, inside = list[RouterOutput](), replace(context, scan=None)
         for entry in entries:
-            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, context))
+            scan = partial(jax.lax.scan, unroll=context.memory.unroll)
+            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, inside))
             blocks = getattr(self, entry)
-            layers = tuple(zip(blocks, beside[entry] if beside else (None,) * len(blocks), strict=True))
-            x_BSD, reports = over_layers(self.config, scan, entry, period, x_BSD, layers)
+            layers = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))
+            x_BSD, reports = over_layers(self.config, context, entry, period, x_BSD, layers)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
         return DecoderOutput(x_BSD, aux_loss, routing)
@@ -149,7 +153,7 @@ class Decoder(nnx.Module):
 
     def _run_cached(self, x_BSD: Array, context: BlockContext, caches: Caches, blocks: Sequence[Block]) -> DecoderOutput:
         """Run all blocks one after another: a scan over them would copy every cache, and on CPUs every matrix, at every token."""
-        new: list[Cache] = []
+        new: list[Any] = []
         for block, cache in zip(blocks, caches, strict=True):
             x_BSD, added, _ = block(x_BSD, context, cache)
             assert added is not None, "a cache was given"
@@ -164,7 +168,7 @@ class Decoder(nnx.Module):
         self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext
     ) -> tuple[list[Array], DecoderOutput]:
         """Multi-token prediction: (hidden states after the final norm of each module, output of the last). `x_BSD`: hidden states before
-        the final norm; `tokens[i]` are i + 1 places further than those of x_BSD. `config.mtp.reads`: what modules read.
+        the final norm; `tokens[i]` are i + 1 places further than the tokens of x_BSD. `config.mtp.reads`: what modules read.
         """
         hidden: list[Array] = []
         routers: list[RouterOutput] = []
@@ -172,8 +176,10 @@ class Decoder(nnx.Module):
         normed, norm = self.config.mtp is not None and self.config.mtp.reads == "normed", self.final_norm
         for module, token_BSD in zip(self.ahead, embedded, strict=True):
             read_BSD = norm(x_BSD) if normed else x_BSD
-            x_BSD = module.join(read_BSD, token_BSD)
-            x_BSD, router = over_layers(self.config, jax.lax.scan, "ahead", partial(run_layer, context), x_BSD, (module.block, None))
+            x_BSD = module.join(read_BSD, token_BSD, context)
+            x_BSD, router = over_layers(
+                self.config, context, "ahead", partial(run_layer, replace(context, scan=None)), x_BSD, (module.block, None)
+            )
             norm = module.final_norm
             hidden.append(norm(x_BSD))
             routers.append(router)
@@ -181,13 +187,10 @@ class Decoder(nnx.Module):
         return hidden, DecoderOutput(x_BSD, aux_loss, routing)
 
     def empty_caches(self, batch: int, length: int) -> Caches:
-        """Caches for `length` positions of generation: of every block its keys and values, or its latents."""
-        groups, key_dim, value_dim = cache_dims(self.config)
-
-        def empty(dim: int) -> Array:
-            return constrain(jnp.zeros((batch, groups, length, dim), self.embedding_VD.dtype), "batch", "kv_heads", None, None)
-
-        return tuple(Cache(empty(key_dim), empty(value_dim) if value_dim else None, jnp.int32(0)) for _ in range(self.config.n_layers))
+        """Caches of every block for `length` positions of generation, as its mixer has them."""
+        config, dtype = self.config, self.embedding_VD.dtype
+        mixers = [mixer_class(config, layer_parts(config, depth).mixer) for depth in range(config.n_layers)]
+        return tuple(mixer.empty_cache(config, batch, length, dtype) for mixer in mixers)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward: 6 for each weight of every matmul, plus the pairs of attention."""
@@ -199,8 +202,7 @@ class Decoder(nnx.Module):
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     """The blocks of a group as one, their parameters stacked."""
-    kind = {"local": group.local, "experts": group.experts, "ahead": group.path[0] == "ahead"}
-    blocks = jax.vmap(lambda _: Block(config, **kind))(jnp.arange(math.prod(group.stacked)))
+    blocks = jax.vmap(lambda _: Block(config, group.parts, ahead=group.path[0] == "ahead"))(jnp.arange(math.prod(group.stacked)))
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 
@@ -234,7 +236,7 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
             offload_dst="pinned_host",
         )
     # Inside a loop the compiler cannot merge the recomputation with the forward pass, so no barrier is needed against it.
-    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unrolled)
+    return jax.checkpoint(function, policy=policy, prevent_cse=memory.unroll)
 
 
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:
@@ -245,25 +247,6 @@ def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput])
 
 
 def join_routing(*parts: Routing | None) -> Routing | None:
-    """Router statistics of consecutive parts of the depth as those of one; None where no layer has experts."""
+    """Concatenate router statistics of consecutive parts of the depth; None where no layer has experts."""
     present = [part for part in parts if part is not None]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
-
-
-def balance_experts(config: ModelConfig, model_state: Tree, routing: Routing) -> Tree:
-    """The model state after an update. Loss-free balancing (Wang 2024, arXiv 2408.15664): every bias moves `bias_rate` towards even load,
-    up where an expert had less than its share, down where it had more. Loads are integers summed over all devices, so the biases are the
-    same everywhere. Of a frozen model they stay.
-    """
-    rate = config.moe.router.bias_rate if config.moe is not None and config.lora is None else 0.0
-    if not rate:
-        return model_state
-    groups = [group for group in layer_groups(config) if group.experts]
-    updated: Tree = {}
-    for group, load_E in zip(groups, by_group(groups, routing.load_E), strict=True):
-        old, new = model_state, updated
-        for part in (*group.path, "mlp"):
-            old, new = old[part], new.setdefault(part, {})
-        even = jnp.mean(load_E.astype(jnp.float32), axis=-1, keepdims=True)
-        new["balancing_E"] = old["balancing_E"] + rate * jnp.sign(even - load_E)
-    return updated

@@ -1,8 +1,6 @@
 """Every matmul of the model, and the embedding lookup: their precision, layout over tensor-parallel devices and compiler fences."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +16,7 @@ from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.kernels.collectives import gather
 from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.adapted_matrix import LowRankSum
+from maxlm.models.layers import BlockContext
 from maxlm.models.quantized import loss_formats, pinned, quantized_gated, quantized_matmul, run_quantized, without_gradient
 from maxlm.parallel import constrain, mesh_axes, partition_spec, split_axes
 from maxlm.parallel.quantized_rows import RowFormats
@@ -32,58 +31,24 @@ BETWEEN: Axes = ("batch", "seq_between", "embed_act")  # the residual stream, be
 ENTERING: Axes = ("batch", "seq", "embed_act")  # input of such a region: sequence and width are whole, heads or hidden units are split
 HIDDEN: Axes = ("batch", "seq", "mlp")
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # activations that the fused kernel has, by its names
-_SETTINGS: ContextVar[PrecisionConfig] = ContextVar("precision", default=PrecisionConfig())  # noqa: B039 - it is frozen
-_EINSUM: ContextVar[Callable[..., Array]] = ContextVar("einsum", default=jnp.einsum)  # of `linear`
-_SCAN: ContextVar[Callable[..., tuple[Array, Any]] | None] = ContextVar("scan", default=None)  # of `over_layers`
-
-
-@contextmanager
-def matmul_precision(settings: PrecisionConfig) -> Iterator[None]:
-    """Trace the model's matmuls with the precision of `settings`. Every function of this module may read it, as `_SETTINGS.get()`."""
-    token = _SETTINGS.set(settings)
-    try:
-        with jax.default_matmul_precision(settings.float32_matmul):
-            yield
-    finally:
-        _SETTINGS.reset(token)
-
-
-@contextmanager
-def weights_first() -> Iterator[None]:
-    """Trace `linear` with the weights as the first operand of each matmul. XLA:CPU then takes two thirds of the time for a few rows, if the
-    weights lie in memory with the summed dims last.
-    """
-
-    def reversed_einsum(spec: str, x: Array, w: Array, **options: Any) -> Array:
-        operands, result = spec.split("->")
-        of_x, of_w = operands.split(",")
-        first = "".join(dim for dim in of_w if dim in result) + "".join(dim for dim in of_x if dim in result)
-        return jnp.einsum(f"{first}->{result}", jnp.einsum(f"{of_w},{of_x}->{first}", w, x, **options))
-
-    token = _EINSUM.set(reversed_einsum)
-    try:
-        yield
-    finally:
-        _EINSUM.reset(token)
-
-
-@contextmanager
-def layers_scanned(scan: Callable[..., tuple[Array, Any]]) -> Iterator[None]:
-    """Trace `over_layers` with another scan over the stacked layers than it is given."""
-    token = _SCAN.set(scan)
-    try:
-        yield
-    finally:
-        _SCAN.reset(token)
 
 
 def linear(
-    spec: str, x: Array, w: Weight, bias: Bias = None, *, reads: Axes | None, writes: Axes | None, name: str = "", exact: bool = False
+    context: BlockContext,
+    spec: str,
+    x: Array,
+    w: Weight,
+    bias: Bias = None,
+    *,
+    reads: Axes | None,
+    writes: Axes | None,
+    name: str = "",
+    exact: bool = False,
 ) -> Array:
     """jnp.einsum(spec, x, w) plus bias. `reads`, `writes`: axes of x and the result, else XLA chooses. `name`: for remat. `exact`: f32."""
     if isinstance(w := w[...], LowRankSum):
-        return _named(w.times(spec, x, partial(linear, bias=bias, reads=reads, writes=writes)), name)
-    multiply, fence = partial(_einsum, spec, w=w, exact=exact), _fence
+        return _named(w.times(spec, x, partial(linear, context, bias=bias, reads=reads, writes=writes)), name)
+    multiply, fence = partial(_einsum, context, spec, w=w, exact=exact), _fence
     if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
     biased = multiply if bias is None else lambda x: (y := multiply(x)) + jax.lax.stop_gradient(bias[...]).astype(y.dtype)
@@ -91,7 +56,7 @@ def linear(
     return y if bias is None else _bias_gradient(y, bias[...])
 
 
-# The gradient of the bias that y has in it: summed in float32, and not behind the fence, so that XLA sums it as it writes that of y (GPT-2
+# The gradient of the bias that y has in it: summed in float32, and not behind the fence, so that XLA sums it while writing y's (GPT-2
 # on v6e: 0.0691 s a step instead of 0.0716 s).
 @jax.custom_vjp
 def _bias_gradient(y: Array, bias: Array) -> Array:
@@ -138,20 +103,25 @@ def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], act
     return None if y_BSD is None else without_gradient(_fence, _named(constrain(y_BSD, *BETWEEN), "mlp_out"), BETWEEN)
 
 
-def over_layers(config: ModelConfig, scan: Callable, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
-    """Run `period` over the blocks of an entry: those of the layer pattern by `scan`, or by that of `layers_scanned`."""
-    if (quantized := _SETTINGS.get().matmul) is not None:
+def over_layers(config: ModelConfig, context: BlockContext, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
+    """Run `period` over the blocks of an entry: the blocks of the layer pattern by `context.scan`, or by `jax.lax.scan`."""
+    scan = partial(jax.lax.scan, unroll=context.memory.unroll)
+    if (quantized := context.precision.matmul) is not None:
         return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)
-    return (_SCAN.get() or scan)(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
+    return (context.scan or scan)(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
 @jax.named_scope("unembed")
 def unembedding_loss(
-    x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], weights_BS: Float[Array, "B S"], **options: Any
+    precision: PrecisionConfig,
+    x_BSD: Float[Array, "B S D"],
+    w_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+    **options: Any,
 ) -> kernels.CrossEntropySums:
     """Cross-entropy of x w^T against the targets, summed over tokens; `options`: of `maxlm.kernels.linear_cross_entropy`."""
-    if (quantized := _SETTINGS.get().matmul) is not None:
-        options["formats"] = loss_formats(quantized)
+    options["formats"] = precision.matmul and loss_formats(precision.matmul)
     return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=unembedding_layout(), **options)
 
 
@@ -162,11 +132,10 @@ def unembedding_layout() -> LossLayout:
 
 
 def unembedding_scores(
-    x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
+    precision: PrecisionConfig, x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
 ) -> kernels.TokenScores:
     """Likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_scores`."""
-    if (quantized := _SETTINGS.get().matmul) is not None:
-        options["formats"] = loss_formats(quantized)
+    options["formats"] = precision.matmul and loss_formats(precision.matmul)
     return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)
 
 
@@ -175,7 +144,7 @@ def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]
     """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
     split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
 
-    A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces that of the whole table over every axis.
+    A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces the whole table's gradient over every axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     vocab, width = split_axes(("vocab", "embed"), mesh)
@@ -207,14 +176,20 @@ def grouped_linear(
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
 
 
-def dispatched() -> RowFormats:
+def dispatched(precision: PrecisionConfig) -> RowFormats:
     """Formats in which rows travel to experts of other devices and back."""
-    settings = _SETTINGS.get().dispatch
+    settings = precision.dispatch
     return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)
 
 
-def _einsum(spec: str, x: Array, w: Any, *, exact: bool) -> Array:
-    return _EINSUM.get()(spec, x, w, precision=jax.lax.Precision.HIGHEST if exact else None)
+def _einsum(context: BlockContext, spec: str, x: Array, w: Any, *, exact: bool) -> Array:
+    precision = jax.lax.Precision.HIGHEST if exact else None
+    if not context.weights_first:
+        return jnp.einsum(spec, x, w, precision=precision)
+    operands, result = spec.split("->")
+    of_x, of_w = operands.split(",")
+    first = "".join(dim for dim in of_w if dim in result) + "".join(dim for dim in of_x if dim in result)
+    return jnp.einsum(f"{first}->{result}", jnp.einsum(f"{of_w},{of_x}->{first}", w, x, precision=precision))
 
 
 def _scatters_gradient() -> bool:

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import Norm, matrix_size, parameter
+from maxlm.models.layers import BlockContext, Norm, matrix_size, parameter
 from maxlm.models.linear import BETWEEN, linear
 from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
 
@@ -27,10 +27,10 @@ class FutureTokenModule(nnx.Module):
         self.block = block
         self.final_norm = Norm(width, config, multiplier=config.output_scale)
 
-    def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    def join(self, x_BSD: Float[Array, "B S D"], token_BSD: Float[Array, "B S D"], context: BlockContext) -> Float[Array, "B S D"]:
         """Input of the block, from hidden states (`MtpConfig.reads`) and token embeddings."""
-        x_BSD = linear("BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
-        return x_BSD + linear("BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
+        x_BSD = linear(context, "BSD,DE->BSE", self.hidden_norm(x_BSD), self.hidden_DD, reads=BETWEEN, writes=BETWEEN)
+        return x_BSD + linear(context, "BSD,DE->BSE", self.token_norm(token_BSD), self.token_DD, reads=BETWEEN, writes=BETWEEN)
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward, the unembedding not counted."""

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.models.adapted_matrix import adapt
 from maxlm.models.decoder import Decoder
 from maxlm.models.layers import StateVariable
-from maxlm.models.lora import adapt
 from maxlm.models.parametrization import factors
 from maxlm.models.stack import group_of
 from maxlm.parallel import partition_spec
@@ -54,7 +54,7 @@ def abstract_decoder(config: ModelConfig) -> Decoder:
 
 
 def parameter_axes(config: ModelConfig, *, state: bool = False) -> Parameters:
-    """Logical axes of every parameter, or of the model state, one name a dim; stacked blocks lead with those of `decoder.STACKED`."""
+    """Logical axes of every parameter, or of the model state, one name a dim; stacked blocks lead with `stack.STACKED`."""
     return _tree(config, partial(_axes, config), state=state)
 
 

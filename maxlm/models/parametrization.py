@@ -1,4 +1,4 @@
-"""Parametrizations whose hyperparameters transfer: muP (Yang 2022, arXiv 2203.03466) and CompleteP (Dey 2025, arXiv 2505.01618).
+"""Parametrizations with hyperparameters that transfer: muP (Yang 2022, arXiv 2203.03466) and CompleteP (Dey 2025, arXiv 2505.01618).
 
 With m = d_model / base_width and, for CompleteP, l = n_layers / base_depth (else 1), relative to the standard model of the same config:
 
@@ -11,8 +11,8 @@ With m = d_model / base_width and, for CompleteP, l = n_layers / base_depth (els
 | norms, biases, sinks | 1 | 1 | none | 1 / m, in blocks 1 / (m l) |
 
 Logits are divided by m, outputs of sublayers by l, attention scores by (head_dim / base_head_dim) ** 1/2 more than usual, and embeddings
-that are scaled by the root of the width are scaled by that of base_width. A standard model gives matrices that write to the residual
-stream a deviation of (2 n_layers) ** -1/2; CompleteP keeps that of the base depth, since it divides outputs by l. Modules of multi-token
+that are scaled by the root of the width are scaled by the root of base_width. A standard model gives matrices that write to the residual
+stream a deviation of (2 n_layers) ** -1/2; CompleteP keeps the base depth's, since it divides outputs by l. Modules of multi-token
 prediction have one block however deep the model is: with l = 1, but for that deviation.
 """
 
@@ -27,7 +27,7 @@ WRITERS = ("out", "down")  # parameters of a block that write to the residual st
 
 
 class Factors(NamedTuple):
-    """Factors of the settings of one parameter. Weight decay needs none: the rate times it is that of the base model for all of them."""
+    """Factors of the settings of one parameter. Weight decay needs none: the rate times it equals the base model's for all of them."""
 
     std: float = 1.0  # of its deviation at first
     eps: float = 1.0  # of Adam's epsilon

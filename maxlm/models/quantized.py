@@ -1,4 +1,4 @@
-"""Blocks whose matrices are quantized: which of them, in which layers, and how the mesh cuts their matmuls."""
+"""Blocks with quantized matrices: which of them, in which layers, and how the mesh cuts their matmuls."""
 
 import math
 from collections.abc import Callable
@@ -32,13 +32,13 @@ from maxlm.precision import (
 )
 
 Axes = tuple[str | None, ...]
-Layer = Callable[[Array, Any], tuple[Array, Any]]  # (hidden states, blocks with the values beside them) -> (hidden states, reports)
+Layer = Callable[[Array, Any], tuple[Array, Any]]  # (hidden states, blocks with their values) -> (hidden states, reports)
 
 
 def run_quantized(
     quantized: QuantizedConfig, config: ModelConfig, scan: Callable, entry: str, period: Layer, x_BSD: Float[Array, "B S D"], layers: Any
 ) -> tuple[Float[Array, "B S D"], Any]:
-    """`period` of the blocks of an entry of the model, scanned if they are those of the pattern, with quantized matrices.
+    """`period` of the blocks of an entry of the model, scanned if they are the pattern's, with quantized matrices.
 
     They are quantized before the scan: once in a forward pass and its backward pass, whatever is recomputed.
     """
@@ -85,7 +85,7 @@ def quantized_blocks(quantized: QuantizedConfig, blocks: Any) -> Any:
 
 
 def is_quantized(quantized: QuantizedConfig, path: tuple[Any, ...], variable: Any) -> bool:
-    """True for a matrix whose matmuls are quantized: of attention and feed-forward layers, of experts, and frozen ones (LoRA)."""
+    """True for a matrix with quantized matmuls: of attention and feed-forward layers, of experts, and frozen ones (LoRA)."""
     if not isinstance(variable, nnx.Variable) or "embed" not in variable.axes:
         return False
     name = "experts" if "expert" in variable.axes else _matrix(path)
@@ -140,7 +140,7 @@ def quantized_gated(
 
 
 def parts_of(reads: Axes, writes: Axes, shape: tuple[int, ...]) -> Parts:
-    """Parts into which the current mesh cuts a matmul whose input has this shape; of the sequence more where sums would be too long."""
+    """Parts into which the current mesh cuts a matmul with an input of this shape; of the sequence more where sums would be too long."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = mesh.shape if not mesh.empty else {}
     batch, seq, inner, outer = (math.prod(sizes[axis] for axis in axes) for axes in split_axes((*reads, writes[2]), mesh))
@@ -177,7 +177,7 @@ def pinned(x: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def without_gradient(fence: Callable[[Array, Axes], Array], x: Array, axes: Axes) -> Array:
-    """`fence` of x, and none of its gradient, whose largest numbers may then be found where it is computed."""
+    """`fence` of x, and none of its gradient: its largest numbers may then be found where it is computed."""
     return fence(x, axes)
 
 

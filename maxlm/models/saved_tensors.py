@@ -10,7 +10,7 @@ from typing import Literal
 
 from flax import nnx
 
-ROUTER, JOIN = "router", "join"  # matmuls whose result has no name in a remat policy: of routers, and of multi-token prediction
+ROUTER, JOIN = "router", "join"  # matmuls with a result that remat policies do not name: of routers, and of multi-token prediction
 Split = Literal["in", "out", "rows"]
 
 
@@ -27,6 +27,7 @@ class Matmul:
     split: Split
     experts: int = 0  # matrices side by side, of which a row meets one; 0: one matrix for all rows
     meets: int = 1  # of them, those that a token meets
+    matrix: str = ""  # the matrix as `precision.matmul.skip` calls it, where the result has another name; two may be columns of one
 
     def local(self, tensor: int) -> tuple[int, int]:
         """(in, out) on one device."""
@@ -44,7 +45,7 @@ class Matmul:
         return wide_in * wide_out * (self.experts // sizes["expert"] if self.experts else 1)
 
 
-def matmul_by(name: str, weight: nnx.Param, split: Split, dims_in: int = 1) -> Matmul:
-    """The matmul by `weight`, whose first `dims_in` of two or three dims are contracted; leading dims of stacked blocks are left out."""
+def matmul_by(name: str, weight: nnx.Param, split: Split, dims_in: int = 1, matrix: str = "") -> Matmul:
+    """The matmul by `weight`; its first `dims_in` of two or three dims are contracted; leading dims of stacked blocks are left out."""
     dims = weight.shape[-len(weight.axes) :]
-    return Matmul(name, math.prod(dims[:dims_in]), math.prod(dims[dims_in:]), split)
+    return Matmul(name, math.prod(dims[:dims_in]), math.prod(dims[dims_in:]), split, matrix=matrix)

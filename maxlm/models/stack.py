@@ -11,6 +11,7 @@ parameters of a run are stacked over its repetitions. Groups in depth order, by 
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from importlib import import_module
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_path
 from maxlm.config.schema import ModelConfig
 
 STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run
@@ -29,11 +31,10 @@ Tree = Any  # nested dicts of arrays (or of shapes, specs, axes)
 
 
 class LayerGroup(NamedTuple):
-    """Equal blocks whose parameters are stacked: by periods if the group is repeated, then by the blocks of a run if there are several."""
+    """Equal blocks with stacked parameters: by periods if the group is repeated, then by the blocks of a run if there are several."""
 
     path: Names  # of the blocks in the parameter tree
-    local: bool
-    experts: bool
+    parts: LayerParts
     first: int  # depth of the first block
     stacked: tuple[int, ...] = ()  # sizes of the stacked dims
     strides: tuple[int, ...] = ()  # layers from one block to the next along each of them
@@ -48,22 +49,38 @@ class LayerGroup(NamedTuple):
 @lru_cache(maxsize=64)
 def layer_groups(config: ModelConfig, entries: Names = (*ENTRIES, "ahead")) -> tuple[LayerGroup, ...]:
     """The groups of these entries, in the order in which they run."""
-    period, layers, dense, experts = len(config.layer_pattern), config.n_layers, config.n_dense, config.moe is not None
-    periods, local = (layers - dense) // period, [kind == "local" for kind in config.layer_pattern]
+    period, layers, dense, parts = len(config.layer_pattern), config.n_layers, config.n_dense, partial(layer_parts, config)
+    periods = (layers - dense) // period
 
-    def runs(entry: str, depths: range, experts: bool, *repeated: tuple[int, int, str]) -> Iterator[LayerGroup]:
-        for i, (is_local, blocks) in enumerate(groupby(depths, lambda depth: local[depth % period])):
+    def runs(entry: str, depths: range, *repeated: tuple[int, int, str]) -> Iterator[LayerGroup]:
+        for i, (kind, blocks) in enumerate(groupby(depths, parts)):
             first, *others = blocks
             dims = (*repeated, (1 + len(others), 1, STACKED[1])) if others else repeated  # of each its size, stride and axis
-            yield LayerGroup((entry, str(i)), is_local, experts, first, *zip(*dims, strict=True))
+            yield LayerGroup((entry, str(i)), kind, first, *zip(*dims, strict=True))
 
     groups = (
-        *runs("head", range(dense), False),
-        *runs("layers", range(dense, dense + period), experts, (periods, period, STACKED[0])),
-        *runs("tail", range(dense + periods * period, layers), experts),
-        *(LayerGroup(("ahead", str(i), "block"), local[(layers + i) % period], experts, layers + i) for i in range(config.mtp_depth)),
+        *runs("head", range(dense)),
+        *runs("layers", range(dense, dense + period), (periods, period, STACKED[0])),
+        *runs("tail", range(dense + periods * period, layers)),
+        *(LayerGroup(("ahead", str(i), "block"), parts(layers + i), layers + i) for i in range(config.mtp_depth)),
     )
     return tuple(group for group in groups if group.path[0] in entries)
+
+
+def mixers_of(config: ModelConfig) -> tuple[str, ...]:
+    """The mixers' names in the layer pattern, each once."""
+    return tuple(dict.fromkeys(layer_parts(config, depth).mixer for depth in range(len(config.layer_pattern))))
+
+
+def mixer_class(config: ModelConfig, name: str) -> Any:
+    """The class of the mixer of this name in the layer pattern."""
+    return load_part(mixer_path(config, name))
+
+
+def load_part(path: str) -> Any:
+    """The class at a path of `layer_parts`, `module:class`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 # Parameter trees by group.

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Int
 
 from maxlm.config.schema import ModelConfig
 from maxlm.models.decoder import Block, run_layer
+from maxlm.models.feed_forward.router import Routing
 from maxlm.models.layers import BlockContext
 from maxlm.models.parameters import Parameters, parameter_specs
-from maxlm.models.router import Routing
 from maxlm.models.stack import PATTERN, by_group, cut_periods, layer_groups, pad_periods, split_layers
 from maxlm.parallel.pipeline import AXIS
 
@@ -95,13 +95,13 @@ class StageAssignment:
         return by_group([group._replace(stacked=(self.part_periods, *group.stacked[1:])) for group in groups], active_L)
 
     def in_depth_order(self, reports: Routing) -> Routing:
-        """Router statistics of all layers in depth order, from those of the stages one after another."""
+        """Router statistics of all layers in depth order, from the stages' statistics one after another."""
         rows = (self.position_of[:, None] * self.period + np.arange(self.period)).reshape(-1)[: self.layers]
         return jax.tree.map(lambda leaf: leaf[rows], reports)
 
 
 def run_unless_padding(context: BlockContext, x_BSD: Array, inputs: tuple[Block, Bool[Array, ""]]) -> tuple[Array, tuple]:
-    """As `run_layer`; a block that is padding, whose second input is False, passes hidden states through, and gets no gradient."""
+    """As `run_layer`; a block that is padding (second input False) passes hidden states through, and gets no gradient."""
     block, active = inputs
     y_BSD, router = run_layer(context, jnp.where(active, x_BSD, 0), (block, None))
     return jnp.where(active, y_BSD, x_BSD), jax.tree.map(lambda a: jnp.where(active, a, jnp.zeros_like(a)), router)

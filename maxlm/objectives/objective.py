@@ -13,7 +13,8 @@ from maxlm.config.schema import Config
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.kernels import CrossEntropySums
 from maxlm.models import BlockContext, Decoder, DecoderOutput, Parameters, Routing, bind, cast_matrices
-from maxlm.models.linear import matmul_precision, unembedding_loss
+from maxlm.models.layers import Scan
+from maxlm.models.linear import unembedding_loss
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 from maxlm.telemetry.metric import Metric
@@ -101,14 +102,23 @@ class Objective(ABC):
         """(sum that is differentiated, figures) from the output of all blocks. `summed`: as in `BlockContext`."""
 
     def loss(
-        self, params: Parameters, model_state: Parameters, batch: Any, *, summed: tuple[str, ...] = (), training: bool = True
+        self,
+        params: Parameters,
+        model_state: Parameters,
+        batch: Any,
+        *,
+        summed: tuple[str, ...] = (),
+        scan: Scan | None = None,
+        training: bool = True,
     ) -> tuple[Float[Array, ""], Sums]:
-        """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`: as in `BlockContext`."""
+        """(sum over the batch that is differentiated, routers' losses included; figures of the batch). `summed`, `scan`: as in
+        `BlockContext`.
+        """
         config, batch = self.config, self.inputs(batch, training=training)
         model = bind(config.model, cast_matrices(config, params), model_state)
-        with matmul_precision(config.precision):
+        with jax.default_matmul_precision(config.precision.float32_matmul):
             x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
-            output = model.run(x_BSD, self.context(model, batch, summed))
+            output = model.run(x_BSD, self.context(model, batch, summed, scan))
             total, sums = self.head(model, output, batch, summed)
         return total + output.aux_loss, sums
 
@@ -133,10 +143,18 @@ class Objective(ABC):
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), step)
         return batch._replace(random_BS=constrain(jax.random.bits(key, batch.tokens_BS.shape, jnp.uint32), "batch", "seq"))
 
-    def context(self, model: Decoder, batch: Any, summed: tuple[str, ...] = ()) -> BlockContext:
+    def context(self, model: Decoder, batch: Any, summed: tuple[str, ...] = (), scan: Scan | None = None) -> BlockContext:
         """Inputs shared by all blocks, and the options of the forward pass."""
-        options: dict[str, Any] = {"memory": self.config.memory, "strategy": self.config.mesh.context_attention, "summed": summed}
-        return BlockContext(model.angles(batch.positions_BS, batch.segment_ids_BS), batch.segment_ids_BS, batch.random_BS, **options)
+        return BlockContext(
+            model.angles(batch.positions_BS, batch.segment_ids_BS),
+            batch.segment_ids_BS,
+            batch.random_BS,
+            precision=self.config.precision,
+            memory=self.config.memory,
+            scan=scan,
+            strategy=self.config.mesh.context_attention,
+            summed=summed,
+        )
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
         """`values` by the names of `metrics`, reduced over `batch`: sums over its tokens, or maxima, as they are declared."""
@@ -173,4 +191,4 @@ class NextToken(Objective):
         """Sums over the tokens of `batch`, from hidden states after the final norm."""
         train = self.config.train
         options = {"chunks": train.loss_chunks, "z_loss": train.z_loss, "softcap": model.config.logits_softcap}
-        return unembedding_loss(hidden_BSD, model.unembedding_VD, batch.targets_BS, batch.weights_BS, **options)
+        return unembedding_loss(self.config.precision, hidden_BSD, model.unembedding_VD, batch.targets_BS, batch.weights_BS, **options)

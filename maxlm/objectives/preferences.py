@@ -71,9 +71,9 @@ class Preferences(PackedRows):
         """
         hidden_BSD, table_VD, chunks = model.final_norm(output.x_BSD), model.unembedding_VD, self.config.train.loss_chunks
         options = {"chunks": chunks, "softcap": model.config.logits_softcap}
-        nll_BS = unembedding_scores(hidden_BSD, table_VD, batch.targets_BS, **options).nll_BS
+        nll_BS = unembedding_scores(self.config.precision, hidden_BSD, table_VD, batch.targets_BS, **options).nll_BS
         (loss, values), slopes_BS = jax.value_and_grad(self._loss, has_aux=True)(nll_BS, batch)
-        weighted = unembedding_loss(hidden_BSD, table_VD, batch.targets_BS, slopes_BS, **options).total
+        weighted = unembedding_loss(self.config.precision, hidden_BSD, table_VD, batch.targets_BS, slopes_BS, **options).total
         return weighted + jax.lax.stop_gradient(loss - weighted), self.sums(batch, values, output.routing)
 
     def _loss(self, nll_BS: Float[Array, "B S"], batch: PairBatch) -> tuple[Float[Array, ""], dict[str, Array]]:
@@ -97,7 +97,9 @@ class LogProbabilities(Preferences):
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
         options = {"chunks": self.config.train.loss_chunks, "softcap": model.config.logits_softcap}
-        nll_BS = unembedding_scores(model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options).nll_BS
+        nll_BS = unembedding_scores(
+            self.config.precision, model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options
+        ).nll_BS
         return jnp.float32(0), self.sums(batch, {"log_probabilities": log_ratios(nll_BS, batch), "pairs": _pairs(batch)})
 
 

@@ -34,7 +34,7 @@ from maxlm.kernels.attention import (
 from maxlm.kernels.attention.gradients import LOG2E, NO_KEYS, Gradients, Saved, differentiable
 from maxlm.parallel.sharding import context_size, mesh_axes
 
-# B batch, S sequence, L tokens of a chunk, H query heads, G key/value heads, K head dim, V that of values
+# B batch, S sequence, L tokens of a chunk, H query heads, G key/value heads, K head dim, V head dim of values
 
 _AXIS = "context"
 
@@ -89,7 +89,7 @@ def context_attention(
     sinks_H: Float[Array, " H"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B S H V"]:
-    """`maxlm.kernels.attention` on a mesh whose axis `context` splits the sequence.
+    """`maxlm.kernels.attention` on a mesh where the axis `context` splits the sequence.
 
     "ring" and "gather" take tokens in zigzag order and causal masks; "ulysses" takes the sequence in order and any mask. S must be a
     multiple of twice the axis. `implementation`: of the products, as in `chunk_attention` and `attention`. Keys and values are sent

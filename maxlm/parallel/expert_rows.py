@@ -137,7 +137,7 @@ in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
 
 
 def _further(rows: int, due: Array, another: Callable[[Array, Any], Any], first: Any) -> Any:
-    """`another(start, total)` for every round after the first, whose result is `first`. An even load needs none."""
+    """`another(start, total)` for every round after the first; `first`: the first round's result. An even load needs none."""
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         start, total = carry

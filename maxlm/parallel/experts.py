@@ -90,7 +90,7 @@ def through_experts(
 
 
 def _specs(weight: Any, split: tuple[Axes, ...]) -> Any:
-    """Partition spec of a weight, or of each array of a quantized one: not along dims whose numbers share a scale."""
+    """Partition spec of a weight, or of each array of a quantized one: not along dims with one scale."""
     return jax.tree.map(lambda leaf: P(*(None if size == 1 else dim or None for size, dim in zip(leaf.shape, split, strict=True))), weight)
 
 

@@ -26,11 +26,11 @@ class StageFunctions(NamedTuple):
     """The functions that a pipeline computes. All are pure; the structure of their trees of arrays is the caller's."""
 
     embed: Callable[[Tree, Tree], Array]  # (ends, microbatch) -> x_BSD before the first layer
-    inputs: Callable[[Tree, Array], Tree]  # (microbatch, part of the depth) -> inputs of the layers beside x_BSD, without gradient
+    inputs: Callable[[Tree, Array], Tree]  # (microbatch, part of the depth) -> inputs of the layers without gradient
     # (layers of a chunk, their constants, x_BSD, inputs) -> ((x_BSD, float32 loss of the layers), reports, stacked as the layers are)
     layers: Callable[[Tree, Tree, Array, Tree], tuple[tuple[Array, Array], Tree]]
     loss: Callable[[Tree, Tree, Array], tuple[Array, Tree]]  # (ends, microbatch, x_BSD) -> (loss, sums to report)
-    empty_sums: Callable[[Tree], Tree]  # sums over no microbatch, given those of one as shapes
+    empty_sums: Callable[[Tree], Tree]  # sums over no microbatch, given one microbatch's as shapes
     add_sums: Callable[[Tree, Tree], Tree]  # sums over two parts of the batch -> over both
 
 
@@ -272,6 +272,6 @@ def _add(total: Tree, grads: Tree) -> Tree:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros whose leading dim is over `stage`; the partitioner decides how the other dims are split."""
+    """Zeros with the leading dim over `stage`; the partitioner decides how the other dims are split."""
     spec = P(AXIS, *[P.UNCONSTRAINED] * (len(shape) - 1))
     return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), spec)

@@ -1,6 +1,6 @@
 """Rows of tokens that travel between devices in 8 bits, each with a float32 scale of its own (DeepSeek-V3, arXiv 2412.19437).
 
-Sums, in a reduce-scatter, are not quantized. Names of formats are those of `maxlm.precision`; None is the dtype that rows have. A row that
+Sums, in a reduce-scatter, are not quantized. Formats are named as in `maxlm.precision`; None is the dtype that rows have. A row that
 is not finite arrives as one that is not finite, and changes no other.
 """
 

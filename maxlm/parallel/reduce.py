@@ -1,4 +1,4 @@
-"""Compressed sums over a mesh axis whose links are slow, inside a `jax.shard_map`, with the errors that they leave.
+"""Compressed sums over a mesh axis with slow links, inside a `jax.shard_map`, with the errors that they leave.
 
 A codec turns blocks of numbers into what is sent. Each device keeps its own error and adds it to what it gives to the next sum, so no part
 of any gradient is ever lost (error feedback, Seide 2014; Karimireddy 2019, arXiv 1901.09847). All devices compute the result from the same
@@ -95,7 +95,7 @@ class Reduced(NamedTuple):
 
 
 def reduce_compressed(codec: Codec, x: Float[Array, "..."], axis: str) -> Reduced:
-    """The sum of float32 `x` over the mesh `axis`, of whose devices each holds an addend."""
+    """The sum of float32 `x` over the mesh `axis`; each of its devices holds an addend."""
     shares = lax.axis_size(axis)
     return _gathered(codec, x, axis) if isinstance(codec, TopK) or shares == 1 else _in_two_stages(codec, x, axis, shares)
 

@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """Most units whose residuals a stage holds at once: those of the first stage, which waits longest."""
+        """Most units for which a stage holds residuals at once: the first stage's number, since it waits longest."""
         waits = [self.turn + self.stages - 1 + unit - self.forward_of(*self.backward(unit)) for unit in range(self.units)]
         return min(max(waits) + 1, self.units)
 

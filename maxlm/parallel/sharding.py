@@ -18,7 +18,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def partition_spec(names: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh, tensor: str) -> PartitionSpec:
-    """Partition spec over `mesh` of `tensor`, whose logical axes are `names`, one a dim; a dim of 1 (a token at a time) is not split.
+    """Partition spec over `mesh` of `tensor` with the logical axes `names`, one a dim; a dim of 1 (a token at a time) is not split.
 
     Raises ConfigError, naming the tensor, when a dim does not divide; ValueError when the axes do not fit the shape or two
     dims want one mesh axis; KeyError for an unknown logical axis.

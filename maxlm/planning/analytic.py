@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, get_args
 
+from maxlm.config.axes import divisors
 from maxlm.config.schema import Config
 from maxlm.config.sections.memory import RematName
 from maxlm.cost import efficiency, model_shapes
@@ -24,7 +25,7 @@ from maxlm.hardware.xla_flags import FLAGS, SPARSE_CORE
 from maxlm.kernels.attention.tpu import why_not
 from maxlm.models.saved_tensors import JOIN, ROUTER, Matmul
 from maxlm.planning import gpu_attention
-from maxlm.planning.layouts import LOSS_CHUNKS, Layout, divisors, periods
+from maxlm.planning.layouts import LOSS_CHUNKS, Layout, periods
 from maxlm.planning.traffic import MESSAGE, Collectives, Traffic
 from maxlm.training.split_masters import difference_dtype
 
@@ -44,7 +45,7 @@ LOGIT_BYTES = 4
 TABLE_BYTES = 10  # a number of the unembedding, once a microbatch
 STATE_BYTES = 40  # a parameter, once a step
 # Exposed share of a collective's seconds, where there is enough to compute meanwhile. A SparseCore, on chips that have one, runs those over
-# fsdp and data; GPUs run them beside matmuls as well, and are assumed to hide as much of them.
+# fsdp and data; GPUs overlap them with matmuls too, and are assumed to hide as much.
 GATHERS_WAIT, SUMS_WAIT, ALONE_WAIT = 0.1, 0.2, 0.9
 TENSOR_WAIT, HOST_WAIT = 0.75, 0.1
 ONCE_WAIT, RING_WAIT = 0.1, 0.01  # of what an update has once; of what attention sends round a ring while it computes
@@ -121,7 +122,9 @@ class Analytic:
         hbm_share = efficiency.HBM_SHARE if topology.is_tpu else efficiency.gpu_hbm_share(chip)
         self.hbm = hbm_share * chip.hbm_bytes_per_s_per_device
         self.splash = flash is True
-        self.writes_scores = False if topology.is_tpu else not (gpu_attention.kernel_runs(config, chip) if flash is None else flash)
+        if flash is None and not topology.is_tpu:
+            flash = gpu_attention.kernel_runs(config.model, config.data.seq_len, config.precision.compute, chip)
+        self.writes_scores = not topology.is_tpu and not flash
         self.layers = model_shapes.layers(config.model)
         self.quantized = quantization_of(config)
         self.fastest = max(chip.peak_flops(format) for format in self.quantized.formats) / chip.peak_bf16_flops
@@ -158,7 +161,7 @@ class Analytic:
         rows = tokens // frame.microbatches
         moved = _moves(frame) * self.passes(frame) * frame.microbatches * self._stack_bytes(kept, rows) / self.hbm
         compute_s = self._matmul_s(kept, tokens) + self._attention_s(kept, tokens) + self._memory_s(kept, tokens) - moved
-        return compute_s + self._exposed_s(kept, tokens, compute_s), self._least_beside(frame, 0)
+        return compute_s + self._exposed_s(kept, tokens, compute_s), self._least_with_stack(frame, 0)
 
     def fits_host(self, layout: Layout) -> bool:
         """True if what `layout` and `memory.offload_state` keep there fits in the hosts' memory, and the time of a layout's copies is known
@@ -185,7 +188,7 @@ class Analytic:
         return ticks * self._part(layout) / layout.microbatches
 
     def _part(self, layout: Layout) -> float:
-        """Layers of a part of the depth, padding included, as a share of those of the pattern."""
+        """Layers of a part of the depth, padding included, as a share of the layers of the pattern."""
         count = periods(self.config.model)
         return math.ceil(count / (layout.sizes["stage"] * layout.chunks)) / count
 
@@ -197,7 +200,7 @@ class Analytic:
         """
         chip, model = self.topology.chip, self.config.model
         if not self.topology.is_tpu:
-            return gpu_attention.seconds_a_token(self.config, chip, not self.writes_scores, self.peak, self.hbm)
+            return gpu_attention.seconds_a_token(model, self.config.data.seq_len, chip, not self.writes_scores, self.peak, self.hbm)
         at = self.config.data.seq_len // parts, model.head_dim
         ours = not self.splash and any(not why_not(*at, kind, self.number) for kind in chip.device_kinds)
         shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
@@ -283,12 +286,11 @@ class Analytic:
     def _memory_s(self, layout: Layout, tokens: int) -> float:
         model, tensor, parts, passes = self.config.model, layout.sizes["tensor"], layout.microbatches, self.passes(layout)
         sizes, chunked = layout.sizes, layout.attention != "ulysses"
-        together = model.qk_norm or model.latent is not None
-        common = MODEL_WIDE * model.d_model + NORMED_WIDE * together * (model.n_heads + model.n_kv_heads) * model.head_dim
         moved, routed = 0.0, self.rows[layout.sizes["expert"]]
         for kind in self.layers:
             share = passes if kind.pattern else 1
             merged = MERGED_BYTES * (sizes["context"] - 1) * kind.widths["attention"] if chunked else 0
+            common = MODEL_WIDE * model.d_model + NORMED_WIDE * kind.rewritten
             wide = common + merged / self.number + HIDDEN_WIDE * kind.widths["up"] + ROW_INSIDE * routed * kind.expert_width
             whole = ROW_WIDE * routed * model.d_model * kind.experts  # rows have their whole width on every device of `tensor`
             moved += share * self.number * len(kind.depths) * tokens * (wide / tensor + whole)
@@ -354,15 +356,15 @@ class Analytic:
         return copied * self.number * self._hosted(layout, "weights") + gradients
 
     def _of_layers_s(self, layout: Layout, compute_s: float) -> float:
-        """Seconds that copies of the layers' weights and gradients take: beside the layers what is longer than computing them; after them
+        """Seconds that copies of the layers' weights and gradients take: meanwhile, the time beyond computation; after them
         sums over microbatches, the gradient's norm, and its way back to the update.
         """
         weights, gradients = (self.number * self._hosted(layout, kind) for kind in ("weights", "gradients"))
-        beside = layout.microbatches * max(2 * weights, gradients)
+        meanwhile = layout.microbatches * max(2 * weights, gradients)
         summed = gradients * (self.number + 4) / self.number * layout.microbatches if self._accumulates(layout) else 0
         after = summed + 2 * (4 / self.number if self._accumulates(layout) else 1) * gradients
         speed = self.topology.chip.host_bytes_per_s_per_device or math.inf
-        return max(0.0, beside / speed - compute_s) + after / speed
+        return max(0.0, meanwhile / speed - compute_s) + after / speed
 
     def _state_s(self, layout: Layout) -> float:
         """Seconds that state of other tiers takes through the device: read, masters once more for their copy, and written at the same time.
@@ -397,7 +399,7 @@ class Analytic:
         return layout.microbatches > 1 or layout.sizes["stage"] > 1
 
     def _waits_bytes(self, layout: Layout, stack: int) -> int:
-        """Bytes kept for the backward passes, where `stack` are those of all layers and one microbatch."""
+        """Bytes kept for the backward passes, where `stack` are the bytes of all layers and one microbatch."""
         return stack if layout.sizes["stage"] == 1 else int(stack * self._part(layout) * self._waiting(layout.pipeline))
 
     def _held_bytes(self, names: Collection[str], layout: Layout, tokens: int, kinds: Collection[LayerKind] | None = None) -> int:
@@ -429,7 +431,7 @@ class Analytic:
         logits = 4 if self.config.precision.compute == "float16" else number  # their exponentials
         logits += 0 if self.topology.is_tpu else 4  # a TPU does not write logits themselves
         loss = vocab * (model.d_model * (2 * number + 4) + rows // layout.loss_chunks * logits) + 6 * number * rows * model.d_model
-        scores = gpu_attention.score_bytes(self.config, rows) // sizes["tensor"] if self.writes_scores else 0
+        scores = gpu_attention.score_bytes(model.n_heads, self.config.data.seq_len, rows) // sizes["tensor"] if self.writes_scores else 0
         backward = self._inside(layout.mesh, rows) + scores + (4 * numbers if layout.zero == 3 else number * summed)
         gradients = 4 * summed if self._accumulates(layout) else 0
         kept = difference_dtype(self.config) is not None  # masters in two parts hold what is computed with already
@@ -437,7 +439,7 @@ class Analytic:
         return int(stack + max(loss, backward) + gradients + cast)
 
     def _inside_bytes(self, mesh: tuple[tuple[str, int], ...], rows: int) -> int:
-        """Bytes that the backward pass of a layer needs: gathered weights of two layers, those of experts one matrix at a time."""
+        """Bytes that the backward pass of a layer needs: gathered weights of two layers, weights of experts one matrix at a time."""
         sizes, number, model = dict(mesh), self.number, self.config.model
         routed, most = int(rows * self.rows[sizes["expert"]]), 0
         for kind in self.layers:
@@ -466,15 +468,15 @@ class Analytic:
         if layout.remat in ("none", "dots"):
             names -= {"layer_input", "attention_out"}  # another tensor may stand for these
         rows = tokens // layout.microbatches
-        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths.start < self.config.model.n_layers])
-        return self._least_beside(layout, self._waits_bytes(layout, stack))
+        stack = self._held_bytes(names, layout, rows, [kind for kind in self.layers if kind.depths[0] < self.config.model.n_layers])
+        return self._least_with_stack(layout, self._waits_bytes(layout, stack))
 
-    def _least_beside(self, layout: Layout, stack: int) -> int:
+    def _least_with_stack(self, layout: Layout, stack: int) -> int:
         """`_least_bytes` of a layout that keeps `stack` bytes for the backward pass."""
         weights = self.number * self._computed_with(layout).matrices if layout.zero < 3 or layout.sizes["stage"] > 1 else 0
         gradients = self._summed(layout).matrices - self._hosted(layout, "gradients")
-        beside = 4 * gradients + weights + stack if self._accumulates(layout) else max(self.number * gradients, weights + stack)
-        return self._shares(layout.mesh).state + max(0, beside - MOST_VMEM_BYTES)
+        rest = 4 * gradients + weights + stack if self._accumulates(layout) else max(self.number * gradients, weights + stack)
+        return self._shares(layout.mesh).state + max(0, rest - MOST_VMEM_BYTES)
 
     def _least_s(self, layout: Layout, tokens: int) -> float:
         """Seconds of the necessary FLOPs at peak, without waits. A loop iteration that XLA peels off may not be recomputed."""

@@ -1,4 +1,4 @@
-"""`maxlm plan --calibrate`: measure matmuls, memory and collectives of the devices of this machine, and write them beside their peaks."""
+"""`maxlm plan --calibrate`: measure matmuls, memory and collectives of the devices of this machine, and write them with their peaks."""
 
 import datetime
 import functools
@@ -75,7 +75,7 @@ def calibrate(out: Path | None, *, as_json: bool) -> int:
 
 
 def record(measured: Measured, link_share: float | None) -> Calibration:
-    """The measurement beside the peaks of the chip. Raises UserError for a share that no machine reaches."""
+    """Relate the measurement to the peaks of the chip. Raises UserError for a share that no machine reaches."""
     kind = jax.local_devices()[0].device_kind
     chip, factors = chip_of(kind), None
     if chip is not None:

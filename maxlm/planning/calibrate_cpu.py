@@ -19,7 +19,7 @@ TRANSPOSED_SIDES = (64, 256)  # gradients of weights: short sides are widths of 
 TOKENS = 2048  # they sum over them
 WIDTH = 384  # of hidden states that are transposed: more than a core's own caches hold
 FUNCTION_VALUES = 2**16  # few enough to stay in a cache
-TINY = 8  # sides of a matmul that takes no time but that of any operation
+TINY = 8  # sides of a matmul so small that it takes the time of an empty operation
 FRESH_BYTES, FRESH_RUNS = 2**26, 5
 
 Step = Callable[[jax.Array], jax.Array]

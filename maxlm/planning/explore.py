@@ -29,7 +29,7 @@ from maxlm.telemetry.formatting import duration
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
 MIN_COMPILES, MOST_COMPILES, MOST_UNROLLED = 3, 24, 6
-HOST_CHIPS = 8  # of one machine, whose second counts as much as one of the compiler's
+HOST_CHIPS = 8  # of one machine; its second counts as much as a second of the compiler
 QUICK_COMPILES, QUICK_UNROLLED, QUICK_PATIENCE_S = 3, 1, 60.0  # of `maxlm plan --quick`
 MIN_TO_PAY = 2  # trials before the search may end since another does not pay: the user's own layout, and the most promising
 START_S = 5.0  # of a trial before the compiler runs: a process starts and traces the step
@@ -47,7 +47,7 @@ PRIOR = 0.05  # weight of the ratio common to all, against 1 of a neighbour that
 NEAR = 2.0  # weights fall by e in half a unit of distance
 NAMED = 3  # layouts of a kind that are named with the reason why they were not taken
 MOST = 5.0  # ratios are clipped to this: larger ones come from negligible parts
-OVER = 1.005  # least memory of a layout that did not fit, over what is available
+MIN_OVERFLOW = 1.005  # least memory of a layout that did not fit, over what is available
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def explore(
     *,
     may_fail: bool = False,
 ) -> None:
-    """Compile up to `most` layouts of `search`: those of `first` that are open first, whatever is expected of them.
+    """Compile up to `most` layouts of `search`: first the open layouts of `first`, whatever is expected of them.
 
     `show_progress` shows the next one. Ctrl-C ends the search and keeps its trials. A layout at which `verify` raises UserError is dropped;
     the error is raised only if it is the first of the search, and not even then if `may_fail`.
@@ -211,7 +211,7 @@ def explore_unrolled(
 
 
 def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[Config], Verdict], *, may_fail: bool) -> None:
-    """Move an open layout to the trials or, if it `may_fail`, to those that failed, as one does whose time is not known."""
+    """Move an open layout to the trials or, if it `may_fail`, to the failed ones."""
     try:
         verdict = verify(layout.apply(config)).whole()
     except UserError as error:
@@ -344,7 +344,7 @@ def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], trials: Se
 
 
 def _spread(near_NK: np.ndarray, logs_KP: np.ndarray) -> np.ndarray:
-    """Logarithms for N layouts from those of K: the median of all, plus the difference of each layout's neighbours from it."""
+    """Logarithms for N layouts from K compiled ones: the median of all, plus the difference of each layout's neighbours from it."""
     count = len(logs_KP)
     if not count:
         return np.zeros((len(near_NK), logs_KP.shape[1]))
@@ -384,7 +384,7 @@ def _log_ratios(trial: Trial) -> list[float]:
 
 
 def _log_memory(trial: Trial) -> float:
-    needed = trial.verdict.needed if trial.verdict.fits else max(trial.verdict.needed, round(OVER * trial.verdict.available))
+    needed = trial.verdict.needed if trial.verdict.fits else max(trial.verdict.needed, round(MIN_OVERFLOW * trial.verdict.available))
     return _log(max(needed - trial.estimate.state, 1) / max(trial.estimate.temporaries, 1))
 
 

@@ -235,8 +235,8 @@ def simulate(job: Job, *, interruptions: int = 20_000, seed: int = 0) -> dict[st
 
 @functools.cache
 def expected_goodput(chips: int, chips_per_host: int, step_s: float, *, memory: bool, peer: bool) -> float:
-    """Goodput of a job by wall time, without spares, whose store, and copies in `memory` and with a `peer` if it has these, are saved at
-    Young's intervals.
+    """Goodput of a job by wall time, without spares. Checkpoints in the store, and copies in `memory` and with a `peer` if any, are
+    saved at Young's intervals.
     """
     tiers = (STORE, *((MEMORY,) if memory else ()), *((PEER,) if memory and peer else ()))
     job = Job(chips, tiers, chips_per_host=chips_per_host, step_s=step_s)

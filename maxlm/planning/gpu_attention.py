@@ -1,6 +1,6 @@
 """Attention on GPUs in the analytic model: our kernels where they run, else XLA's operations, which write every score to memory."""
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
 from maxlm.cost import efficiency, model_shapes
 from maxlm.hardware.chips import Chip
 
@@ -12,22 +12,21 @@ XLA_BACKWARD = 6
 # compiled it for B200 (jax 0.10.2; docs/truth_gpu.md).
 SCORE_MOVES = (24, 58)
 SCORE_BYTES = 4
-QUERY_BLOCK = 1024  # queries whose scores exist at one time (`maxlm.kernels.attention.xla`)
+QUERY_BLOCK = 1024  # queries that have scores in memory at one time (`maxlm.kernels.attention.xla`)
 
 
-def kernel_runs(config: Config, chip: Chip) -> bool:
-    """True if our attention kernels for Hopper run this config on `chip`."""
+def kernel_runs(model: ModelConfig, seq_len: int, compute: str, chip: Chip) -> bool:
+    """True if our attention kernels for Hopper run this model on `chip`, with matmuls in `compute`."""
     from maxlm.kernels.attention.gpu import why_not  # its compiler takes a third of a second to load
 
-    return not why_not(config.data.seq_len, config.model.head_dim, config.precision.compute, chip.device_kinds[0])
+    return not why_not(seq_len, model.head_dim, compute, chip.device_kinds[0])
 
 
-def seconds_a_token(config: Config, chip: Chip, flash: bool, peak: float, hbm: float) -> tuple[float, float]:
+def seconds_a_token(model: ModelConfig, seq_len: int, chip: Chip, flash: bool, peak: float, hbm: float) -> tuple[float, float]:
     """Seconds of attention of a token in all layers on one device, (forward, backward); `peak` in FLOP/s, `hbm` in bytes/s.
 
     `flash`: by kernels that keep scores on the chip and skip what causality hides.
     """
-    model, seq_len = config.model, config.data.seq_len
     if flash:
         flops = model_shapes.attention_flops(model, seq_len)  # forward, of what the masks leave
         forward_s = flops / (efficiency.gpu_attention_share(model.head_dim) * peak)
@@ -39,8 +38,7 @@ def seconds_a_token(config: Config, chip: Chip, flash: bool, peak: float, hbm: f
     return FORWARD * matmul_s + forward, XLA_BACKWARD * matmul_s + backward
 
 
-def score_bytes(config: Config, rows: int) -> int:
+def score_bytes(n_heads: int, seq_len: int, rows: int) -> int:
     """Bytes of the scores of one layer that exist at one time, of `rows` tokens of a microbatch, heads not split."""
-    seq_len = config.data.seq_len
     block = QUERY_BLOCK if seq_len % QUERY_BLOCK == 0 else seq_len
-    return SCORE_BYTES * config.model.n_heads * max(rows // seq_len, 1) * min(block, seq_len) * seq_len
+    return SCORE_BYTES * n_heads * max(rows // seq_len, 1) * min(block, seq_len) * seq_len

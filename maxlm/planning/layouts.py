@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from maxlm.config import axes, rules
+from maxlm.config.axes import divisors
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config, ModelConfig, PipelineConfig
 from maxlm.config.sections.memory import RematName
@@ -69,7 +70,7 @@ class Layout:
         return Schedule(self.schedule, self.sizes["stage"], self.microbatches, self.chunks)
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """Dotted settings over those of `config`, without axes of size 1 that it leaves at 1."""
+        """Dotted settings that change `config` to this layout, without axes that stay at 1."""
         settings: dict[str, Any] = {
             f"mesh.{axis}": size for axis, size in self.mesh if axis in ALWAYS_NAMED or size > 1 or getattr(config.mesh, axis) != 1
         }
@@ -77,8 +78,8 @@ class Layout:
             settings["mesh.context_attention"] = self.attention
         if self.zero != config.mesh.zero:
             settings["mesh.zero"] = self.zero
-        if self.unroll != config.memory.unrolled:
-            settings["memory.loop"] = {"unroll": self.unroll}
+        if self.unroll != config.memory.unroll:
+            settings["memory.unroll"] = self.unroll
         return {
             **settings,
             **self._pipeline_settings(config),
@@ -90,7 +91,7 @@ class Layout:
         }
 
     def _pipeline_settings(self, config: Config) -> dict[str, Any]:
-        """Settings of the section `pipeline`, where they are not those of `config` already."""
+        """The section `pipeline`, unless `config` has it already."""
         wanted = {"schedule": self.schedule, "chunks": self.chunks}
         if self.sizes["stage"] == 1:
             return {} if config.pipeline is None else {"pipeline": None}
@@ -118,7 +119,7 @@ def layout_of(config: Config, devices: int) -> Layout:
         schedule=pipeline.schedule,
         chunks=pipeline.chunks,
         attention=config.mesh.context_attention if sizes["context"] > 1 else "ring",
-        unroll=config.memory.unrolled,
+        unroll=config.memory.unroll,
     )
 
 
@@ -223,12 +224,6 @@ def _memory(layers_on_host: bool, gated: bool) -> tuple[tuple[str | tuple[str, .
 def _ordered(names: Sequence[str]) -> tuple[str, ...]:
     """Each once, in the order in which a block makes them."""
     return tuple(name for name in get_args(RematName) if name in names)
-
-
-def divisors(number: int) -> list[int]:
-    """Smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _products(total: int, bounds: Sequence[int], up_to: Sequence[bool]) -> Iterator[tuple[int, ...]]:

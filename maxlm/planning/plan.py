@@ -29,7 +29,7 @@ from maxlm.planning.layouts import Layout, layout_of, why_microbatches_stay
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
-IN_HAND = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/truth_gpu.md)
+MEMORY_MARGIN = 0.05  # of memory, where it is only estimated: compiled programs for H200 needed up to 4% more (docs/truth_gpu.md)
 SHORT = {"query": "q", "key": "k", "value": "v", "attention_out": "out", "layer_input": "input", "mlp_out": "mlp"}
 
 
@@ -40,13 +40,13 @@ class Scale:
     tokens_per_step: int
     model_flops: float  # of a step
     peak_flops: float
-    peak_name: str  # format whose peak that is: "bf16", "int8" or "fp8"
+    peak_name: str  # format of that peak: "bf16", "int8" or "fp8"
     tokens: float  # of the whole run
     chips: int
     correction: Correction
 
     def expected_s(self, step_s: float) -> float:
-        """Seconds a step by the median of published runs: those of run times and costs."""
+        """Seconds a step corrected by the median of published runs; run times and costs are computed from it."""
         return self.correction.middle * step_s
 
     def mfu(self, step_s: float) -> float:
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def picked(self) -> Point | None:
-        """The chosen layout. Where nothing can be compiled: the fastest that is predicted to fit with `IN_HAND` to spare, else the leanest
+        """The chosen layout. Where nothing can be compiled: the fastest predicted to fit with `MEMORY_MARGIN` left, else the leanest
         that is predicted to fit.
         """
         if self.chosen is not None:
@@ -102,8 +102,8 @@ class Plan:
 
 
 def best_estimate(points: Sequence[Point], available: int) -> Point | None:
-    """The fastest of `points` that leaves `IN_HAND` of the memory free, else the leanest."""
-    safe = [point for point in points if point.needed <= (1 - IN_HAND) * available]
+    """The fastest of `points` that leaves `MEMORY_MARGIN` of the memory free, else the leanest."""
+    safe = [point for point in points if point.needed <= (1 - MEMORY_MARGIN) * available]
     fastest = min(safe, key=lambda point: (point.step_s, point.needed), default=None)
     return fastest or min(points, key=lambda point: point.needed, default=None)
 
@@ -179,7 +179,7 @@ def analytic_model(config: Config, topology: Topology, flash: bool | None = None
 
 
 def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
-    """The scale of a run of `tokens` tokens, by default those of the config."""
+    """The scale of a run of `tokens` tokens, by default as many as in the config."""
     return Scale(
         tokens_per_step=config.tokens_per_step,
         model_flops=step_flops(config),
@@ -229,7 +229,7 @@ def describe(layout: Layout) -> str:
 
 
 def crossing_axes(topology: Topology, layout: Layout) -> list[str]:
-    """Mesh axes of `layout` whose collectives leave a node of GPUs, outermost first; none of TPUs."""
+    """Mesh axes of `layout` with collectives between nodes of GPUs, outermost first; empty for TPUs."""
     links = {} if topology.is_tpu else node_links(layout.sizes, topology)
     return [axis for axis in layout.sizes if axis in links and links[axis].slices > 1]
 

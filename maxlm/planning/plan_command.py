@@ -180,7 +180,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
 
 
 def _check_trained(config: Config) -> None:
-    """Raise UserError for a config whose step is another than the cost model's."""
+    """Raise UserError if the cost model lacks a capability of the config."""
     for capability, _ in present(config):
         if capability.unplanned:
             raise UserError(f"maxlm plan has no cost model of {capability.unplanned}: plan without it, then `maxlm compile` with it.")

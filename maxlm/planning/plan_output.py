@@ -60,7 +60,9 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
     counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
     console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
-    if not plan.topology.is_tpu and not kernel_runs(plan.loaded.config, plan.topology.chip):
+    config = plan.loaded.config
+    runs = plan.topology.is_tpu or kernel_runs(config.model, config.data.seq_len, config.precision.compute, plan.topology.chip)
+    if not runs:
         console.print(
             f"Attention runs as XLA's operations here, not as a kernel: each score goes to the memory of {plan.topology.chip.name}."
         )
@@ -206,7 +208,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
 
 
 def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
-    """A row of the frontier for `config`; times are None where the layout does not fit, and those of the run are by `expected_step_s`."""
+    """A row of the frontier for `config`; times are None where the layout does not fit; run time is computed from `expected_step_s`."""
     figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "expected_step_s", "run_s", "chip_hours"))
     if point.fits:
         step_s = point.step_s

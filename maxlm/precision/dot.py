@@ -40,7 +40,7 @@ class Parts:
     seq: int = 1
     inner: int = 1  # of what is summed forward
     outer: int = 1  # of the first dim of outputs
-    # Puts an array row by row in memory, whose dims are cut into these parts (names of the fields above, or None). None: as it is.
+    # Puts an array row by row in memory, its dims cut into these parts (names of the fields above, or None). None: as it is.
     row_major: Callable[[Array, tuple[str | None, ...]], Array] | None = None
 
 

@@ -1,6 +1,6 @@
 """Formats that XLA has no matmul for, by exact emulation: operands are rounded to the format and multiplied in the dtype they came in.
 
-Values of 8 bits times a power of two are exact in bfloat16, so the products are those of hardware that has the format. No faster than a
+Values of 8 bits times a power of two are exact in bfloat16, so the products equal the hardware's. No faster than a
 matmul in high precision.
 """
 
@@ -58,7 +58,7 @@ def rounded(config: QuantizedConfig, x: Array, element: str, dims: tuple[int, ..
 
 @jax.custom_vjp
 def rounded_weights(values: Array, scale: Array, w: Array) -> Array:
-    """The quantized weights in the dtype of w, whose gradient is theirs (straight-through, arXiv 1308.3432)."""
+    """The quantized weights in the dtype of w; w gets their gradient (straight-through, arXiv 1308.3432)."""
     return dequantize(Quantized(values, scale), w.dtype)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, UInt32
 from maxlm.kernels import Quantization
 from maxlm.kernels.quantize import largest_magnitude
 
-# Also that of zeros, which must not look large where it is folded into other numbers; products of it and others are normal float32.
+# Also the scale of zeros, which must not look large where it is folded into other numbers; products of it and others are normal float32.
 SMALLEST_SCALE = 2.0**-100
 
 
@@ -45,7 +45,7 @@ def quantization(name: str) -> Quantization:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantized:
-    """`values` times `scale`, float32, which has a 1 in every dim whose numbers share it."""
+    """`values` times `scale`, float32, which has a 1 in every dim along which it is shared."""
 
     values: Array
     scale: Float[Array, "..."]

@@ -1,6 +1,6 @@
 """Gated feed-forward layers with 8-bit operands: act(x w_gate) * (x w_up), times w_down.
 
-Matmuls are those of `dot`. What is between them is quantized where it is computed (`maxlm.kernels.gated_rows`), so hidden units and their
+Matmuls are `dot`'s. Hidden units between them are quantized where they are computed (`maxlm.kernels.gated_rows`), so hidden units and their
 gradients are never in memory in high precision. The gradients of gate and up share the scales of their rows, so that x is scaled and
 quantized once for both gradients of weights.
 """
@@ -46,7 +46,7 @@ def gated_dot(
     config: QuantizedConfig, shape: GatedShape, xs_BSD: tuple[Array, Array], weights: Weights, matrices: tuple[Array, Array, Array]
 ) -> Float[Array, "B S D"]:
     """The layer's output, in the dtype of x. `xs_BSD`: x twice; its gradients by gate and by up are theirs. `matrices`, which `weights`
-    stand for, are not read: their gradients are those of the weights. Remat policies save by the names "gate" and "up".
+    stand for, are not read: their gradients are the weights' gradients. Remat policies save by the names "gate" and "up".
     """
     return _forward(config, shape, xs_BSD, weights, matrices)[0]
 

@@ -2,7 +2,7 @@
 
 Each of the three matmuls has operands quantized along what it sums. Weights are quantized twice, along their width and along hidden units:
 a scale of an expert's column cannot be folded into rows, which belong to many experts. Both are quantized once, where they lie split over
-devices, and gathered in 8 bits. In the gradient of the weights, which sums rows, scales are those of tiles of rows
+devices, and gathered in 8 bits. In the gradient of the weights, which sums rows, each tile of rows has scales
 (`maxlm.kernels.grouped_matmul.scales`).
 """
 
@@ -37,7 +37,7 @@ _STATIC: dict[str, Any] = {"static": True}
 @dataclass(frozen=True)
 class ExpertWeight:
     """Weights of experts as their matmuls read them: `forward` is quantized along what is summed there, `backward` along the other dim, for
-    the gradient of the rows. Both stand for w, which is not read: its gradient is that of the weights.
+    the gradient of the rows. Both stand for w, which is not read: its gradient is the weights' gradient.
 
     w is [K, E, N], or stacked along leading dims that a `jax.lax.scan` cuts off; `whole`, as a device multiplies it, [K, G].
     """
@@ -173,7 +173,7 @@ def _columns(
 
 
 def _rounded_gradient(from_K: Float[Array, "R K"], from_N: Float[Array, "R N"], sizes_E: Array) -> Float[Array, "K G"]:
-    """x^T g of every group by the gradient of `grouped_matmul`, whose product nobody reads."""
+    """x^T g of every group by the gradient of `grouped_matmul`; its product is not read."""
     w_KG = jnp.zeros((from_K.shape[1], len(sizes_E) * from_N.shape[1]), from_K.dtype)
     return jax.vjp(lambda w: grouped_matmul(from_K, w, sizes_E), w_KG)[1](from_N)[0]
 

@@ -1,4 +1,4 @@
-"""A matrix of the model as its matmul reads it: quantized, beside the matrix that it stands for."""
+"""A matrix of the model as its matmul reads it: quantized, with the matrix that it stands for."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ _STATIC: dict[str, Any] = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """`values` times `scale` stand for w, which is not read: its gradient is that of the weights. Without both: w is rounded where it is
+    """`values` times `scale` stand for w, which is not read: its gradient is the weights' gradient. Without both: w is rounded where it is
     multiplied. May be stacked along leading dims, as a `jax.lax.scan` cuts them off.
     """
 

@@ -40,7 +40,7 @@ class Balance:
 
     @classmethod
     def from_sums(cls, first_layer: int, **sums: ArrayLike) -> "Balance":
-        """From the sums of `maxlm.models.router.Routing`, by name, each with a leading dim of layers."""
+        """From the sums of `maxlm.models.feed_forward.router.Routing`, by name, each with a leading dim of layers."""
         load_LE, tokens_L, dropped_L, unsound_L = (np.asarray(sums[name], np.int64) for name in ("load_E", "tokens", "dropped", "unsound"))
         means = (np.asarray(sums[name], np.float64) / np.maximum(tokens_L, 1) for name in ("confidence", "entropy", "balance", "z"))
         return cls(first_layer, load_LE, tokens_L, dropped_L, unsound_L, *means)

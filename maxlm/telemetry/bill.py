@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import chip_of
@@ -18,6 +18,7 @@ from maxlm.hardware.prices import LIST_PRICES
 from maxlm.hardware.topologies import is_tpu
 from maxlm.hardware.vocabulary import vocabulary
 from maxlm.telemetry.formatting import energy, money
+from maxlm.telemetry.gpus import Gpus
 from maxlm.telemetry.ledger import Attempt, ledger_of, read_attempts, read_events
 from maxlm.telemetry.lifetime import Process
 from maxlm.telemetry.metric import Metric
@@ -28,14 +29,6 @@ from maxlm.telemetry.strict_json import is_finite, read_objects
 JOULES_A_KWH = 3.6e6
 READ_EVERY_S = 1.0  # between readings of the counters, which take milliseconds
 JOULES_PER_TOKEN = Metric("joules_per_token", "Energy of a token", "joules, of the data centre")
-
-
-class Counters(Protocol):
-    """Energy counters of some of the chips (`gpus.Gpus`)."""
-
-    @property
-    def count(self) -> int: ...
-    def joules(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Bill:
     """Adds up from `began` (of `clock`) on. Used by one thread. Nothing here fails or waits, but for the driver that is asked."""
 
     def __init__(
-        self, rates: Rates, before: Totals, counters: Counters | None = None, *, began: float, clock: Callable[[], float] = time.monotonic
+        self, rates: Rates, before: Totals, counters: Gpus | None = None, *, began: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.rates, self._before, self._counters, self._began, self._clock = rates, before, counters, began, clock
         self._joules = 0.0  # of all chips, hosts and the data centre, since `began`

@@ -54,17 +54,13 @@ class ProcessMemory:
 
 def _begin_period() -> bool:
     """Return freed memory to the system and begin VmHWM anew (proc(5)); False where that is not allowed."""
-    _return_freed()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         _RESET.write_text("5")
     except OSError:  # the peak would be the compiler's
         return False
     return True
-
-
-def _return_freed() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _kilobytes(name: str) -> int | None:

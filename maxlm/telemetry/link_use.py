@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -117,6 +115,9 @@ def table(uses: Sequence[LinkUse], used_by: str) -> Table:
 
 def plot(uses: Sequence[LinkUse], title: str, path: Path) -> None:
     """Write a PNG to `path`: a panel a link, bandwidth against time, with its average, 90th percentile and limit. Raises UserError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     shown = [use for use in uses if use.rates is not None][:MOST_PANELS]
     page = Figure(figsize=(11, 1.0 + 2.0 * max(1, len(shown))), dpi=120, layout="constrained")
     page.suptitle(title, fontsize="medium", parse_math=False)  # a `$` in the name of a run or of a link is no formula

@@ -86,7 +86,7 @@ class Event:
     preempt   `reason` (the signal, of a machine or a scheduler)
     interrupt `reason` (the signal: Ctrl-C, or the end of the terminal)
     killed    last step recorded of an attempt that ended without `stop` (killed, crashed), at the time of that record; written by the next
-              attempt; `goodput`, as far as its last heartbeat or its records tell
+              attempt; `goodput`, as far as its last heartbeat tells
     profile   step before the first that was traced: `page` (its path), `attributed` (share of device time), `seconds` training paused for
               it; or `reason`, where it failed
     observer  an observer failed, was switched off or writes again: `name reason`

@@ -5,7 +5,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_CAUSES = 100  # of events that are told apart
 LISTEN_AGAIN_S = 30.0
-_FIXED = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "tflops_per_device", "mfu", "data_wait_s")
+_FIXED = tuple(one.name for one in fields(StepRecord) if one.name not in ("time", "extra", "balance", "declared"))
 
 
 class MetricsPort:
@@ -100,31 +101,31 @@ class PrometheusObserver(Collector):
         """All figures, for a scrape."""
         facts = {name: str(self._facts.get(name, "")) for name in ("device_kind", "devices", "processes")}
         info = {"version": maxlm.__version__, "run": encodable(self._run.path.resolve().name), **facts}
-        yield _gauge("maxlm_build_info", "Version, run and hardware.", {tuple(info.values()): 1}, tuple(info))
+        yield _gauge("maxlm_build_info", "Version, run and hardware.", [(tuple(info.values()), 1)], tuple(info))
         record = self._record.to_dict() if self._record is not None else {}
         for field in _FIXED:
             if is_number(record.get(field)):
-                yield _gauge(f"maxlm_{field}", f"{field} of the last record of metrics.jsonl.", {(): record[field]})
-        others = {(key,): value for key, value in record.items() if key not in (*_FIXED, "time") and is_number(value)}
+                yield _gauge(f"maxlm_{field}", f"{field} of the last record of metrics.jsonl.", [((), record[field])])
+        others = [((key,), value) for key, value in record.items() if key not in (*_FIXED, "time") and is_number(value)]
         if others:
             yield _gauge("maxlm_metric", "Other figures of the last record.", others, ("name",))
         if record:
-            yield _gauge("maxlm_last_record_timestamp_seconds", "Time of the last record.", {(): record["time"]})
+            yield _gauge("maxlm_last_record_timestamp_seconds", "Time of the last record.", [((), record["time"])])
         events = CounterMetricFamily("maxlm_events", "Events of this process.", labels=("kind", "cause"))
         for key, number in list(self._events.items()):
             events.add_metric(key, number)
         yield events
         ledger = self.ledger()
-        parts = {(part,): round(value, 3) for part, value in ledger.seconds.items()}
+        parts = [((part,), round(value, 3)) for part, value in ledger.seconds.items()]
         yield _gauge("maxlm_ledger_seconds", "Wall time since the first start by part; steps may still be thrown away.", parts, ("part",))
-        yield _gauge("maxlm_goodput_ratio", "Share of steps that count.", {(): math.nan if ledger.goodput is None else ledger.goodput})
-        yield _gauge("maxlm_attempts", "Times that the run was started.", {(): ledger.attempts})
-        yield _gauge("maxlm_time_seconds", "Time of this text.", {(): round(time.time(), 3)})
+        yield _gauge("maxlm_goodput_ratio", "Share of steps that count.", [((), math.nan if ledger.goodput is None else ledger.goodput)])
+        yield _gauge("maxlm_attempts", "Times that the run was started.", [((), ledger.attempts)])
+        yield _gauge("maxlm_time_seconds", "Time of this text.", [((), round(time.time(), 3))])
 
 
-def _gauge(name: str, description: str, values: Mapping[tuple[str, ...], float], labels: tuple[str, ...] = ()) -> Metric:
+def _gauge(name: str, description: str, values: Iterable[tuple[Sequence[str], float]], labels: tuple[str, ...] = ()) -> Metric:
     """A gauge with its values by label values."""
     gauge = GaugeMetricFamily(name, description, labels=labels)
-    for key, value in values.items():
+    for key, value in values:
         gauge.add_metric(key, value)
     return gauge

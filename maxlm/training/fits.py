@@ -18,6 +18,7 @@ from maxlm.config import UserError
 from maxlm.config.axes import BATCH_AXES
 from maxlm.config.capability import FLOAT32, State
 from maxlm.config.fields import Section
+from maxlm.config.layer_parts import layer_parts
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.table import state
 from maxlm.config.transient import is_out_of_memory
@@ -27,7 +28,7 @@ from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
 from maxlm.models.counts import count_matrices
-from maxlm.models.layers import cache_dims
+from maxlm.models.stack import mixer_class
 from maxlm.objectives import ArraySpec, build_objective
 from maxlm.training.optimizer import RULES
 
@@ -229,9 +230,11 @@ def cached(
 ) -> tuple[Part, ...]:
     """A device's share of the keys and values of `rows` sequences of `length` positions, of `number` bytes each, in generation."""
     split = sizes or {}
-    heads, key_dim, value_dim = cache_dims(model)
-    share = -(-rows // math.prod(split.get(axis, 1) for axis in BATCH_AXES)) * -(-heads // split.get("tensor", 1))
-    bytes_ = number * model.n_layers * length * share * (key_dim + value_dim)
+    share, dims = -(-rows // math.prod(split.get(axis, 1) for axis in BATCH_AXES)), 0
+    for depth in range(model.n_layers):
+        heads, key_dim, value_dim = mixer_class(model, layer_parts(model, depth).mixer).cache_dims(model)
+        dims += -(-heads // split.get("tensor", 1)) * (key_dim + value_dim)
+    bytes_ = number * length * share * dims
     of = f"{length:,} positions" + (f" of {rows:,} sequences" if rows > 1 else "")
     return (Part(f"keys and values of {of}", bytes_, "ask for fewer tokens (samples.tokens, or --tokens), or for fewer prompts at a time"),)
 

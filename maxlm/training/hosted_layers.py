@@ -1,10 +1,10 @@
-"""Matrices of the layer stack whose weights or gradients are in host memory (`memory.offload_state`), while a program is traced.
+"""Matrices of the layer stack with weights or gradients in host memory (`memory.offload_state`), while a program is traced.
 
 A gradient is in the memory of what is differentiated. So where weights and gradients are in different memories, an array that is never read
 stands for the weights in the tree of parameters, and the weights come by themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,7 +18,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.memory.layer_stream import empty_on_host, scan_layers
 from maxlm.memory.pieces import fold
 from maxlm.memory.spaces import is_on_host
-from maxlm.models.linear import layers_scanned
+from maxlm.models.layers import Scan
 from maxlm.models.parameters import Parameters, declarations
 from maxlm.models.stack import LayerGroup, group_of
 from maxlm.parallel import partition_spec
@@ -43,7 +43,7 @@ class HostedLayers:
         return nested(flat_params(params) | self._differentiated)
 
     def taken(self, grads: Parameters) -> Parameters:
-        """The inverse of `joined` for gradients; those of the stack's matrices are kept in `gradients`."""
+        """The inverse of `joined` for gradients; the gradients of the stack's matrices are kept in `gradients`."""
         flat = flat_params(grads)
         self.gradients = {name: flat.pop(name) for name in self._names}
         return nested(flat)
@@ -56,13 +56,17 @@ class HostedLayers:
 
         return sum((fold(add, jnp.float32(0), array, array.shape[0]) for array in self.gradients.values()), jnp.float32(0))
 
+    @property
+    def scan(self) -> Scan:
+        """Scan over the stack, which reads the weights that are apart."""
+        return layer_scan(self._config, self._apart)
+
     @contextmanager
     def current(self) -> Iterator["HostedLayers"]:
         """Trace the model with these layers."""
         token = _CURRENT.set(self)
         try:
-            with streamed_layers(self._config, self._apart):
-                yield self
+            yield self
         finally:
             _CURRENT.reset(token)
 
@@ -75,20 +79,28 @@ def hosted_layers() -> HostedLayers | None:
     return _CURRENT.get()
 
 
-@contextmanager
-def streamed_layers(config: Config, read: Leaves | None = None) -> Iterator[None]:
-    """Trace the model with a stack of which one layer at a time is on the device. `read`: matrices that stand beside the parameters."""
+def with_hosted_layers(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """`Objective.loss`, with the layers of the current update."""
+
+    def hosted_loss(*inputs: Any, **options: Any) -> Any:
+        hosted = hosted_layers()
+        return loss(*inputs, scan=None if hosted is None else hosted.scan, **options)
+
+    return hosted_loss
+
+
+def layer_scan(config: Config, read: Leaves) -> Scan:
+    """Scan over a stack of which one layer at a time is on the device. `read`: matrices that are read in place of parameters."""
     leaves = _of_stack(config.model)
 
     def scan(period: Any, x_BSD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
         mesh, shapes = jax.sharding.get_abstract_mesh(), [leaf.shape[1:] for leaf in jax.tree.leaves(layers)]
         named = zip(shapes, leaves, strict=True)
         specs = [PartitionSpec() if mesh.empty else partition_spec(axes, dims, mesh, ".".join(name)) for dims, (name, axes) in named]
-        weights = [(read or {}).get(name) for name, _ in leaves]
+        weights = [read.get(name) for name, _ in leaves]
         return scan_layers(period, x_BSD, layers, weights=weights, specs=specs, inputs_on_host="layer_input" in config.memory.offload)
 
-    with layers_scanned(scan):
-        yield
+    return scan
 
 
 def _of_stack(model: ModelConfig) -> list[tuple[Name, tuple[str, ...]]]:

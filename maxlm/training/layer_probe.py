@@ -21,7 +21,6 @@ from maxlm.kernels.attention.entropy import attention_entropy
 from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block
-from maxlm.models.linear import matmul_precision
 from maxlm.parallel import constrain
 from maxlm.telemetry.metric import Metric
 from maxlm.training.gradients import cast_frozen
@@ -104,7 +103,7 @@ def _forward(program: Program, params: Parameters, model_state: Parameters, batc
     config, objective = program.config, program.objective
     batch = objective.inputs(first_rows(config, dict(program.mesh.shape), batch), training=False)
     model = bind(config.model, cast_matrices(config, params), model_state)
-    with matmul_precision(config.precision):
+    with jax.default_matmul_precision(config.precision.float32_matmul):
         x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
         layer = partial(_measured_layer, batch.positions_BS)
         reports: Any = model.run(x_BSD, objective.context(model, batch), layer=layer).routing

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 from maxlm.config.schema import PipelineConfig
 from maxlm.models import BlockContext, Decoder, Routing, abstract_model_state, abstract_parameters, bind, model_state_specs
 from maxlm.models.decoder import DecoderOutput, join_routing
-from maxlm.models.linear import matmul_precision
 from maxlm.models.parameters import Parameters, cast_matrices
 from maxlm.models.stack import split_layers
 from maxlm.models.stages import StageAssignment, gather_from_stages, run_unless_padding, scatter_to_stages
@@ -41,7 +40,7 @@ def gradients(
     constants = scatter_to_stages(assignment, model_state, model_state_specs) if model_state else {}
     ends, end_state = (split_layers(tree, pattern=True)[1] for tree in (cast, model_state))
     functions = _stage_functions(objective, assignment, summed, end_state)
-    with matmul_precision(config.precision):
+    with jax.default_matmul_precision(config.precision.float32_matmul):
         (sums, reports), (layer_grads, end_grads) = pipeline_gradients(schedule, functions, layers, constants, ends, microbatches)
     routing = None if reports is None else join_routing(assignment.in_depth_order(reports), sums.routing)
     return sums._replace(routing=routing), {**end_grads, **gather_from_stages(assignment, layer_grads)}

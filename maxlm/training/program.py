@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +28,7 @@ from maxlm.training.compression import AXIS, CompressedSums
 from maxlm.training.diloco import LocalUpdates
 from maxlm.training.ema import EmaUpdates
 from maxlm.training.gradients import accumulated, cast_frozen, compresses, reduced_once, reduction_axes, with_layers_gathered
-from maxlm.training.hosted_layers import streamed_layers
+from maxlm.training.hosted_layers import layer_scan, with_hosted_layers
 from maxlm.training.layer_figures import with_gradient_norms
 from maxlm.training.layer_probe import LayerProbe, probe_metrics
 from maxlm.training.loss_scale import ScaledUpdates
@@ -73,7 +72,7 @@ class Program:
         """
         config, objective, sizes = self.objective.config, self.objective, self.mesh.shape
         axes = reduction_axes(config, sizes)
-        loss = partial(objective.loss, summed=axes)
+        loss = partial(with_hosted_layers(objective.loss) if config.memory.layers_on_host else objective.loss, summed=axes)
         measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
         grad_fn: GradFn = measured(partial(in_one_pass, loss))
         if sizes.get("stage", 1) > 1:
@@ -261,8 +260,8 @@ class Program:
         state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            with streamed_layers(self.config) if self.config.memory.layers_on_host else nullcontext():
-                return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, training=False)[1]
+            scan = layer_scan(self.config, {}) if self.config.memory.layers_on_host else None
+            return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, scan=scan, training=False)[1]
 
         params = jax.tree.map(on_device, state.params) if self.streamed is None else self.streamed.computed_shardings
         split = params, state.model_state, self.batch_sharding

@@ -17,7 +17,6 @@ from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, load_sa
 from maxlm.config.rules import check_devices
 from maxlm.config.schema import Config, MemoryConfig, SamplesConfig
 from maxlm.config.sections.cluster import topology_of
-from maxlm.config.sections.memory import LoopConfig
 
 RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
 BASE = """
@@ -160,10 +159,10 @@ def test_sections_merge_and_lists_are_replaced(write):
 
 
 def test_an_empty_section_is_its_defaults_on_the_command_line_alone(write):
-    write(base=BASE + "memory: {remat: [attention], loop: {unroll: true}}", own="extends: base\nmemory: {}")
+    write(base=BASE + "memory: {remat: [attention], unroll: true}", own="extends: base\nmemory: {}")
     assert load("own").config.memory == load("base").config.memory != MemoryConfig()
-    reset = load("own", ["memory={}", "memory.remat=dots", "memory.loop={}"])
-    assert reset.config.memory == MemoryConfig(remat="dots", loop=LoopConfig())
+    reset = load("own", ["memory={}", "memory.remat=dots"])
+    assert reset.config.memory == MemoryConfig(remat="dots")
     assert reset.config.data == load("own").config.data
     assert {key for key in reset.sources if key.startswith("memory")} == {"memory.remat"}
 

@@ -15,7 +15,6 @@ from maxlm.evaluation.requests import Request, Window, likelihood_window, rollin
 from maxlm.evaluation.scoring import Scorer
 from maxlm.kernels.linear_cross_entropy import logits, token_scores
 from maxlm.models import bind, init_model_state, init_parameters, parameter_specs
-from maxlm.models.linear import matmul_precision
 from maxlm.parallel import build_mesh
 
 CONTEXT = 64
@@ -58,7 +57,7 @@ def model(request):
     def all_logits(params, state, tokens):
         decoder = bind(config.model.dropless, params, state)
         places = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32), tokens.shape)
-        with matmul_precision(config.precision):
+        with jax.default_matmul_precision(config.precision.float32_matmul):
             output = decoder(tokens, places, jnp.ones_like(tokens))
             return logits(output.x_BSD, decoder.unembedding_VD, config.model.logits_softcap)
 

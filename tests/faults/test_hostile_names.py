@@ -1,7 +1,6 @@
 """Names, paths and metadata from outside change nothing of the files, pages, commands and lines that they are written into."""
 
 import io
-import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -72,7 +71,7 @@ class Elements(HTMLParser):
 
 def test_no_name_ends_json_in_a_page(name):
     page = Elements()
-    page.feed(f"<p>{json_block(json.dumps([name]), 'x')}</p>")
+    page.feed(f"<p>{json_block([name], 'x')}</p>")
     assert page.found == ["p", "script"]
 
 

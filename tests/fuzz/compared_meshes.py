@@ -264,7 +264,7 @@ def resumed(judged: Judged) -> str:
 def unrolled(judged: Judged) -> str:
     """One update without the loop over layers on one device: the same loss to the bit; gradients may be summed in another order."""
     values = on_one_device(judged.case.values)
-    put(values, "memory.loop.unroll", not judged.one.config.memory.unrolled)
+    put(values, "memory.unroll", not judged.one.config.memory.unroll)
     try:
         program = program_of(values)
     except UserError:  # layers that pass through the device one by one

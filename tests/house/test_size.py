@@ -15,7 +15,7 @@ CORE = {
     "TrainConfig": 9,
     "OptimizerConfig": 13,
     "MeshConfig": 10,
-    "MemoryConfig": 2,
+    "MemoryConfig": 3,
     "PrecisionConfig": 2,
     "CheckpointConfig": 4,
     "RunConfig": 4,

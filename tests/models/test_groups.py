@@ -31,8 +31,8 @@ def test_every_depth_is_in_one_group_and_of_its_kind(config):
     assert sorted(depths) == list(range(config.n_layers + config.mtp_depth))
     for group in layer_groups(config):
         for depth in group.depths.reshape(-1):
-            assert group.local == (config.layer_pattern[depth % len(config.layer_pattern)] == "local")
-            assert group.experts == (config.moe is not None and depth >= config.n_dense)
+            assert group.parts.mixer == config.layer_pattern[depth % len(config.layer_pattern)]
+            assert (group.parts.feed_forward == "experts") == (config.moe is not None and depth >= config.n_dense)
 
 
 def test_values_by_group_come_back_in_depth_order(config):

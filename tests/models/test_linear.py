@@ -8,7 +8,7 @@ from flax import nnx
 from tiny import tiny_program
 
 from maxlm import kernels
-from maxlm.config.schema import ModelConfig, PrecisionConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.models import BlockContext, abstract_parameters, bind, linear
 
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 48}
@@ -30,7 +30,7 @@ def test_every_matrix_is_multiplied_there(model, monkeypatch):
     ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     multiplied = []
 
-    def einsum(spec, x, w, *, exact):
+    def einsum(context, spec, x, w, *, exact):
         multiplied.append(w.shape)
         return jnp.einsum(spec, x, w)
 
@@ -79,18 +79,17 @@ def test_a_forward_pass_has_the_form_of_mask_that_it_is_given(form):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_every_matmul_is_traced_with_the_precision_of_the_config(stages, monkeypatch):
-    """By the forward pass and by each stage of a pipeline; after tracing the setting is what it was."""
+    """In the forward pass and in each stage of a pipeline."""
     seen, einsum = [], linear._einsum
 
-    def recorded(*args, **options):
-        seen.append(linear._SETTINGS.get())
-        return einsum(*args, **options)
+    def recorded(context, *args, **options):
+        seen.append(context.precision)
+        return einsum(context, *args, **options)
 
     monkeypatch.setattr(linear, "_einsum", recorded)
     program = tiny_program(stages, mesh={"stage": stages, "fsdp": 1}, train={"microbatches": stages})
     program.lower()
     assert len(seen) >= 7 and {settings.compute for settings in seen} == {"float32"}, "bfloat16 is the default"
-    assert linear._SETTINGS.get() == PrecisionConfig()
 
 
 @pytest.mark.parametrize("axes", [None, ("batch", "seq", "mlp")], ids=["XLA chooses", "fenced"])
@@ -99,7 +98,9 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(axes):
     x, w, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(4, 1024, 8), (8, 16), (4, 1024, 16)]))
 
     def ours(x, w, bias):
-        return linear.linear("BSD,DF->BSF", x, w, nnx.Param(bias), reads=axes, writes=axes)
+        return linear.linear(
+            BlockContext({}, jnp.ones(x.shape[:2], jnp.int32)), "BSD,DF->BSF", x, w, nnx.Param(bias), reads=axes, writes=axes
+        )
 
     y, transposed = jax.vjp(jax.jit(ours), x, w, jnp.arange(16.0))
     by_definition, its_transposed = jax.vjp(lambda x, w: jnp.einsum("BSD,DF->BSF", x, w) + jnp.arange(16.0).astype(x.dtype), x, w)

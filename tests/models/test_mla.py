@@ -68,7 +68,7 @@ def test_yarn_warms_all_of_a_score_and_only_once():
     """DeepSeek's `mscale_all_dim`: also what is not turned, by (0.1 * 0.707 * ln 40 + 1)^2."""
     model, attention, p = layer(rope={"scaling": YARN})
     x, positions = jax.random.normal(jax.random.key(3), (1, 16, 32)), jnp.arange(16)[None]
-    angles = model.angles(positions)[False]
+    angles = model.angles(positions)["global"]
     mine, _ = jax.jit(lambda x: attention(x, BlockContext(model.angles(positions), jnp.ones((1, 16), jnp.int32))))(x)
     frequencies = np.arctan2(angles[1], angles[0])[0, 1]  # of the second token, which no frequency turns by more than pi
     np.testing.assert_allclose(angles[0] ** 2 + angles[1] ** 2, 1, atol=1e-6)

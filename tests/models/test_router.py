@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.moe import MoeConfig
+from maxlm.models.feed_forward.router import expert_capacity, route
 from maxlm.models.layers import BlockContext
-from maxlm.models.router import expert_capacity, route
 
 B, S, E = 2, 16, 8
 

@@ -23,7 +23,7 @@ def attention_of(params, sinks_H, x_BSD):
 
 def by_softmax(attention, angles, sinks_H, x_BSD):
     """With a column for the sink, dropped after the softmax, as gpt-oss's code has it."""
-    from maxlm.models.layers import rotate
+    from maxlm.models.mixers.attention import rotate
 
     q, k, v = (jnp.einsum("BSD,DHK->BSHK", x_BSD, w[...]) for w in (attention.query_DHK, attention.key_DGK, attention.value_DGK))
     q, k, v = rotate(q, angles), jnp.repeat(rotate(k, angles), 2, axis=2), jnp.repeat(v, 2, axis=2)
@@ -46,7 +46,7 @@ def test_sinks_and_their_gradients_are_those_of_one_more_column():
 
     def wanted(sinks, x):
         attention, context = attention_of(params, sinks, x)
-        return jnp.sum(direction * by_softmax(attention, context.angles[False], sinks, x))
+        return jnp.sum(direction * by_softmax(attention, context.angles["global"], sinks, x))
 
     got, known = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(SINKS, x) for f in (mine, wanted))
     assert jnp.all(jnp.abs(known[1][0]) > 1e-3), "every sink has a gradient to be compared"

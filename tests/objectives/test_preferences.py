@@ -10,7 +10,6 @@ from tiny import GLOBAL_BATCH, SEQ_LEN, VOCAB, gradients_of, tiny_program
 
 from maxlm.data import marks
 from maxlm.models import bind, init_model_state, init_parameters
-from maxlm.models.linear import matmul_precision
 from maxlm.objectives import LogProbabilities, with_reference
 
 BETA, SMOOTHING = 0.7, 0.1
@@ -50,7 +49,7 @@ def one_device():
 def logits_of(program, params, state, batch):
     """All logits, at once."""
     model = bind(program.config.model, params, state)
-    with matmul_precision(program.config.precision):
+    with jax.default_matmul_precision(program.config.precision.float32_matmul):
         output = model.run(model.embed(batch.tokens_BS, batch.positions_BS), program.objective.context(model, batch))
         return model.final_norm(output.x_BSD) @ model.unembedding_VD.T
 

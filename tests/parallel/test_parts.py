@@ -49,7 +49,7 @@ CUTS = {  # mesh, other sections
     "2 stages of 2 chunks": ({"stage": 2}, {"train": {"microbatches": 4}, "pipeline": {"chunks": 2}}),
     "2 stages, tensor": ({"stage": 2, "tensor": 2}, {"train": {"microbatches": 4}}),
     "tensor, expert or data": ({"tensor": 2, "data": 2}, {}),
-    "layers unrolled": ({"fsdp": 2}, {"memory": {"loop": {"unroll": True}}}),
+    "layers unrolled": ({"fsdp": 2}, {"memory": {"unroll": True}}),
     "layers streamed from the host": ({"fsdp": 2}, {"memory": {"offload_state": OFFLOADED}}),
     "a replay of one period": ({"fsdp": 2}, {"integrity": {"replay_every": 5}}),
 }

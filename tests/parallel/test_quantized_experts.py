@@ -13,8 +13,8 @@ from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.config.sections.mesh import AXES
 from maxlm.config.sections.precision import DispatchConfig
 from maxlm.hlo.parser import read
-from maxlm.models.layers import gated
-from maxlm.models.moe import _compute
+from maxlm.models.feed_forward.dense import gated
+from maxlm.models.feed_forward.experts import _compute
 from maxlm.parallel.experts import through_experts
 from maxlm.parallel.quantized_rows import RowFormats
 from maxlm.precision import expert_weight

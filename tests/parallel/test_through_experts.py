@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from maxlm.config.sections.mesh import AXES
 from maxlm.hlo.parser import read
 from maxlm.kernels.platform import RARELY
-from maxlm.models.layers import gated
-from maxlm.models.moe import _compute
+from maxlm.models.feed_forward.dense import gated
+from maxlm.models.feed_forward.experts import _compute
 from maxlm.parallel import experts
 from maxlm.parallel.experts import through_experts
 

@@ -37,7 +37,7 @@ def test_nothing_is_lost_that_the_model_thinks_well_of(config, gib):
 def test_loops_are_searched_where_the_config_has_none():
     own = replace(next(layouts(SMALL, 4)), remat="none", unroll=True)
     config = own.apply(SMALL)
-    assert config.memory.unrolled
+    assert config.memory.unroll
     model = analytic(config, "v5p:2x2x1")
     alone, beside = (search_all(config, model, 2**30, first).open for first in (None, own))
     assert not any(layout.unroll for layout in alone)

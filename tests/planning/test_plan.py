@@ -83,7 +83,7 @@ def test_the_choice_is_written_and_compiles_to_what_was_promised(capfd, folder):
     assert loaded.config.cluster.topology == "v5e:2x2"
     assert json.loads(json.dumps(settings(loaded.config, chosen["settings"]))) == chosen["settings"]
     assert set(loaded.sources) - {"run.name"} <= set(load("tiny").sources) | set(chosen["settings"]) | {
-        "train.global_batch", "model.rope.theta", "cluster.topology", "cluster.accelerator", "memory.loop.unroll",
+        "train.global_batch", "model.rope.theta", "cluster.topology", "cluster.accelerator", "memory.unroll",
     }  # fmt: skip
     with Compiler(machine_code=False) as compiler:
         verdict = compiler(loaded.config, parse("v5e:2x2"))

@@ -131,7 +131,7 @@ def keeping(gain):
     compiler = Compiler(seconds=1.0)
 
     def verify(config):
-        assert config.memory.unrolled
+        assert config.memory.unroll
         verdict, layout = compiler(config), compiler.asked[-1]
         kept = 9 if layout.remat == "none" else len(layout.kept)
         return verdict if verdict.parts is None else replace(verdict, parts=tuple((1 - gain * kept) * part for part in verdict.parts))
@@ -148,7 +148,7 @@ def test_the_fastest_goes_on_without_a_loop_over_layers_and_keeps_more_there():
     assert tried[0] == replace(before.layout, unroll=True) and replace(tried[0], remat="none", offload=()) in tried[:2]
     assert all(layout.unroll and layout.mesh == before.layout.mesh for layout in tried) and len(set(tried)) == len(tried) <= MOST_UNROLLED
     assert (found.tried, found.counted) == (counts[0] + len(tried), counts[1] + len(tried)) and (found.open, found.end) == counts[2:]
-    assert found.best.layout.unroll and found.best.layout.apply(CONFIG).memory.unrolled
+    assert found.best.layout.unroll and found.best.layout.apply(CONFIG).memory.unroll
     assert found.best.verdict.step_s < before.verdict.step_s
 
 

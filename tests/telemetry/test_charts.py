@@ -68,21 +68,21 @@ def test_text_cannot_end_the_element_it_is_in(evil):
     assert "<script>" not in figure and "<!--" not in figure
     found = data_of(figure)
     assert found["title"] == found["lines"][0]["label"] == evil
-    assert json.loads(json_block(json.dumps([evil]), "x").partition(">")[2].removesuffix("</script>")) == [evil]
+    assert json.loads(json_block([evil], "x").partition(">")[2].removesuffix("</script>")) == [evil]
 
 
 def test_a_jump_keeps_both_its_ends():
     """A pause of an hour between two steps among a hundred thousand is not spread over the steps beside it."""
     seconds_N = 0.2 * np.arange(100_000) + 3600.0 * (np.arange(100_000) > 54_321)
-    found = json.loads(knots(series(seconds_N), 100))
+    found = knots(series(seconds_N), 100)
     steps = np.cumsum(found["steps"])
     assert len(steps) <= 100
     assert np.interp(np.arange(1, 100_001), steps, found["values"]) == pytest.approx(seconds_N, abs=1.0)
-    assert knots(series([]), 100) == "null"
+    assert knots(series([]), 100) is None
 
 
 def test_a_clock_that_was_set_back_does_not_turn_the_axis_round():
-    assert json.loads(knots(series([10.0, 20.0, 5.0, 30.0]), 100))["values"] == [10, 20, 20, 30]
+    assert knots(series([10.0, 20.0, 5.0, 30.0]), 100)["values"] == [10, 20, 20, 30]
 
 
 class Recorded:

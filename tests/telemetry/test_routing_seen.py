@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import Config
-from maxlm.models.router import Routing
+from maxlm.models.feed_forward.router import Routing
 from maxlm.objectives import build_objective
 from maxlm.telemetry.alarms import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
 from maxlm.telemetry.balance import ROUTING_METRICS, Balance, collapsed, effective_experts, evenness, peak, times_even

@@ -16,8 +16,8 @@ from maxlm.config.sections.mesh import AXES
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
 from maxlm.kernels.grouped_matmul import tpu
-from maxlm.models.layers import gated
-from maxlm.models.moe import _compute
+from maxlm.models.feed_forward.dense import gated
+from maxlm.models.feed_forward.experts import _compute
 from maxlm.parallel.experts import through_experts
 from maxlm.parallel.quantized_rows import RowFormats
 from maxlm.precision import expert_weight

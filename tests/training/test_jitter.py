@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny import tiny_batch, tiny_config
 
-from maxlm.models.moe import _uniform
+from maxlm.models.feed_forward.experts import _uniform
 from maxlm.objectives import build_objective
 from maxlm.parallel import build_mesh
 

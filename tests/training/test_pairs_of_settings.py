@@ -30,7 +30,7 @@ SETTINGS = {
     "stage": {"mesh": {"stage": 2}, "train": {"microbatches": 2}},
     "expert": {"mesh": {"expert": 2}, "model": EXPERTS, "precision": {"dispatch": DISPATCH}},
     "layer inputs on the host": {"memory": {"remat": "full", "offload": ["layer_input"]}},
-    "no loop over layers": {"memory": {"loop": {"unroll": True}}},
+    "no loop over layers": {"memory": {"unroll": True}},
     "state on the host": {"memory": {"offload_state": {"optimizer": "host", "master": "host"}}},
     "int8 between slices": {"mesh": {"data": 2, "slices": 2}, "compression": {"kind": "int8"}},
     "signs between slices": {"mesh": {"data": 2, "slices": 2}, "compression": SIGN},

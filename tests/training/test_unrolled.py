@@ -1,4 +1,4 @@
-"""`memory.loop.unroll`: layers one after another in the program, with the losses and the recomputation of the loop over layers."""
+"""`memory.unroll`: layers one after another in the program, with the losses and the recomputation of the loop over layers."""
 
 import re
 
@@ -9,7 +9,6 @@ import pytest
 from tiny import first_state, run_steps, tiny_program
 
 from maxlm.config.schema import MemoryConfig
-from maxlm.config.sections.memory import LoopConfig
 from maxlm.models.decoder import rematerialise
 
 PATTERN = {"n_layers": 6, "layer_pattern": ["local", "local", "global"], "window": 8}
@@ -18,7 +17,7 @@ INT8 = {"precision": {"matmul": {"format": "int8", "first_layers": 1}, "compute"
 
 
 def unrolled(**sections):
-    return {**sections, "memory": {**sections.get("memory", {}), "loop": {"unroll": True}}}
+    return {**sections, "memory": {**sections.get("memory", {}), "unroll": True}}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_there_is_no_loop_over_layers():
     for given in ({}, unrolled()):
         program = tiny_program(1, **given)
         names = [name for name in re.findall(r" dot\(.*op_name=\"([^\"]*)", program.step.as_text()) if "/attn/" in name]
-        unroll, layers = program.config.memory.unrolled, program.config.model.n_layers
+        unroll, layers = program.config.memory.unroll, program.config.model.n_layers
         assert all(("while" in name) != unroll for name in names)
         found[unroll] = len(names) if unroll else layers * len(names)
     assert found[True] == found[False] > 0, "what is recomputed with the loop is recomputed without"
@@ -57,5 +56,5 @@ def test_there_is_no_loop_over_layers():
 @pytest.mark.parametrize("unroll", [False, True])
 def test_recomputation_cannot_be_merged_with_the_forward_pass(unroll):
     """A loop keeps the compiler from it, else a barrier; merged, what is not to be kept would be."""
-    layer = rematerialise(lambda x: jnp.sin(jnp.sin(x)), MemoryConfig(remat="full", loop=LoopConfig(unroll=unroll)))
+    layer = rematerialise(lambda x: jnp.sin(jnp.sin(x)), MemoryConfig(remat="full", unroll=unroll))
     assert ("optimization_barrier" in jax.jit(jax.grad(layer)).lower(1.0).as_text()) == unroll

@@ -10,7 +10,7 @@ class CheckpointConfig(Section):
     dir: StoredPath | None = None  # a folder all hosts share, or gs://; None: `checkpoints/` of the run
     every_steps: Positive = 1000  # steps between two checkpoints
     keep: Positive = 3  # newest ones kept
-    keep_every: Positive | None = None  # steps whose checkpoints are never deleted
+    keep_every: Positive | None = None  # checkpoints of multiples of so many steps are never deleted
 
 
 def _problems(config: Config, saved: CheckpointConfig) -> Problems:

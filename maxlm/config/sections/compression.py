@@ -129,5 +129,4 @@ CAPABILITY = Capability(
     mesh_rules=(_on_mesh,),
     identity=_identity,
     state=_state,
-    implementation="maxlm.training.compression:CompressedSums",
 )

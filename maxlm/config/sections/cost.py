@@ -28,7 +28,7 @@ class CostConfig(Section):
     currency: Currency = "USD"  # of per_chip_hour, by its ISO 4217 code
     watts: PositiveFloat | None = None  # that a chip draws with its share of the host; GPUs that count their energy are asked nevertheless
     calibration: LocalPath | None = None  # file of `maxlm plan --calibrate`, by which the time of the step is predicted (docs/observing.md)
-    pue: AtLeastOne | None = None  # energy of the data centre over that of its machines
+    pue: AtLeastOne | None = None  # energy of the data centre over the energy of its machines
 
     @model_validator(mode="after")
     def _currency_is_of_a_price(self) -> "CostConfig":

@@ -48,7 +48,7 @@ class DataConfig(Section):
     prefetch: Few = 2  # batches held ready on the device
     skip_bad_chunks: SkipConfig | None = None
     prepare: PrepareConfig | None = None
-    eval: HeldOutConfig | None = None  # beside the held-out documents of the stores above: each has its own curve, eval_loss/NAME
+    eval: HeldOutConfig | None = None  # in addition to the held-out documents of the stores above: each has a curve, eval_loss/NAME
 
     @property
     def stores(self) -> tuple[str, ...]:

@@ -15,6 +15,11 @@ class DilocoConfig(Section):
     momentum: Fraction = 0.9  # outer momentum
 
 
+def shards_of(diloco: DilocoConfig | None, sizes: Sizes) -> int:
+    """Parts of a microbatch on a mesh: workers of local updates, which may be computed one after another, or devices along `data`."""
+    return (sizes["data"] if diloco is None else diloco.workers) * sizes["fsdp"] * sizes["expert"]
+
+
 def _problems(config: Config, diloco: DilocoConfig) -> Problems:
     train = config.train
     if train.global_batch % (diloco.workers * train.microbatches):
@@ -35,5 +40,4 @@ CAPABILITY = Capability(
     identity=keeps("diloco.workers"),
     state=_state,
     unplanned="local updates (diloco)",
-    implementation="maxlm.training.diloco:LocalUpdates",
 )

@@ -31,4 +31,4 @@ def _state(config: Config, ema: EmaConfig, state: State, sizes: Sizes) -> State:
     return state.add("average", FLOAT32, along="masters")
 
 
-CAPABILITY = Capability(key="ema", rules=(_problems,), identity=_identity, state=_state, implementation="maxlm.training.ema:EmaUpdates")
+CAPABILITY = Capability(key="ema", rules=(_problems,), identity=_identity, state=_state)

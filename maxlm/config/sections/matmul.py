@@ -34,8 +34,8 @@ class QuantizedConfig(Section):
         None  # rotate operands by Hadamard matrices of this size, a power of two
     )
     skip: Annotated[tuple[QuantizedMatrix, ...], Field(max_length=11)] = ()  # matrices kept in `precision.compute`
-    first_layers: Count = 0  # layers at the beginning whose matrices are all kept so, in whole periods of model.layer_pattern
-    last_layers: Count = 0  # and at the end
+    first_layers: Count = 0  # first layers, with all matrices kept in `precision.compute`: whole periods of model.layer_pattern
+    last_layers: Count = 0  # the same of the last layers
     unembedding: Bool = False  # the matmuls of the loss as well; gradients of logits are rounded stochastically to integers
     force: Bool = False  # allow a format that the chip is no faster with
 
@@ -208,7 +208,7 @@ def quantized_matrices(model: ModelConfig, quantized: QuantizedConfig) -> list[t
 
 
 def matrices(model: ModelConfig) -> Iterator[tuple[str, Sides]]:
-    """Matrices of attention and of feed-forward layers by their names in the parameter tree; `experts`: those of each expert."""
+    """Matrices of attention and of feed-forward layers by their names in the parameter tree; `experts`: the matrices of each expert."""
     width, heads, latent, moe = model.d_model, model.n_heads, model.latent, model.moe
     if latent is None:
         of_queries, of_keys = heads * model.head_dim, model.n_kv_heads * model.head_dim

@@ -9,12 +9,6 @@ from maxlm.config.sections.offload_state import OffloadStateConfig
 RematName = Literal["layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
 
 
-class LoopConfig(Section):
-    """The loop over layers, which keeps saved tensors in stacks of all layers."""
-
-    unroll: Bool = False  # no loop: nothing is copied to stacks and back, and the compiler sees every layer
-
-
 class MemoryConfig(Section):
     """Tensors saved for the backward pass. `remat`: a policy, or the names of the tensors to save; the rest is recomputed."""
 
@@ -22,13 +16,9 @@ class MemoryConfig(Section):
         "full"  # full: only the input of each layer is kept; dots: results of matmuls; none: everything
     )
     offload: tuple[RematName, ...] = ()  # saved in host memory
-    loop: LoopConfig | None = None  # over the layers; absent: with its defaults
+    # True: layers one after another, without a loop: nothing is copied to stacks and back, and the compiler sees every layer.
+    unroll: Bool = False
     offload_state: OffloadStateConfig | None = None  # optimizer state and masters in host memory or on NVMe
-
-    @property
-    def unrolled(self) -> bool:
-        """True if the program has the layers one after another."""
-        return self.loop is not None and self.loop.unroll
 
     @property
     def layers_on_host(self) -> bool:

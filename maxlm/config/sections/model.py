@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from maxlm.config.capability import Capability, Config, Problems, divisors_text
 from maxlm.config.fields import Bool, Positive, PositiveFloat, Section, flatten
+from maxlm.config.layer_parts import PatternEntry, ResidualRule
 from maxlm.config.sections.lora import LoraConfig
 from maxlm.config.sections.moe import MoeConfig
 from maxlm.config.sections.mtp import MtpConfig
@@ -66,7 +67,7 @@ class ModelConfig(Section):
     clamp: ClampConfig | None = None  # None: gpt-oss's 7 and 1.702
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # layernorm always has a bias, whatever `bias` says
     norm_eps: PositiveFloat = 1e-5  # added to the variance before its root is taken
-    norm_position: Literal["pre", "sandwich"] = "pre"  # sandwich: before and after each sublayer (Gemma)
+    norm_position: ResidualRule = "pre"  # sandwich: before and after each sublayer (Gemma)
     qk_norm: Bool = False  # of queries and keys, a head at a time over head_dim, before RoPE
     # of queries, keys and values; of attention with its output; of feed-forward layers and routers; all: every one, never the unembedding
     bias: Literal["none", "qkv", "attention", "mlp", "all"] = "none"
@@ -74,7 +75,7 @@ class ModelConfig(Section):
     rope: RopeConfig = RopeConfig()
     rope_local: RopeConfig | None = None  # RoPE of local layers; None: as the global ones
     # Repeated over depth; the last round is cut short where n_layers is no multiple of it.
-    layer_pattern: Annotated[tuple[Literal["global", "local"], ...], Field(min_length=1, max_length=256)] = ("global",)
+    layer_pattern: Annotated[tuple[PatternEntry, ...], Field(min_length=1, max_length=256)] = ("global",)
     window: Positive | None = None  # tokens a local layer sees, itself included
     attention_scale: PositiveFloat | None = None  # multiplies q.k; None: head_dim ** -0.5
     softcap: SoftcapConfig | None = None
@@ -96,7 +97,7 @@ class ModelConfig(Section):
 
     @property
     def dropless(self) -> "ModelConfig":
-        """The model whose experts drop no token, whatever capacity it is trained with: for evaluation and generation."""
+        """The model without a capacity of experts, which drops no token: for evaluation and generation."""
         if self.moe is None or self.moe.router.capacity is None or self.moe.router.choice == "expert":
             return self
         router = self.moe.router.model_copy(update={"capacity": None})

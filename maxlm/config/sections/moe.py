@@ -24,7 +24,7 @@ class RouterConfig(Section):
     capacity: PositiveFloat | None = None  # None: dropless; else an expert takes this many times its even share of a sequence, at most
     jitter: Fraction = 0.0  # what the router reads is multiplied by 1 - jitter to 1 + jitter in training (arXiv 2101.03961)
     balance_loss: NonNegative = 0.0  # weight of experts * sum(share of tokens * mean score), 1 when even (arXiv 2006.16668, 2101.03961)
-    balance_over: Literal["batch", "sequence"] = "batch"  # whose shares: all tokens of a microbatch, or each sequence its own
+    balance_over: Literal["batch", "sequence"] = "batch"  # shares are counted over all tokens of a microbatch, or in each sequence
     z_loss: NonNegative = 0.0  # weight of mean(logsumexp(logits)^2) (ST-MoE, arXiv 2202.08906)
     bias_rate: NonNegative = 0.0  # loss-free balancing: a bias of the choice moves so far towards even load an update (arXiv 2408.15664)
 
@@ -34,7 +34,7 @@ class MoeConfig(Section):
 
     n_experts: Positive  # experts in a layer
     top_k: Positive  # experts that a token uses
-    d_ff: Positive  # of one expert; `model.d_ff` is that of dense layers
+    d_ff: Positive  # width inside one expert; `model.d_ff` is the width of dense layers
     n_shared: Count = 0  # experts, as one feed-forward layer as wide as all of them, that every token uses (DeepSeekMoE, arXiv 2401.06066)
     n_dense: Annotated[int, Strict(), Field(ge=0, le=1024)] = 0  # layers before the first with experts
     router: RouterConfig = RouterConfig()

@@ -33,7 +33,7 @@ ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discr
 
 
 def _problems(config: Config, objective: ObjectiveConfig) -> Problems:
-    """Fine-tuning on conversations, whose rows are packed and whose loss is a mean over responses or pairs."""
+    """Fine-tuning on conversations: rows are packed, and the loss is a mean over responses or pairs."""
     moe = config.model.moe
     if objective.kind == "next_token":
         return

@@ -90,7 +90,7 @@ def _layers_on_host(config: Config, tiers: OffloadStateConfig) -> Problems:
         ("model.lora", "set", config.model.lora is not None, frozen, remove),
         ("train.noise_scale", "set", config.train.noise_scale is not None, "reads the gradient of every microbatch on the device", remove),
         ("memory.remat", memory.remat, memory.remat != "full", "keeps more of a layer than its input", "use full"),
-        ("memory.loop.unroll", True, memory.unrolled, "computes all layers without a loop", "use false"),
+        ("memory.unroll", True, memory.unroll, "computes all layers without a loop", "use false"),
         ("memory.offload", list(memory.offload), bool(others), "keeps more of a layer than its input", "use [layer_input] or []"),
         ("samples", "set", weights and config.samples is not None, "generates text with all layers on the device", remove),
         ("evaluation", "set", weights and config.evaluation is not None, "computes likelihoods with all layers on the device", remove),

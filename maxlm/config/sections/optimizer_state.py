@@ -18,7 +18,7 @@ class OptimizerStateConfig(Section):
 
     # int8: 8-bit codes of a dynamic map, a float32 scale for each block of a dim (Dettmers 2021, arXiv 2110.02861). Of Muon its momentum.
     moments: MomentFormat = FLOAT32
-    # None: as `moments`. factored: row and column means, whose product stands for a matrix (Adafactor, arXiv 1804.04235).
+    # None: as `moments`. factored: means of rows and columns; their product stands for the matrix (Adafactor, arXiv 1804.04235).
     second_moment: MomentFormat | Literal["factored"] | None = None
     # stochastic: up or down by chance, so that the mean is exact; a function of (seed, update). None: as the format needs it, int8 moments
     # to the nearest code (they drift less so), bfloat16 moments and split24 masters stochastic.

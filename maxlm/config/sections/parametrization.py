@@ -7,14 +7,14 @@ from maxlm.config.fields import Positive, Section
 
 
 class ParametrizationConfig(Section):
-    """muP or CompleteP: `init_std`, `peak_lr`, `weight_decay` and `eps` are those of a base model, which is this one with every width
-    (d_model, d_ff, heads x head_dim, latent ranks, those of experts) divided by d_model / base_width. Numbers of experts stay.
+    """muP or CompleteP: `init_std`, `peak_lr`, `weight_decay` and `eps` are stated for a base model: this model with every width
+    (d_model, d_ff, heads x head_dim, latent ranks, widths of experts) divided by d_model / base_width. Numbers of experts stay.
     """
 
     kind: Literal["mup", "completep"]  # widths (arXiv 2203.03466), or widths and depths (arXiv 2505.01618, with its alpha = 1)
     base_width: Positive  # d_model of the base model
     base_depth: Positive | None = None  # n_layers of the base model, for completep
-    base_head_dim: Positive | None = None  # None: that of this model, and the base model has fewer heads
+    base_head_dim: Positive | None = None  # None: head_dim of this model; the base model has fewer heads
 
     def multipliers(self, width: int, depth: int, head_dim: int) -> "Multipliers":
         """Factors of the forward pass of a model of this size."""
@@ -34,7 +34,7 @@ class Multipliers(NamedTuple):
 
 STANDARD = Multipliers()
 FIELD = "model.parametrization"
-OPTIMIZERS = ("adamw", "muon")  # whose rates are known to depend on the width in one way: see `maxlm.training.parametrized`
+OPTIMIZERS = ("adamw", "muon")  # rules with a known dependence of the rate on the width: see `maxlm.training.parametrized`
 
 
 def _problems(config: Config, chosen: ParametrizationConfig) -> Problems:

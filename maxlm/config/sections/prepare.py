@@ -35,7 +35,7 @@ class ChatConfig(Section):
 
     kind: Literal["chat"]
     messages_field: Text = "messages"  # where a row lacks it, `conversations`
-    template: ReadPath | None = None  # a file; None: the one beside the tokenizer.json
+    template: ReadPath | None = None  # a file; None: the template in the folder of the tokenizer.json
     chat_template_kwargs: dict[str, JsonValue] = Field(
         default={}, max_length=100
     )  # variables of the template, such as enable_thinking; a row's own values win

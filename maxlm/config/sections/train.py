@@ -9,6 +9,7 @@ from maxlm.config.capability import Capability, Config, Problems, Sizes, divisor
 from maxlm.config.fields import Count, LocalPath, NonNegative, Positive, Section, Seed, Tokens
 from maxlm.config.sections.batch_ramp import BatchStageConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.sections.diloco import shards_of
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 
 WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
@@ -34,7 +35,7 @@ class TrainConfig(Section):
     loss_chunks: Positive = 8  # the sequence is cut so, and the logits of one part exist at a time
     start_from: StartFromConfig | None = None  # None: parameters are drawn; no effect once the run has a checkpoint of its own
     branch_from: BranchFromConfig | None = None
-    # Batches before those of `global_batch`, smallest first. The schedule then goes by tokens; each size is a compiled program of its own.
+    # Smaller batches at the beginning of the run, smallest first. The schedule then goes by tokens; each size has its own compiled program.
     batch_ramp: Annotated[tuple[BatchStageConfig, ...], Field(min_length=1, max_length=8)] | None = None
     noise_scale: NoiseScaleConfig | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
@@ -61,9 +62,7 @@ def _problems(config: Config, train: TrainConfig) -> Problems:
 
 def _batch(config: Config, train: TrainConfig, sizes: Sizes) -> Problems:
     """Rows of a microbatch, which workers that train apart share first."""
-    diloco = config.diloco
-    apart, by = (sizes["data"], "mesh data") if diloco is None else (diloco.workers, "diloco.workers")
-    shards = apart * sizes["fsdp"] * sizes["expert"]
+    shards, by = shards_of(config.diloco, sizes), "mesh data" if config.diloco is None else "diloco.workers"
     if train.global_batch // train.microbatches % shards:
         good = math.ceil(train.global_batch // train.microbatches / shards) * shards * train.microbatches
         parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"

@@ -5,7 +5,7 @@ from maxlm.config.fields import Section, Text
 
 
 class WandbConfig(Section):
-    """Figures also go to Weights & Biases, whose own WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY count."""
+    """Log figures to Weights & Biases too. WANDB_MODE=offline, WANDB_ENTITY and WANDB_API_KEY have their usual effect."""
 
     project: Text  # its name there
 

@@ -79,7 +79,7 @@ def windows(keys: Keys, section: Section, types: list[str]) -> None:
 def layer_types(config: ModelConfig) -> Json:
     """Return the keys that state the kind of each layer."""
     pattern, names = config.layer_pattern, {"local": LOCAL, "global": GLOBAL}
-    types = [names[pattern[i % len(pattern)]] for i in range(config.n_layers)]
+    types = [names.get(pattern[i % len(pattern)], "") for i in range(config.n_layers)]  # "" cannot be read again
     return {"layer_types": types, "sliding_window": config.window or UNUSED_WINDOW}
 
 

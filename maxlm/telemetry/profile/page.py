@@ -10,7 +10,7 @@ from maxlm.hardware.host import in_bytes
 from maxlm.telemetry import pages
 from maxlm.telemetry.formatting import duration, percent
 from maxlm.telemetry.pages import table
-from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Op, Profile
+from maxlm.telemetry.profile.attribution import HOST_MARK, LONGEST_GAPS, Device, Profile
 from maxlm.telemetry.profile.intervals import Spans
 from maxlm.telemetry.profile.scopes import COLLECTIVES, PHASES, TITLES, Phase, scope_of
 
@@ -47,7 +47,9 @@ def render(profile: Profile, facts: Facts) -> str:
     sections = [_header(profile, facts)]
     if profile.devices:
         sections += [_parts(profile, facts), _busy(profile, facts), _gaps(profile, facts), _collectives(profile, facts)]
-        sections += [_host(profile, facts), _memory(profile), _ops(profile, facts), _files(facts)]
+        sections += [_host(profile, facts), _memory(profile), _ops(profile, facts)]
+        viewer = f"{facts.viewer_file}, in the folder of this page, is the timeline: open it at ui.perfetto.dev or in chrome://tracing."
+        sections.append(f'<section><p class="note">{escape(viewer)}</p></section>')
     return pages.page(f"{facts.title} · profile", sections, css=_CSS)
 
 
@@ -188,12 +190,9 @@ def _drawn_op(profile: Profile, device: Device, *, start: int | None = None, end
     times = drawn.start[0] if start is not None else drawn.start[0] + drawn.length[0]
     for place in np.flatnonzero(times == (end if start is None else start)):
         if f"{drawn.track[drawn.on[0][place]]} ".startswith(f"{device.name} "):  # not TPU:10 for TPU:1
-            return _named(profile.ops[drawn.row[0][place]])
+            op = profile.ops[drawn.row[0][place]]
+            return f"{op.name} ({TITLES[op.scope]})"
     return "–"
-
-
-def _named(op: Op) -> str:
-    return f"{op.name} ({TITLES[op.scope]})"
 
 
 def _collectives(profile: Profile, facts: Facts) -> str:
@@ -264,11 +263,6 @@ def _ops(profile: Profile, facts: Facts) -> str:
         rows.append([*cells, percent(own[row] / total), f"<code>{place or '–'}</code>"])
     heads = ["operation", "part", "phase", "calls a step", "time a step", "share", "op_name"]
     return f'<section><h2>Longest operations</h2><div class="wrap">{table(heads, rows)}</div></section>'
-
-
-def _files(facts: Facts) -> str:
-    text = f"{facts.viewer_file}, in the folder of this page, is the timeline: open it at ui.perfetto.dev or in chrome://tracing."
-    return f'<section><p class="note">{escape(text)}</p></section>'
 
 
 __all__ = ["Facts", "Predicted", "render"]

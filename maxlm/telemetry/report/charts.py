@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +61,8 @@ def chart(
     if not lines:
         return ""
     ends = [f"{line.label}: from {figure(line.series.values_N[0])} to {figure(line.series.values_N[-1])}" for line in lines]
-    flags = f'"log":{_boolean(log)},"zero":{_boolean(zero)}'
-    about = json.dumps(f"{title}. {'; '.join(ends)}.")
-    data = f'{{"title":{json.dumps(title)},"about":{about},{flags},"lines":[{",".join(_line(line, points) for line in lines)}]}}'
+    about = f"{title}. {'; '.join(ends)}."
+    data = {"title": title, "about": about, "log": log, "zero": zero, "lines": [_line(line, points) for line in lines]}
     return (
         f'<figure class="chart{" wide" if wide else ""}"><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span>{_keys(lines)}'
         f"</figcaption>{json_block(data)}</figure>"
@@ -79,10 +78,10 @@ def _keys(lines: Sequence[Line]) -> str:
     return f'<span class="legend lines">{"".join(keys)}</span>'
 
 
-def json_block(data: str, name: str = "") -> str:
-    """JSON text as an element that no script engine runs and no text from a run can end."""
-    identity = f' id="{name}"' if name else ""
-    return f'<script type="application/json"{identity}>{data.replace("<", chr(92) + "u003c")}</script>'
+def json_block(data: Any, name: str = "") -> str:
+    """`data` as an element with JSON that no script engine runs and no text from a run can end."""
+    identity, text = f' id="{name}"' if name else "", json.dumps(data, separators=(",", ":"))
+    return f'<script type="application/json"{identity}>{text.replace("<", chr(92) + "u003c")}</script>'
 
 
 def thin(series: Series, points: int) -> Thinned:
@@ -97,36 +96,31 @@ def thin(series: Series, points: int) -> Thinned:
     return Thinned(series.steps_N[middles_P], low_P, mid_P, high_P)
 
 
-def knots(series: Series, points: int) -> str:
-    """JSON of the points between which a series that rises is interpolated: evenly spaced, and both ends of its widest jumps; or null."""
+def knots(series: Series, points: int) -> dict[str, list[float]] | None:
+    """Points between which a series that rises is interpolated: evenly spaced, and both ends of its widest jumps; None without any."""
     n = len(series.steps_N)
     if not n:
-        return "null"
+        return None
     values_N = np.maximum.accumulate(series.values_N)  # a clock may have been set back
     jumps = np.argsort(-np.diff(values_N), kind="stable")[: points // 4]
     even = np.linspace(0, n - 1, min(n, points // 2)).astype(np.int64)
     index_P = np.unique(np.concatenate([even, jumps, jumps + 1]))
-    return f'{{"steps":{_steps(series.steps_N[index_P])},"values":{_numbers(values_N[index_P], 12)}}}'
+    return {"steps": _steps(series.steps_N[index_P]), "values": _numbers(values_N[index_P], 12)}
 
 
-def _line(line: Line, points: int) -> str:
+def _line(line: Line, points: int) -> dict[str, Any]:
     thinned = thin(line.series, points)
-    limits = ""
-    if len(thinned.steps_P) < len(line.series.steps_N):
-        limits = f',"low":{_numbers(thinned.low_P)},"high":{_numbers(thinned.high_P)}'
-    color = "null" if line.color is None else line.color
-    head = f'"label":{json.dumps(line.label)},"run":{line.run},"color":{color},"dots":{_boolean(line.dots)}'
-    return f'{{{head},"steps":{_steps(thinned.steps_P)},"mid":{_numbers(thinned.mid_P)}{limits}}}'
+    data = {"label": line.label, "run": line.run, "color": line.color, "dots": line.dots}
+    data |= {"steps": _steps(thinned.steps_P), "mid": _numbers(thinned.mid_P)}
+    short = len(thinned.steps_P) == len(line.series.steps_N)
+    return data if short else data | {"low": _numbers(thinned.low_P), "high": _numbers(thinned.high_P)}
 
 
-def _steps(steps_P: NDArray[np.float64]) -> str:
+def _steps(steps_P: NDArray[np.float64]) -> list[float]:
     """The first step, then differences."""
-    return f"[{','.join(map(str, np.diff(steps_P, prepend=0.0).astype(np.int64).tolist()))}]"
+    steps: list[float] = np.diff(steps_P, prepend=0.0).astype(np.int64).tolist()
+    return steps
 
 
-def _numbers(values: Iterable[float], digits: int = 5) -> str:
-    return f"[{','.join(f'{value:.{digits}g}' for value in values)}]"
-
-
-def _boolean(value: bool) -> str:
-    return "true" if value else "false"
+def _numbers(values: Iterable[float], digits: int = 5) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values]

@@ -1,6 +1,5 @@
 """Section of charts: metrics and evaluations over steps, tokens or time, with the controls of their view."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -54,10 +53,9 @@ def page_data(runs: Sequence[Run]) -> str:
     for run in runs:
         clock = run.get("time")
         seconds = Series(clock.steps_N, clock.values_N - _origin(run))
-        marks = json.dumps(_thinned(marks_of(run), MAX_MARKS // len(runs)))
-        axes = f'"tokens":{knots(run.get("tokens"), size)},"seconds":{knots(seconds, size)}'
-        items.append(f'{{"label":{json.dumps(run.label)},{axes},"marks":{marks}}}')
-    return json_block(f"[{','.join(items)}]", "runs")
+        marks = _thinned(marks_of(run), MAX_MARKS // len(runs))
+        items.append({"label": run.label, "tokens": knots(run.get("tokens"), size), "seconds": knots(seconds, size), "marks": marks})
+    return json_block(items, "runs")
 
 
 def marks_of(run: Run) -> list[Mark]:

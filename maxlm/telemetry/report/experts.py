@@ -1,6 +1,5 @@
 """Section on mixtures of experts: heat maps of expert load (a row an expert or a layer), router confidence and entropy, dropped choices."""
 
-import json
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
@@ -161,7 +160,7 @@ def heat(title: str, unit: str, description: str, cells: Columns, values_CR: NDA
     edges_C = np.rint(WIDTH * (cells.ends_C - cells.first_step) / max(1e-9, last - cells.first_step)).astype(np.int64)
     colours_CR = np.where(values_CR > 0, 1 + np.searchsorted(BOUNDS, values_CR, side="right"), 0)
     paths = "".join(f'<path class="h{k}" d="{"".join(_strokes(colours_CR == k, edges_C))}"/>' for k in range(len(LABELS)) if k != EVEN)
-    data = json.dumps({"title": title, "about": description, "rows": rows, "first": first_row, "steps": [cells.first_step, last]})
+    data = {"title": title, "about": description, "rows": rows, "first": first_row, "steps": [cells.first_step, last]}
     return (
         f'<figure class="chart"><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span></figcaption>{json_block(data)}'
         f'<svg class="heat" viewBox="0 -0.5 {WIDTH} {rows}" preserveAspectRatio="none">'

@@ -5,12 +5,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from maxlm.config.errors import UserError
-from maxlm.telemetry.report.load import Run, check_distinct, load_run
+from maxlm.telemetry.report.load import check_distinct, load_run
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import encodable
@@ -25,55 +24,33 @@ log = logging.getLogger(__name__)
 
 
 class LiveReport:
-    """The newest page, its version, and `problem`: why it is not of now, or "". Reading them in another thread is safe."""
+    """The newest page, its version, and `problem`: the reason why it is not newer, or "". Reading them in another thread is safe."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         """Make the first page. Raises UserError."""
         check_distinct(run_dirs)
         self._run_dirs = run_dirs
-        self._seen: list[tuple[int, int] | None] = []
-        self._runs: dict[Path, Run] = {}  # as last read
-        self._failed: dict[Path, str] = {}  # sentences about folders that cannot be read
-        self._since: dict[Path, str] = {}  # time from which on
         self.page = self.version = self.problem = ""
         self._make_page(list(_state(run_dirs)))
 
     def update(self) -> float:
-        """Make a new page if a file has changed; return the seconds that it took. A run that cannot be read is shown as it last was; after
-        any other failure the page stays. Either is the `problem`.
+        """Make a new page if a file has changed; return the seconds that it took. After a failure the page stays, and the next call tries
+        again.
         """
-        began = time.monotonic()
+        began, seen = time.monotonic(), list(_state(self._run_dirs))
+        if seen == self._seen and not self.problem:
+            return 0.0
         try:
-            seen = list(_state(self._run_dirs))
-            if seen == self._seen and not self.problem:
-                return 0.0
             self._make_page(seen)
         except Exception as error:
-            self.problem = f"the report cannot be made: {_line(error)}"
+            self.problem = f"the report cannot be made: {encodable(str(error)).partition(chr(10))[0] or type(error).__name__}"
         return time.monotonic() - began
 
     def _make_page(self, seen: list[tuple[int, int] | None]) -> None:
-        failed = dict(filter(None, map(self._read, self._run_dirs)))
-        if seen != self._seen or failed != self._failed:
-            shown = [self._runs[path] for path in self._run_dirs]
-            noted = [replace(run, notes=[*run.notes, failed[run.path]]) if run.path in failed else run for run in shown]
-            version = str(time.time_ns())
-            self.page = render(noted, version)
-            self.version = version
-        self._seen = seen  # as it was before reading: what is written meanwhile makes the next page; after a failure, the next attempt
-        self._failed, self.problem = failed, "; ".join(failed.values())
-
-    def _read(self, path: Path) -> tuple[Path, str] | None:
-        """Read a run; if that fails, the folder and a sentence about it. Raises UserError for one that has never been read."""
-        try:
-            self._runs[path] = load_run(path)
-        except Exception as error:
-            if path not in self._runs:
-                raise
-            since = self._since.setdefault(path, time.strftime("%H:%M UTC", time.gmtime()))
-            return path, f"{encodable(self._runs[path].name)} cannot be read since {since}: {_line(error)}"
-        self._since.pop(path, None)
-        return None
+        version = str(time.time_ns())
+        self.page = render([load_run(path) for path in self._run_dirs], version)
+        self.version, self.problem = version, ""
+        self._seen = seen  # as it was before reading: a file written meanwhile makes the next page
 
 
 class PageServer(ThreadingHTTPServer):
@@ -139,10 +116,6 @@ def follow(report: LiveReport, server: PageServer, warn: Callable[[str], None]) 
         if report.problem not in ("", told):
             warn(f"maxlm: {report.problem}; what was read before stays")
         told = report.problem
-
-
-def _line(error: Exception) -> str:
-    return encodable(str(error)).partition("\n")[0] or type(error).__name__
 
 
 def _state(run_dirs: Sequence[Path]) -> Iterator[tuple[int, int] | None]:

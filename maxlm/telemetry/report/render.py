@@ -84,7 +84,8 @@ def _headline(runs: Sequence[Run]) -> str:
     if many:  # on phones page.js folds it
         described = f"<details{' open' * (len(runs) <= FEW_RUNS)}><summary>What each run did</summary>{described}</details>"
     chip = "" if many else _chip(status_of(runs[0]))
-    cards = _comparison(runs, figures) if many else _cards(figures[0])
+    shown = ((one.name, cell, one.hint) for one in _FIGURES if (cell := one.cell(figures[0])) is not None)
+    cards = _comparison(runs, figures) if many else pages.cards(shown)
     return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{described}{"".join(notes)}{cards}</header>'
 
 
@@ -143,10 +144,6 @@ _FIGURES = (
     Shown("Energy", "of the data centre; ~: estimated", lambda f: f.kwh, _marked(energy)),
     Shown("Energy a token", "mean of all of it", lambda f: f.joules_per_token, _marked(lambda joules: f"{figure(joules, 3)} J")),
 )
-
-
-def _cards(f: Figures) -> str:
-    return pages.cards((shown.name, cell, shown.hint) for shown in _FIGURES if (cell := shown.cell(f)) is not None)
 
 
 def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:

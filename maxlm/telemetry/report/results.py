@@ -63,10 +63,9 @@ def rows(results: Sequence[Outcomes]) -> list[tuple[str, list[str]]]:
     """HTML of each task and metric, with a cell for each of the runs: its newest result."""
     keys = dict.fromkeys(key for of_run in results for key in of_run)
     return [
-        (f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>", [_cell(of_run.get((task, metric), ())) for of_run in results])
+        (
+            f"{escape(task)} <small>{escape(metric.replace('_', ' '))}</small>",
+            [of_run[task, metric][-1].cell() if of_run.get((task, metric)) else "–" for of_run in results],
+        )
         for task, metric in keys
     ]
-
-
-def _cell(outcomes: Sequence[Outcome]) -> str:
-    return outcomes[-1].cell() if outcomes else "–"

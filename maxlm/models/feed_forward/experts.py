@@ -10,10 +10,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import BlockContext, Mlp, gated, matrix_size, parameter, state_constant
-from maxlm.models.linear import BETWEEN, dispatched, enter, grouped_linear, linear
-from maxlm.models.router import Choice, Routing, route
+from maxlm.models.feed_forward.dense import Mlp, gated
+from maxlm.models.feed_forward.router import Choice, RouterOutput, Routing, route
+from maxlm.models.layers import BlockContext, matrix_size, parameter, state_constant
+from maxlm.models.linear import BETWEEN, dispatched, grouped_linear, linear
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
+from maxlm.models.stack import Tree, by_group, layer_groups
 from maxlm.parallel import constrain
 from maxlm.parallel.expert_rows import Weights
 from maxlm.parallel.experts import through_experts
@@ -46,12 +48,12 @@ class Moe(nnx.Module):
         self.shared = Mlp(config, moe.n_shared * hidden) if moe.n_shared else None
 
     @jax.named_scope("moe")
-    def __call__(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> tuple[Float[Array, "B S D"], Float[Array, ""], Routing]:
-        """(the layer's output, auxiliary losses summed over tokens, routing statistics)."""
+    def __call__(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> tuple[Float[Array, "B S D"], RouterOutput]:
+        """(the layer's output, (auxiliary losses summed over tokens, routing statistics))."""
         routed_BS = context.segment_ids_BS != 0
         x_BSD = constrain(x_BSD, *BETWEEN)
         bias_E = None if self.balancing_E is None else self.balancing_E[...]
-        choice, penalty, routing = route(self.config, self.logits(x_BSD, context.random_BS), bias_E, routed_BS, context)
+        choice, penalty, routing = route(self.config, self.logits(x_BSD, context), bias_E, routed_BS, context)
         named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
         y_BSD = through_experts(
@@ -62,13 +64,13 @@ class Moe(nnx.Module):
             choice.experts_BSK,
             choice.weights_BSK,
             self.config.n_experts,
-            dispatched(),
+            dispatched(context.precision),
         )
         if self.down_bias_ED is not None:
             y_BSD += self._biases(choice).astype(y_BSD.dtype)
         if self.shared is not None:
-            y_BSD += self.shared(enter(x_BSD))
-        return checkpoint_name(constrain(y_BSD, *BETWEEN), "mlp_out"), penalty, routing
+            y_BSD += self.shared(x_BSD, context)[0]
+        return checkpoint_name(constrain(y_BSD, *BETWEEN), "mlp_out"), (penalty, routing)
 
     def _biases(self, choice: Choice) -> Float[Array, "B S D"]:
         """Sum of the output biases of each token's experts, times their weights."""
@@ -77,12 +79,12 @@ class Moe(nnx.Module):
         weights_BSE = jnp.sum(jnp.where(hits_BSKE, choice.weights_BSK[..., None], 0), axis=2)
         return constrain(jnp.einsum("BSE,ED->BSD", weights_BSE, self.down_bias_ED[...]), *BETWEEN)
 
-    def logits(self, x_BSD: Float[Array, "B S D"], random_BS: UInt32[Array, "B S"] | None) -> Float[Array, "B S E"]:
-        """Router logits of every expert, float32 from x on; `random_BS`: the seed of each token's jitter, in training."""
+    def logits(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> Float[Array, "B S E"]:
+        """Router logits of every expert, float32 from x on, with jitter in training."""
         x_BSD = x_BSD.astype(jnp.float32)
-        if self.config.router.jitter and random_BS is not None:
-            x_BSD *= 1 + self.config.router.jitter * _uniform(random_BS, x_BSD.shape[-1])
-        return linear("BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
+        if self.config.router.jitter and context.random_BS is not None:
+            x_BSD *= 1 + self.config.router.jitter * _uniform(context.random_BS, x_BSD.shape[-1])
+        return linear(context, "BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token in the experts it is routed to, forward and backward."""
@@ -91,20 +93,39 @@ class Moe(nnx.Module):
         return 6 * (matrix_size(self.router_DE) + routed) + (0 if self.shared is None else self.shared.flops_per_token())
 
     def matmuls(self) -> tuple[Matmul, ...]:
-        """Matmuls in the order in which they run: the router's, the experts', those of shared experts."""
+        """Matmuls in the order in which they run: the router's, the experts', the shared experts'."""
         width, experts, hidden = self.up_DEF.shape[-3:]
-        side_by_side = experts, self.config.top_k
+        of_experts = partial(Matmul, experts=experts, meets=self.config.top_k, matrix="experts")
         return (
             matmul_by(ROUTER, self.router_DE, "rows"),
-            Matmul("gate", width, hidden, "out", *side_by_side),
-            Matmul("up", width, hidden, "out", *side_by_side),
-            Matmul("mlp_out", hidden, width, "in", *side_by_side),
+            of_experts("gate", width, hidden, "out"),
+            of_experts("up", width, hidden, "out"),
+            of_experts("mlp_out", hidden, width, "in"),
             *(() if self.shared is None else self.shared.matmuls()),
         )
 
     def saved_tensors(self) -> dict[str, int]:
         """Numbers a token of the tensors that a remat policy may keep; `gate` and `up` of experts, one a row, are not among them."""
         return {"gate": 0, "up": 0, "mlp_out": self.up_DEF.shape[-3], **({} if self.shared is None else self.shared.saved_tensors())}
+
+
+def balance_experts(config: ModelConfig, model_state: Tree, routing: Routing) -> Tree:
+    """The model state after an update. Loss-free balancing (Wang 2024, arXiv 2408.15664): every bias moves `bias_rate` towards even load,
+    up where an expert had less than its share, down where it had more. Loads are integers summed over all devices, so the biases are the
+    same everywhere. Of a frozen model they stay.
+    """
+    rate = config.moe.router.bias_rate if config.moe is not None and config.lora is None else 0.0
+    if not rate:
+        return model_state
+    groups = [group for group in layer_groups(config) if group.parts.feed_forward == "experts"]
+    updated: Tree = {}
+    for group, load_E in zip(groups, by_group(groups, routing.load_E), strict=True):
+        old, new = model_state, updated
+        for part in (*group.path, "mlp"):
+            old, new = old[part], new.setdefault(part, {})
+        even = jnp.mean(load_E.astype(jnp.float32), axis=-1, keepdims=True)
+        new["balancing_E"] = old["balancing_E"] + rate * jnp.sign(even - load_E)
+    return updated
 
 
 def _compute(activate: Callable, weights: Weights, x_RD: Array, weight_R: Array, sizes_E: Int[Array, " E"]) -> Float[Array, "R D"]:

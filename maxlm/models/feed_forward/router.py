@@ -26,9 +26,12 @@ class Routing(NamedTuple):
     tokens: Int[Array, ""]
     confidence: Float[Array, ""]  # largest score of each token, scores normalized to sum to 1
     entropy: Float[Array, ""]  # entropy of those scores, nats
-    unsound: Int[Array, ""]  # tokens whose logits are not all finite
+    unsound: Int[Array, ""]  # tokens with logits that are not all finite
     balance: Float[Array, ""]  # experts * sum(share of choices * score) of each token; the mean is 1 when even
     z: Float[Array, ""]  # logsumexp(logits)^2
+
+
+RouterOutput = tuple[Float[Array, ""], Routing] | None  # auxiliary losses summed over tokens, and statistics; None without a router
 
 
 class Choice(NamedTuple):

@@ -6,8 +6,9 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.model import LatentConfig
-from maxlm.models.layers import HEADS, AttentionBase, BlockContext, Cache, Norm, matrix_size, parameter, rotate
+from maxlm.models.layers import BlockContext, Norm, matrix_size, parameter
 from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
+from maxlm.models.mixers.attention import HEADS, AttentionBase, Cache, rotate
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
 # B batch, S sequence, D width, R rank, H heads, K dim of queries and keys: first those without position, then rotary ones; V of values
@@ -20,10 +21,10 @@ class LatentAttention(AttentionBase):
     paired as (i, i + half), as everywhere here; DeepSeek's published weights have pairs next to each other.
     """
 
-    def __init__(self, config: ModelConfig, latent: LatentConfig, *, local: bool) -> None:
-        super().__init__(config, local=local, value_dim=latent.value_dim)
+    def __init__(self, config: ModelConfig, name: str) -> None:
+        super().__init__(config, name)
+        self.latent = latent = _latent(config)
         width, heads, std = config.d_model, config.n_heads, config.init_std
-        self.latent = latent
         q_rank, query_dim, kv_dim = latent.q_rank, latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.value_dim
         up, down = ("embed", "heads", "head_dim"), ("embed", "head_dim")
         self.query_down_DR = None if q_rank is None else parameter((width, q_rank), down, std)
@@ -33,22 +34,33 @@ class LatentAttention(AttentionBase):
         self.kv_norm = Norm(latent.kv_rank, config, "head_dim")
         self.kv_RHK = parameter((latent.kv_rank, heads, kv_dim), up, std)
 
+    @classmethod
+    def head_dims(cls, config: ModelConfig) -> tuple[int, int, int]:
+        latent = _latent(config)
+        return latent.nope_dim + latent.rope_dim, latent.rope_dim, latent.value_dim
+
+    @classmethod
+    def cache_dims(cls, config: ModelConfig) -> tuple[int, int, int]:
+        """As of attention with one head: keys, of which the first dims are the values as well."""
+        latent = _latent(config)
+        return 1, latent.kv_rank + latent.rope_dim, 0
+
     @jax.named_scope("attn")
     def __call__(
         self, x_BSD: Float[Array, "B S D"], context: BlockContext, cache: Cache | None = None
     ) -> tuple[Float[Array, "B S D"], Cache | None]:
         """As `Attention`; the cache holds latents, which take the place of keys and values."""
-        angles = context.angles[self.local]
+        angles = context.angles[self.name]
         assert angles is not None, "rules.py requires rotary positions"
-        q_BSHK = linear("BSR,RHK->BSHK", enter(self._query_latent(x_BSD)), self.query_RHK, reads=ENTERING, writes=HEADS)
-        compressed_BSR = linear("BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
+        q_BSHK = linear(context, "BSR,RHK->BSHK", enter(self._query_latent(x_BSD, context)), self.query_RHK, reads=ENTERING, writes=HEADS)
+        compressed_BSR = linear(context, "BSD,DR->BSR", x_BSD, self.kv_down_DR, reads=BETWEEN, writes=BETWEEN)
         latent_BSR, position_BSK = jnp.split(compressed_BSR, [self.latent.kv_rank], axis=-1)
         latent_BSR = enter(self.kv_norm(latent_BSR))
         queries_BSHK, rotary_BSHK = jnp.split(q_BSHK, [self.latent.nope_dim], axis=-1)
         shared_BS1K = rotate(enter(position_BSK)[:, :, None], angles)
         if cache is not None:
             return self._attend_to_latents(queries_BSHK, rotate(rotary_BSHK, angles), latent_BSR[:, :, None], shared_BS1K, context, cache)
-        kv_BSHV = linear("BSR,RHK->BSHK", latent_BSR, self.kv_RHK, reads=ENTERING, writes=HEADS)
+        kv_BSHV = linear(context, "BSR,RHK->BSHK", latent_BSR, self.kv_RHK, reads=ENTERING, writes=HEADS)
         keys_BSHK, v_BSHV = jnp.split(kv_BSHV, [self.latent.nope_dim], axis=-1)
         shared_BSHK = jnp.broadcast_to(shared_BS1K, (*keys_BSHK.shape[:3], self.latent.rope_dim))
         q_BSHK = jnp.concatenate([queries_BSHK, rotate(rotary_BSHK, angles)], axis=-1)
@@ -65,27 +77,33 @@ class LatentAttention(AttentionBase):
         q_BSHR = jnp.concatenate([jnp.einsum("BSHK,RHK->BSHR", q_BSHK, keys_RHK), rotary_BSHK], axis=-1)
         return self.attend(q_BSHR, jnp.concatenate([latent_BS1R, shared_BS1K], axis=-1), latent_BS1R, context, cache, values_RHV)
 
-    def _query_latent(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S R"]:
+    def _query_latent(self, x_BSD: Float[Array, "B S D"], context: BlockContext) -> Float[Array, "B S R"]:
         if self.query_down_DR is None or self.query_norm is None:
             return x_BSD
-        return self.query_norm(linear("BSD,DR->BSR", x_BSD, self.query_down_DR, reads=BETWEEN, writes=BETWEEN))
+        return self.query_norm(linear(context, "BSD,DR->BSR", x_BSD, self.query_down_DR, reads=BETWEEN, writes=BETWEEN))
 
     def flops_per_token(self, seq_len: int, *, masked: bool = True) -> float:
         """FLOPs of a training token, forward and backward; `masked`: only pairs that the mask leaves."""
         matrices = matrix_size(self.query_down_DR, self.query_RHK, self.kv_down_DR, self.kv_RHK, self.out_HKD)
-        return 6 * matrices + self.pair_flops(seq_len, self.query_RHK.shape[-1] + self.latent.value_dim, masked=masked)
+        return 6 * matrices + self.pair_flops(seq_len, masked=masked)
 
     def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
         rank, heads, _ = self.kv_RHK.shape[-3:]
         return (
-            *(() if self.query_down_DR is None else (matmul_by("query_latent", self.query_down_DR, "rows"),)),
+            *(() if self.query_down_DR is None else (matmul_by("query_latent", self.query_down_DR, "rows", matrix="query_down"),)),
             matmul_by("query", self.query_RHK, "out"),
-            matmul_by("latent", self.kv_down_DR, "rows"),
-            Matmul("key", rank, heads * self.latent.nope_dim, "out"),
-            Matmul("value", rank, heads * self.latent.value_dim, "out"),
-            matmul_by("attention_out", self.out_HKD, "in", 2),
+            matmul_by("latent", self.kv_down_DR, "rows", matrix="kv_down"),
+            Matmul("key", rank, heads * self.latent.nope_dim, "out", matrix="kv"),
+            Matmul("value", rank, heads * self.latent.value_dim, "out", matrix="kv"),
+            matmul_by("attention_out", self.out_HKD, "in", 2, matrix="out"),
         )
 
     def saved_tensors(self) -> dict[str, int]:
         saved = super().saved_tensors()
         return {**saved, "key": saved["query"]}  # with the rotated part, which heads share
+
+
+def _latent(config: ModelConfig) -> LatentConfig:
+    assert config.latent is not None, "the section chooses this mixer"
+    return config.latent
