@@ -210,17 +210,6 @@ def test_a_run_directory_that_was_renamed_has_its_copies_and_one_at_its_old_path
     assert opened(work.parent / "renamed").memory.newest().step == 6
 
 
-def test_a_number_whose_directory_cannot_be_added_is_that_of_the_run(work, monkeypatch):
-    """A full disk must not cost it."""
-    number = (work / "checkpoints" / ".memory-run").read_text()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(memory, "_write_whole", full)
-    assert stay(work) == number
-
-
 def test_copies_that_a_process_has_found_are_its_own_before_it_writes_any(work):
     """Between these, a run that starts beside it must not take them for those of a run that is over."""
     (left,) = (work / "memory").glob("*/*")
