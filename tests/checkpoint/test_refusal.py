@@ -77,7 +77,7 @@ def test_another_state_of_the_same_optimizer_is_refused_with_the_version_and_wha
     names = {"params.w": "params.w", "opt_state.0.0.inner_states.muon.mu.w": "opt_state.0.inner_states.matrices.inner_state.mu.w"}
     saved = {name: Leaf("float32", (2, 3), (0, 0)) for name in names}
     wanted = {name: jax.ShapeDtypeStruct((2, 3), jnp.float32) for name in names.values()}
-    said = r"written by maxlm 0\.0\.9, .*opt_state\.0\.inner_states\.matrices.* is missing there, .* train\.start_from"
+    said = r"written by maxlm 0\.0\.9, .*opt_state\.0\.inner_states\.matrices.* is missing there, .*train\.start_from"
     with pytest.raises(CheckpointError, match=said):
         check_leaves(saved, wanted, "checkpoint 4", "0.0.9", whole=True)
     check_leaves(saved, {"params.w": wanted["params.w"]}, "checkpoint 4", "0.0.9", whole=False)
