@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, manifest, multihost
+from maxlm.checkpoint import digest, manifest
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
 from maxlm.checkpoint.folder import CheckpointFolder
 from maxlm.checkpoint.memory import MemoryCopies
@@ -30,6 +30,7 @@ from maxlm.checkpoint.reader import STATE, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
+from maxlm.cluster import agree
 from maxlm.config.errors import WRONG_PATH
 from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
@@ -132,9 +133,8 @@ class Checkpoints:
         self._settle()
         copy = self._copy()
         found = {} if copy is None else {copy.step: copy.layout.described.data_position}
-        found |= multihost.only_process_0(self.positions_here, f"reading the manifests in {self.directory}") or {}
-        text = multihost.text_from_process_0(json.dumps(found))
-        return {int(step): position for step, position in json.loads(text).items()}
+        read = agree.on_process_0(lambda: list({**found, **self.positions_here()}.items()), f"reading the manifests in {self.directory}")
+        return dict(read)
 
     def positions_here(self) -> dict[int, dict[str, Any]]:
         """Step -> data position of every checkpoint with a manifest that this process sees; those that are damaged are reported when they
@@ -176,7 +176,7 @@ class Checkpoints:
         except Exception as failure:  # any: clients of buckets raise kinds of their own, and the other processes must learn of it
             error = failure
         own = _GOOD if error is None else _MAY_PASS if self._may_pass(error) else _FAILED
-        worst = multihost.max_over_processes(own)
+        worst = agree.max_over_processes(own)
         if worst != _GOOD:
             for folder in made if error is not None else ():  # a folder that another process has filled stays
                 with contextlib.suppress(OSError):
@@ -218,7 +218,7 @@ class Checkpoints:
             self.folder.probe(1)
             saved = self.steps()
         self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
-        if step in multihost.from_process_0(saved):
+        if step in agree.from_process_0(saved):
             return False
         self._healthy[step] = data_position.get(HEALTHY, True)
         sums: Future[digest.Sums] = Future()
@@ -275,7 +275,7 @@ class Checkpoints:
             self.wait()
             if self.memory is not None:
                 saved = max(self._listed_by_process_0()[0], default=-1)
-                copied = multihost.max_over_processes(self.memory.newest_step + 1) - 1
+                copied = agree.max_over_processes(self.memory.newest_step + 1) - 1
                 self.memory.close(remove=remove_copies or saved >= copied)
         finally:
             if self._writer is not None:
@@ -380,11 +380,11 @@ class Checkpoints:
             return None
 
     def _listed_by_process_0(self) -> tuple[list[int], list[str]]:
-        """Return the steps that process 0 sees, in all processes, and strays in process 0 alone: with listings of their own, one process
-        might begin anew and the others restore. Raises UnavailableError in all processes.
+        """Return the steps and strays that process 0 sees, in all processes: with listings of their own, one process might begin anew and
+        the others restore. Raises UnavailableError in all processes.
         """
-        steps, strays = multihost.only_process_0(self.folder.listing, f"listing {self.directory}") or ([], [])
-        return multihost.from_process_0(steps), strays
+        steps, strays = agree.on_process_0(self.folder.listing, f"listing {self.directory}")
+        return steps, strays
 
     def _deferred_manifest(
         self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any], sums: "Future[digest.Sums]"
@@ -434,7 +434,7 @@ class Checkpoints:
         `elsewhere`: message in a process without an error.
         """
         failure = None if error is None else self._explain(error, step, needed)
-        worst = multihost.max_over_processes(_severity(failure))
+        worst = agree.max_over_processes(_severity(failure))
         if worst == _GOOD:
             return None
         failure = failure or self._explain(RuntimeError(elsewhere), step, needed)
@@ -498,7 +498,7 @@ class Checkpoints:
         newer: list[int] = []
         with in_all():
             newer = [step for step in saved if step > resumed_at or step == self._damaged_step or not self.folder.is_readable(step)]
-        newer = multihost.from_process_0(newer)
+        newer = agree.from_process_0(newer)
         with in_all():
             for step in newer if jax.process_index() == 0 else ():
                 self.check_owner()

@@ -9,16 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlm.checkpoint import digest, manifest, multihost
+from maxlm.checkpoint import digest, manifest
 from maxlm.checkpoint.host_copies import Draft, Layout, RunFolder
 from maxlm.checkpoint.snapshot import Group, Snapshots
+from maxlm.cluster import agree
 
 
 class CopyJob:
     """One copy: groups of tiles whose copies on the devices the main thread has started, and the thread that writes them."""
 
     def __init__(self, folder: RunFolder, step: int, agreed: Any) -> None:
-        """`agreed`: result of `multihost.start_maximum`; its first number is minus the step of the newest copy that all processes have."""
+        """`agreed`: result of `agree.start_largest`; its first number is minus the step of the newest copy that all processes have."""
         self.step, self._groups = step, SimpleQueue[tuple[Group, Sequence[jax.Array], Sequence[jax.Array | None]] | None]()
         self.error: Exception | None = None
         self.complete = False
@@ -59,12 +60,12 @@ class CopyJob:
     def join(self) -> np.ndarray:
         """Wait for the end of the copy. Returns the numbers that all processes agree on."""
         self._thread.join()
-        return multihost.fetched(self._agreed)
+        return agree.fetched(self._agreed)
 
     def _work(self) -> None:
         began, draft = time.monotonic(), None
         try:
-            self._remove_older(-int(multihost.fetched(self._agreed)[0]))
+            self._remove_older(-int(agree.fetched(self._agreed)[0]))
             draft = self._folder.draft()
         except Exception as error:  # any: training continues without the copy
             self.error = error

@@ -20,13 +20,14 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, host_copies, multihost, recovery
+from maxlm.checkpoint import digest, host_copies, recovery
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
 from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.cluster import agree
 from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
 from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
@@ -153,7 +154,7 @@ class MemoryCopies:
             self._remove_newer(step)
             self._complete = self.newest_step if self.newest_step < step else -1  # the same in all processes
         self._time_step(step, began)
-        agreed = multihost.start_maximum(np.array([-max(self._complete, self._written), *self._measured], np.int32))
+        agreed = agree.start_largest(np.array([-max(self._complete, self._written), *self._measured], np.int32))
         job = self._job = CopyJob(self._claimed(), step, agreed)
         try:
             self._start(job, snapshots, leaves)
@@ -191,7 +192,7 @@ class MemoryCopies:
     def drain_warnings(self) -> list[str]:
         """Return the reasons that copies were not used, at all hosts, once (collective)."""
         mine, self._warnings = self._warnings[:_MAX_WARNINGS], []
-        everywhere = [text.splitlines() for text in multihost.texts("\n".join(mine))]
+        everywhere = agree.agree(mine)
         others = [
             f"{self._hosts[number]}: {line}" for number, lines in enumerate(everywhere) for line in lines if line not in everywhere[0]
         ]
@@ -239,8 +240,7 @@ class MemoryCopies:
             except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
                 _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
-        parts = [int(number[start : start + _DIGITS], 16) for start in range(0, len(number), _DIGITS)]
-        return "".join(f"{part:0{_DIGITS}x}" for part in multihost.from_process_0(parts))
+        return agree.from_process_0(number)
 
     def _say(self, line: str) -> None:
         self._warnings.append(line)

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import manifest, multihost
+from maxlm.checkpoint import manifest
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
 from maxlm.checkpoint.tree_paths import OPTIONAL, PARAMS
+from maxlm.cluster import agree
 from maxlm.config.errors import UserError, some
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_out_of_memory, is_transient, retried
@@ -50,7 +51,7 @@ def read_checkpoint(
     assert saved is not None, "no problem, so it was read"
     digests = digest(arrays)
     changed = [name for name in wanted if digests[name] != saved.leaves[name].digest]
-    if multihost.max_over_processes(int(bool(changed))):
+    if agree.max_over_processes(int(bool(changed))):
         names = ", ".join(changed[:3]) or "leaves of another process"
         raise DamagedError(f"the bytes of {names} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)")
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for name, leaf in absent.items()}
@@ -106,7 +107,7 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
 def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
     """Raise the same kind of error in every process if any of them has a problem."""
     verdict = Verdict.GOOD if problem is None else verdict_of(problem, remote=is_remote(str(folder)))
-    common = multihost.max_over_processes(verdict)
+    common = agree.max_over_processes(verdict)
     if common == Verdict.GOOD:
         return
     reason = first_line(problem) if problem is not None and verdict == common else "another process could not read it"

@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, parse
 from maxlm.checkpoint.reader import check_leaves
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tiles import Index, bounded, overlap
+from maxlm.cluster import agree
 
 _CANDIDATES = 4  # copies of a host, newest first, that are looked at
 _WORD = 4  # bytes of a content's digest that processes exchange
@@ -66,7 +65,7 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say, before: int | No
     heads = np.full((_CANDIDATES, 3), -1, np.int32)
     for row, (word, (_, layout, _)) in enumerate(zip(words, here, strict=True)):
         heads[row] = (layout.described.step, *word)
-    everywhere = heads[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(heads))
+    everywhere = agree.gather(heads)
     candidates = sorted({tuple(map(int, head)) for head in everywhere.reshape(-1, 3) if head[0] >= 0}, reverse=True)
     for candidate in candidates if before is None else [one for one in candidates if one[0] < before]:
         holders = [number for number, rows in enumerate(everywhere) if candidate in {tuple(map(int, row)) for row in rows}]
@@ -103,11 +102,11 @@ def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loa
     except (OSError, DamagedError) as error:
         say(str(error))
         failure = True
-    if multihost.max_over_processes(int(failure)):
+    if agree.max_over_processes(int(failure)):
         raise DamagedError("a copy could not be read, here or in another process")
     digests = digest(arrays)
     changed = [name for name in wanted if digests[name] != described.leaves[name].digest]
-    if multihost.max_over_processes(int(bool(changed))):
+    if agree.max_over_processes(int(bool(changed))):
         names = ", ".join(changed[:3]) or "leaves of another process"
         raise DamagedError(f"the bytes of {names} are not the ones that were written ({len(changed)} of {len(wanted)} leaves)")
     return Loaded(arrays, described.data_position, sent)
@@ -135,15 +134,15 @@ def _usable(folder: RunFolder, identity: dict[str, str], say: Say) -> list[tuple
 def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say) -> Found | None:
     """Return the state of these copies, if every tile is undamaged in some process. `holder`: a process that has its layout."""
     content = np.frombuffer(mine[0][2][0].layout.encode() if jax.process_index() == holder else b"", np.uint8)
-    size = int(multihost.maximum(np.array([content.size], np.int32))[0])
-    layout = multihost.maximum(np.pad(content, (0, size - content.size)))
+    size = int(agree.largest(np.array([content.size], np.int32))[0])
+    layout = agree.largest(np.pad(content, (0, size - content.size)))
     found, received = Found(parse(layout.tobytes().decode()), {}), dict[Tile, HostCopy]()
     for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
         (received if copy.tiles[tile].received else found.here).setdefault(tile, copy)
-    held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
+    held = agree.largest(np.array([tile in found.here for tile in found.tiles], np.uint8))
     if not held.all():  # the host that sent the others is lost
         found.here.update({tile: received[tile] for tile, own in zip(found.tiles, held, strict=True) if not own and tile in received})
-        held = multihost.maximum(np.array([tile in found.here for tile in found.tiles], np.uint8))
+        held = agree.largest(np.array([tile in found.here for tile in found.tiles], np.uint8))
     return found if bool(held.all()) else None
 
 
@@ -173,8 +172,8 @@ def _exchange(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dic
         return {}, 0
     tiles = [tile for tile in found.tiles if tile[0] in wanted]  # this run may lack optional leaves that the copy has
     me, count = jax.process_index(), jax.process_count()
-    lacking = multihost.maximum(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
-    holders = multihost.maximum(np.array([count - me if tile in found.here else 0 for tile in tiles], np.int32))
+    lacking = agree.largest(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
+    holders = agree.largest(np.array([count - me if tile in found.here else 0 for tile in tiles], np.int32))
     sizes = {name: found.layout.tilings[name].elements * leaf.dtype.itemsize for name, leaf in wanted.items()}
     sent = [(tile, count - int(holder), sizes[tile[0]]) for tile, lacks, holder in zip(tiles, lacking, holders, strict=True) if lacks]
     received = {tile: np.zeros(size, np.uint8) for tile, _, size in sent if tile[1] in needed[tile[0]] and tile not in found.here}
@@ -185,7 +184,7 @@ def _exchange(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dic
         for tile, holder, inside, at in parts:
             if holder == me:
                 block[at] = read(tile)[inside]
-        block = multihost.maximum(block)
+        block = agree.largest(block)
         for tile, _, inside, at in parts:
             if tile in received:
                 received[tile][inside] = block[at]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.host_copies import Tile
 from maxlm.checkpoint.tiles import Tiling
+from maxlm.cluster import agree
 
 GROUP_BYTES = 256 << 20  # of a device, copied by one program
 _SHARE = 0.5  # of the memory that the step leaves free
@@ -120,7 +120,7 @@ def _agreed_budget() -> float:
     stats = [device.memory_stats() for device in jax.local_devices()]
     free = [one["bytes_limit"] - one.get("peak_bytes_in_use", one["bytes_in_use"]) for one in stats if one and "bytes_limit" in one]
     least = min([*(size >> 20 for size in free), _UNLIMITED])
-    agreed = -int(multihost.maximum(np.array([-least], np.int32))[0])
+    agreed = -int(agree.largest(np.array([-least], np.int32))[0])
     return math.inf if agreed == _UNLIMITED else (agreed << 20) * _SHARE
 
 

@@ -1,8 +1,9 @@
 """Errors that the command line prints as one line, and the exit codes of a process."""
 
+import contextlib
 import errno
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -73,6 +74,15 @@ def as_user_error(error: UserError | OSError) -> UserError:
         return error
     kind = UnavailableError if error.errno is None else error_kind(error)
     return kind(f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror or error}.")
+
+
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise as `as_user_error` what the operating system refuses in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise as_user_error(error) from error
 
 
 class ConfigError(UserError):

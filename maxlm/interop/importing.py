@@ -12,19 +12,19 @@ from jax.sharding import Mesh
 from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.cluster.agree import on_all
 from maxlm.config import Config, UserError, load
 from maxlm.config.errors import quoted, some
 from maxlm.config.loader import saved_text
 from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
-from maxlm.data.opening import published_opening
+from maxlm.data.template_files import published_opening
 from maxlm.data.text_frame import FRAME, TextFrame
 from maxlm.data.tokenizer import MOST_BYTES, Tokenizer
 from maxlm.interop import packed, published_files, weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import has_towers, read_config, text_tower
-from maxlm.interop.hosts import Agree, alone, on_all
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.published_files import GENERATION, TOKENIZER_FILES, ends_of, keep_files, object_or_none, read_object
 from maxlm.interop.tensor_files import TensorFiles
@@ -58,18 +58,16 @@ class _Source(NamedTuple):
     digest: str
 
 
-def import_model(
-    source: Path, out: Path, overrides: Sequence[str], step: weights.Step, config_file: Path | None = None, agree: Agree = alone
-) -> Imported:
+def import_model(source: Path, out: Path, overrides: Sequence[str], step: weights.Step, config_file: Path | None = None) -> Imported:
     """Import `source`, a folder or one safetensors file, into the new folder `out`. Raises UserError; then nothing is left.
 
     `overrides`: settings of `mesh`, over which the parameters are spread; without any they lie on one device, or with several processes
-    on all by mesh.fsdp. `config_file`: instead of the config.json of the folder. `agree`: of several processes, which all see the
-    source and `out`; one that does not ends all.
+    on all by mesh.fsdp. `config_file`: instead of the config.json of the folder. All processes must see the source and `out`; one that does
+    not ends all.
     """
-    known = on_all(agree, lambda: _read(source, overrides, config_file), lambda known: {"source": known.digest})
-    with new_folder(out, agree) as made:
-        imported = _write(known, made, overrides, step, agree)
+    known = on_all(lambda: _read(source, overrides, config_file), lambda known: {"source": known.digest})
+    with new_folder(out) as made:
+        imported = _write(known, made, overrides, step)
     return imported._replace(folder=out)
 
 
@@ -92,7 +90,7 @@ def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _
     return _Source(source, folder, config_file, family, section, files, eos, digest[:12])
 
 
-def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights.Step, agree: Agree) -> Imported:
+def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights.Step) -> Imported:
     family, files = known.family, known.files
     said = f"Imported from {quoted(known.path.resolve().name)} (model_type {family.model_type}) by `maxlm import`"
 
@@ -116,8 +114,8 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
             notes += _copy_tokenizer(known.folder, folder / TOKENIZER, config.model, known.end_of_document)
         return config, found, mesh, notes
 
-    config, found, mesh, notes = on_all(agree, prepare)
-    state = on_all(agree, lambda: weights.load(config.model, found, files, mesh, step))
+    config, found, mesh, notes = on_all(prepare)
+    state = on_all(lambda: weights.load(config.model, found, files, mesh, step))
     checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoint, {"family": family.model_type})
     checkpoints.save(0, state, {})
     checkpoints.close()

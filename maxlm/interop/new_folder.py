@@ -13,9 +13,8 @@ from pathlib import Path
 
 import jax
 
-from maxlm.checkpoint.multihost import from_process_0
+from maxlm.cluster.agree import from_process_0, on_all, require_equal
 from maxlm.config.errors import UserError, error_kind
-from maxlm.interop.hosts import Agree, alone, on_all
 
 SHARED_SECONDS = 10.0  # that a network file system may take to show a new folder
 REMOVAL_SECONDS = 5.0  # until threads that still write into it, such as a checkpoint's, have ended
@@ -23,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder next to `out`, which becomes `out` if the block succeeds and is removed if it does not.
 
     Process 0 makes and renames it, and removes the folders of earlier commands for `out` that were killed. Raises UserError in all
@@ -33,13 +32,13 @@ def new_folder(out: Path, agree: Agree = alone) -> Iterator[Path]:
     out = Path.cwd() / out if out.name else out.resolve()
     first = jax.process_index() == 0
     held = ExitStack()
-    mine = on_all(agree, lambda: _make(out, held) if first else None, lambda made: {"--out": str(out)})
-    made = out.parent / "".join(map(chr, from_process_0([ord(letter) for letter in mine.name] if mine else [])))
+    mine = on_all(lambda: _make(out, held) if first else None, lambda made: {"--out": str(out)})
+    made = out.parent / from_process_0(mine.name if mine else "")
     try:
-        on_all(agree, lambda: _wait_for(made, out))
+        on_all(lambda: _wait_for(made, out))
         yield made
-        agree({}, None)  # all have written their part
-        on_all(agree, lambda: _rename(made, out) if first else None)
+        require_equal({})  # all have written their part
+        on_all(lambda: _rename(made, out) if first else None)
     except UserError:
         if not first:  # the first process to leave ends the others, so process 0 needs time to remove it
             _wait_until(lambda: not made.is_dir())

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from maxlm.checkpoint import CheckpointError, Checkpoints, multihost
+from maxlm.checkpoint import CheckpointError, Checkpoints
+from maxlm.cluster import agree
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
@@ -105,24 +106,24 @@ report["fresh host"] = restored("peer")
 report["fresh host, other mesh"] = restored("peer", 2)
 flip_first_bit()
 report["no other copy of a tile"] = restored("peer")
-maximum = multihost.maximum
+largest = agree.largest
 
 
 def changed(values):
     # A block of tiles that arrives at host1 with another bit; the description before it is JSON.
-    found = maximum(values)
+    found = largest(values)
     if rank == 1 and found.dtype == "uint8" and found.ndim == 1 and found.size > 100 and found[0] != ord("{"):
         found = found.copy()
         found[7] ^= 1
     return found
 
 
-multihost.maximum = changed
+agree.largest = changed
 try:
     report["changed on the way"] = restored("peer")
 except CheckpointError as error:
     report["changed on the way"] = str(error)
-multihost.maximum = maximum
+agree.largest = largest
 if rank == 1:
     for folder in copies("alone", 3):
         shutil.rmtree(folder)

@@ -1,5 +1,6 @@
 """Whatever is wrong with the input: one clear line that names it, exit code 2, nothing written and nothing lost."""
 
+import contextlib
 import errno
 import json
 import os
@@ -23,14 +24,31 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+def copied(trained: Path, folder: Path) -> Path:
+    """A copy of it, with a store that knows the new dates of the copied sources."""
+    shutil.copytree(trained, folder)
+    with contextlib.chdir(folder):
+        prepare(load("small.yml").config.data, progress=False)
+    return folder
+
+
 @pytest.fixture
 def workspace(trained, tmp_path, monkeypatch) -> Path:
     """A copy of it that is the current folder."""
-    folder = tmp_path / "work"
-    shutil.copytree(trained, folder)
-    monkeypatch.chdir(folder)
-    prepare(load("small.yml").config.data, progress=False)  # the copies of the sources have new dates, which the store keeps
-    return folder
+    monkeypatch.chdir(copied(trained, tmp_path / "work"))
+    return tmp_path / "work"
+
+
+@pytest.fixture(scope="module")
+def shared(trained, tmp_path_factory) -> Path:
+    return copied(trained, tmp_path_factory.mktemp("shared") / "work")
+
+
+@pytest.fixture
+def untouched(shared, monkeypatch) -> Path:
+    """The current folder: one copy for all tests of inputs that are refused before anything is written, as `refuse` checks."""
+    monkeypatch.chdir(shared)
+    return shared
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -92,9 +110,12 @@ YAML = {  # the whole file -> words of the message
 
 
 @pytest.mark.parametrize("text", YAML, ids=range(len(YAML)))
-def test_a_file_that_is_no_config(workspace, capsys, monkeypatch, text):
-    (workspace / "small.yml").write_text(text)
-    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml")
+def test_a_file_that_is_no_config(untouched, capsys, monkeypatch, text):
+    (untouched / "small.yml").write_text(text)
+    try:
+        line = refuse(untouched, capsys, monkeypatch, "train", "small.yml")
+    finally:
+        (untouched / "small.yml").write_text(CONFIG)
     assert all(word in line for word in YAML[text]), line
 
 
@@ -389,8 +410,8 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
 
 
 @pytest.mark.parametrize("overrides", SETTINGS)
-def test_a_setting_that_cannot_be_honoured(workspace, capsys, monkeypatch, overrides):
-    line = refuse(workspace, capsys, monkeypatch, "train", "small.yml", "run.name=other", *overrides.split(" ; "))
+def test_a_setting_that_cannot_be_honoured(untouched, capsys, monkeypatch, overrides):
+    line = refuse(untouched, capsys, monkeypatch, "train", "small.yml", "run.name=other", *overrides.split(" ; "))
     assert all(word in line for word in SETTINGS[overrides]), line
 
 
@@ -558,6 +579,6 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_a_command_that_cannot_be_done(workspace, capsys, monkeypatch, arguments):
-    line = refuse(workspace, capsys, monkeypatch, *arguments)
+def test_a_command_that_cannot_be_done(untouched, capsys, monkeypatch, arguments):
+    line = refuse(untouched, capsys, monkeypatch, *arguments)
     assert all(word in line for word in COMMANDS[arguments]), line
