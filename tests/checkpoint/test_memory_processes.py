@@ -110,9 +110,9 @@ largest = agree.largest
 
 
 def changed(values):
-    # A block of tiles that arrives at host1 with another bit; the description before it is JSON.
+    # A block of tiles that arrives at host1 with another bit; what processes tell each other is JSON.
     found = largest(values)
-    if rank == 1 and found.dtype == "uint8" and found.ndim == 1 and found.size > 100 and found[0] != ord("{"):
+    if rank == 1 and found.dtype == "uint8" and found.ndim == 1 and found.size > 100 and found[0] not in b'{["':
         found = found.copy()
         found[7] ^= 1
     return found
