@@ -176,10 +176,10 @@ read_secrets() {
 is_process_0() {
   "$1" - "${@:2}" <<'PYTHON'
 import os, sys
-from maxlm.runtime import cluster_env
-named, _ = cluster_env.split_arguments(sys.argv[1:])
-metadata = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else cluster_env.metadata
-spec = cluster_env.find(named, os.environ, metadata, 0)
+from maxlm.cluster import environment
+named, _ = environment.split_arguments(sys.argv[1:])
+metadata = (lambda name: None) if os.environ.get("EXTRA") != "tpu" or "TPU_SKIP_MDS_QUERY" in os.environ else environment.metadata
+spec = environment.find(named, os.environ, metadata, 0)
 print("yes" if spec is None or spec.process == 0 else "no")
 PYTHON
 }

@@ -78,7 +78,7 @@ def options(
 @app.command()
 def train(config: ConfigName, overrides: Overrides = None, devices: Devices = None) -> None:
     """Train a model, or continue where the run stopped."""
-    from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.cluster.environment import split_arguments
     from maxlm.runtime.frozen import load_frozen
 
     cluster, rest = split_arguments(overrides or [])
@@ -142,8 +142,8 @@ def compile_(
     json_: Json = False,
 ) -> None:
     """Compile the training step ahead of time, without the hardware; show its memory and predicted time."""
+    from maxlm.cluster import deadline
     from maxlm.cost import compile_command
-    from maxlm.runtime import deadline
 
     with deadline.allow(deadline.KEEP):  # Ctrl-C among the suggestions leaves it at those found
         settings = config, overrides or [], topology, slices, hlo_out
@@ -182,10 +182,10 @@ def plan_(
     json_: Json = False,
 ) -> None:
     """Find the fastest mesh, microbatches and remat policy for TPUs or GPUs, with none of them, and write them as a config."""
+    from maxlm.cluster import deadline
     from maxlm.planning import plan_command
     from maxlm.planning.price_file import read_prices
     from maxlm.planning.run_cost import Wanted
-    from maxlm.runtime import deadline
 
     if calibrate:
         if any(_is_given(context, name) for name in context.params if name not in ("calibrate", "out", "json_")):
@@ -391,10 +391,9 @@ def import_(
     """Import a published model. On a cluster every host runs it, and all see the source and the new folder."""
     import jax
 
+    from maxlm.cluster import cluster
+    from maxlm.cluster.environment import split_arguments
     from maxlm.interop.importing import import_model
-    from maxlm.runtime import cluster
-    from maxlm.runtime.cluster_env import split_arguments
-    from maxlm.runtime.consistency import require_equal
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
@@ -402,7 +401,7 @@ def import_(
     named, rest = split_arguments(overrides or [])
     select_platform()
     with cluster.joined(named, lambda line: typer.echo(line, err=True)), RunLog(), progress_bar("importing") as step:
-        imported = import_model(source, out, rest, step, config, require_equal)
+        imported = import_model(source, out, rest, step, config)
         if jax.process_index() > 0:
             return
     for note in imported.notes:
@@ -532,13 +531,13 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, max=100, help="Steps to trace, after two that are not.")] = 3,
 ) -> None:
     """Run a few steps of a run under the profiler; write a page that says where their time goes."""
-    from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.cluster.environment import split_arguments
 
     named, rest = split_arguments(overrides or [])
     if rest:
         raise UserError(f"{shorten(rest[0])}: a run is profiled as it is configured; only coordinator= and the like can be set.")
+    from maxlm.cluster import cluster
     from maxlm.cost.by_part import predict
-    from maxlm.runtime import cluster
     from maxlm.runtime.jax_setup import select_platform
     from maxlm.runtime.profile_command import profile_run
     from maxlm.telemetry.formatting import percent
@@ -587,7 +586,7 @@ def bench_comm_(
     json_: Json = False,
 ) -> None:
     """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links; or links during training."""
-    from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.cluster.environment import split_arguments
     from maxlm.runtime.comm import sizes
     from maxlm.runtime.comm.arguments import check_options
 
@@ -652,7 +651,7 @@ def doctor(
     json_: Json = False,
 ) -> None:
     """Check devices, versions and disk, with a fix for each problem; or compare the hosts of a cluster."""
-    from maxlm.runtime.cluster_env import split_arguments
+    from maxlm.cluster.environment import split_arguments
 
     named, rest = split_arguments(place or [])
     if rest or (named and not cluster):

@@ -9,17 +9,17 @@ import time
 
 from small_run import environment, free_port
 
-from maxlm.runtime.message_socket import SECRET
+from maxlm.cluster.message_socket import SECRET
 
 # Joins as the next process would, again and again: its "run" ends when it is to join anew, or when another process is lost (code 6).
 PROGRAM = """
 import json, os, sys, time
 from maxlm.config.errors import UserError
-from maxlm.runtime import coordinator, lookout, message_socket, process_group, rendezvous
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.quorum import Quorum
+from maxlm.cluster import coordinator, message_socket, process_group, rendezvous
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.quorum import Quorum
 process, port, hosts, wait_s, together = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), float(sys.argv[4]), int(sys.argv[5])
-coordinator.SETTLE_SECONDS, coordinator.POLL_SECONDS, lookout.PAUSE_SECONDS = 3.0, 0.2, 0.2
+coordinator.SETTLE_SECONDS, coordinator.POLL_SECONDS, rendezvous.PAUSE_SECONDS = 3.0, 0.2, 0.2
 rendezvous.FOUND_SECONDS, rendezvous.PING_SECONDS, coordinator.SIGN_SECONDS = 2.25, 0.3, 0.75  # in the proportions of the product
 process_group.SETTLE_SECONDS = 0.2
 if "HEARTBEAT_TIMEOUT_SECONDS" in os.environ:

@@ -4,7 +4,7 @@ import jax
 from tiny import tiny_batch
 
 from maxlm.data.order import batch_number
-from maxlm.data.wait_causes import Batches
+from maxlm.data.prefetch import Batches
 
 
 class NumberedData:

@@ -30,9 +30,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from maxlm.cluster import agree, cluster
+from maxlm.cluster.environment import split_arguments
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster, host_allgather
-from maxlm.runtime.cluster_env import split_arguments
 from maxlm.runtime.comm.measure import OPERATIONS, Operation, TimedLoop, make_input, timed_loop
 from maxlm.runtime.comm.sizes import format_size, parse
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
@@ -119,10 +119,10 @@ def compare(mesh: Mesh, name: str, size: int, rounds: int) -> dict[str, Any]:
     if name == "all-reduce":
         runs["hand"] = by_hand(mesh, ring, size, IN_ONE)
     once = [run(2) / 2 for run in runs.values()]
-    slowest = float(host_allgather.allgather(np.array(once, np.float32)).max())
+    slowest = float(agree.gather(np.array(once, np.float32)).max())
     count = min(MOST, max(3, math.ceil(ROUND_SECONDS / slowest)))
     times = np.array([[run(count) / count for run in runs.values()] for _ in range(rounds)], np.float32)
-    times = host_allgather.allgather(times).max(axis=0)  # of the slowest process
+    times = agree.gather(times).max(axis=0)  # of the slowest process
     seconds = {key: statistics.median(column.tolist()) for key, column in zip(runs, times.T, strict=True)}
     hand = seconds.get("hand", seconds["called"])
     ratios = {"bench_over_hand": seconds["bench"] / hand, "library_over_ring": seconds["library"] / seconds["bench"]}

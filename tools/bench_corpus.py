@@ -218,15 +218,13 @@ def make_signatures(folder: str, documents: int, files: int) -> dict[str, Any]:
 
 def cluster_signatures(folder: str) -> dict[str, Any]:
     """Cluster the signatures in `folder`."""
-    from dataclasses import asdict
-
     from maxlm.corpus.dedup.clusters import cluster
     from maxlm.corpus.dedup.settings import DedupSettings
 
     settings = DedupSettings.model_validate({"minhash": MINHASH})
     begin, cpu = time.perf_counter(), time.process_time()
-    found = cluster(sorted(Path(folder).glob("*.parquet")), Path(folder) / "copies.result", settings, work=Path(folder) / "work", threads=2)
-    return {"wall": time.perf_counter() - begin, "cpu": time.process_time() - cpu, **asdict(found)}
+    cluster(sorted(Path(folder).glob("*.parquet")), Path(folder) / "copies.result", settings, work=Path(folder) / "work", threads=2)
+    return {"wall": time.perf_counter() - begin, "cpu": time.process_time() - cpu}
 
 
 CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"run": run_corpus, "signatures": make_signatures, "cluster": cluster_signatures}

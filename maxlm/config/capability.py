@@ -87,9 +87,7 @@ class Capability:
     section: type[Section] | None = None  # needed where no other section declares a field for it
     rules: tuple[Rule, ...] = ()
     mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # on a mesh of these sizes
-    full_mesh_rules: tuple[
-        Callable[[Config, Any, Sizes], Problems], ...
-    ] = ()  # on the mesh of all hosts; on fewer hosts the section is dropped
+    full_mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # the same, for a section that fewer hosts do without
     chip_rules: tuple[Callable[[Config, Any, Chip], Problems], ...] = ()  # on chips of this kind
     written_rules: tuple[Rule, ...] = ()  # of settings that a person has written
     inert: Callable[[Config, Any], Iterator[Inert]] | None = None

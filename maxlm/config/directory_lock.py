@@ -62,9 +62,10 @@ class Lock:
                     raise
                 if not _is_alive(before):
                     others = f"; {_named(before)} ends once it notices" if before else ""
-                    say(
-                        f"warning: {self.folder}: the file system has no locks ({error.strerror}): let no other process write there{others}"
-                    )
+                    device = self.folder.stat().st_dev
+                    if others or not any(lock._file is None and lock.folder.stat().st_dev == device for lock in _held):
+                        warning = f"the file system has no locks ({error.strerror}): let no other process write there{others}"
+                        say(f"warning: {self.folder}: {warning}")
                     self._replace()
                     return
                 holder = _named(before)

@@ -1,8 +1,9 @@
 """Errors that the command line prints as one line, and the exit codes of a process."""
 
+import contextlib
 import errno
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -75,6 +76,15 @@ def as_user_error(error: UserError | OSError) -> UserError:
     return kind(f"{shorten(str(error.filename or 'the output'))}: cannot be read or written: {error.strerror or error}.")
 
 
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise as `as_user_error` what the operating system refuses in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise as_user_error(error) from error
+
+
 class ConfigError(UserError):
     """A field whose value breaks a rule: says field, value, rule and fix."""
 
@@ -102,6 +112,12 @@ def show(value: Any) -> str:
 def shorten(name: str) -> str:
     """A key, a name or a path, or its beginning and end where it is longer than fits in a line."""
     return name if len(name) <= NAME else f"{name[: NAME - 123]}...{name[-120:]}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of these names, and the number of others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f", and {more} more" if more > 0 else "")
 
 
 def quoted(name: str) -> str:

@@ -9,7 +9,7 @@ from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
 from maxlm.config.sections.cluster import topology_of
 from maxlm.config.sections.mesh import MeshConfig
-from maxlm.config.table import present
+from maxlm.config.table import problems
 from maxlm.hardware.chips import Chip
 
 NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
@@ -23,7 +23,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     others that only a person would get wrong are refused, too.
     """
     origins = sources or {}
-    _refuse((problem for one, section in present(config) for rule in one.rules for problem in rule(config, section)), origins)
+    _refuse(problems(config, "rules"), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         topology = topology_of(config, origins.get("cluster.topology", ""))
@@ -31,29 +31,23 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         if not any_mesh:
             check_full_mesh(config, topology.devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
-        written = (problem for one, section in present(config) for rule in one.written_rules for problem in rule(config, section))
-        _refuse((*inert.problems(config), *written), origins)
+        _refuse((*inert.problems(config), *problems(config, "written_rules")), origins)
 
 
 def check_chip(config: Config, chip: Chip, sources: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for the first rule of this kind of chip that `config` breaks."""
-    _refuse(
-        (problem for one, section in present(config) for rule in one.chip_rules for problem in rule(config, section, chip)), sources or {}
-    )
+    _refuse(problems(config, "chip_rules", chip), sources or {})
 
 
 def check_full_mesh(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
     """`check_devices` of all hosts together, with the rules that only a mesh of fewer hosts may break."""
     sizes = check_devices(config, n_devices, sources)
-    _refuse(
-        (problem for one, section in present(config) for rule in one.full_mesh_rules for problem in rule(config, section, sizes)),
-        sources or {},
-    )
+    _refuse(problems(config, "full_mesh_rules", sizes), sources or {})
     return sizes
 
 
-def _refuse(problems: Iterable[Problem], sources: Mapping[str, str]) -> None:
-    for field, value, rule, fix in problems:
+def _refuse(found: Iterable[Problem], sources: Mapping[str, str]) -> None:
+    for field, value, rule, fix in found:
         raise ConfigError(field, value, rule, fix, sources.get(field, ""))
 
 
@@ -101,7 +95,7 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
 
 def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Sizes of mesh axes that do not divide what they split: by the rules of the sections, and by the table of axes."""
-    yield from (problem for one, section in present(config) for rule in one.mesh_rules for problem in rule(config, section, sizes))
+    yield from problems(config, "mesh_rules", sizes)
     for field, size, logical in axes.dims(config):
         before: list[str] = []
         for axis in logical.mesh:

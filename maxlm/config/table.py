@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from maxlm.config import sections
-from maxlm.config.capability import FLOAT32, Capability, Sizes, State, StateEntry
+from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, StateEntry
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
@@ -41,6 +41,13 @@ def capabilities() -> tuple[Capability, ...]:
 def present(config: Config) -> Iterator[tuple[Capability, Any]]:
     """Pairs of a capability and its section, for sections that `config` has."""
     return ((one, section) for one in capabilities() if (section := one.setting(config)) is not None)
+
+
+def problems(config: Config, kind: str, *given: Any) -> Problems:
+    """Problems by the rules of this kind, a field of `Capability`; `given`: what they get in addition to the config and the section."""
+    for one, section in present(config):
+        for rule in getattr(one, kind):
+            yield from rule(config, section, *given)
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config import directory_lock
-from maxlm.config.errors import UserError, as_user_error
+from maxlm.config.errors import UserError, as_user_error, system_errors
 from maxlm.config.paths import read_file
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
@@ -26,22 +26,17 @@ def run(settings: CorpusSettings, say: Callable[[str], None], scorer: ScorerSour
     executor = make_executor(settings, say)
     plan = make_plan(settings, scorer)
     say(f"files: {len(plan.origins):,}; tasks: {len(plan.tasks):,}")
-    try:
-        with directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder") as lock:
-            report = run_passes(dataclasses.replace(plan, lock=lock), executor)
-    except OSError as error:  # of the lock: the folder cannot be made or written
-        raise as_user_error(error) from error
+    with (
+        system_errors(),
+        directory_lock.locked(plan.output, "output", LOCK_SECONDS, say, "wait for it to end, or give another folder") as lock,
+    ):
+        report = run_passes(dataclasses.replace(plan, lock=lock), executor)
     render(report, plan.output)
-    _check_some_left(report, plan.output)
-
-
-def _check_some_left(report: dict[str, Any], output: Path) -> None:
-    """Refuse an output without documents, after its report is written. Raises UserError."""
     if report["passes"][-1]["documents"] == 0:
         reasons = Counter({reason: count for one in report["passes"] for reason, count in one["removed"].items()}).most_common(3)
         said = ", ".join(f"{reason} ({count:,})" for reason, count in reasons)
         raise UserError(
-            f"{output}: no document is left, removed for {said}; report.html shows examples: loosen the stages that removed them."
+            f"{plan.output}: no document is left, removed for {said}; report.html shows examples: loosen the stages that removed them."
         )
 
 

@@ -1,6 +1,6 @@
 """Documents between stages, removed documents, and the tags of stages that remove nothing."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 Value = str | int | float | bool
@@ -56,3 +56,17 @@ def cut_text(document: Document, text: str, stage: str, reason: str, gone: str) 
     """The document with `text`, which `stage` left of its text; `gone`: what it took, of which the beginning is an example."""
     cut = Removed(document.id, stage, reason, gone[:300], {"characters": len(document.text) - len(text)})
     return Document(document.id, text, document.metadata, (*document.cuts, cut))
+
+
+def groups(documents: Iterable[Document], characters: int, each: int = 0, rows: int | None = None) -> Iterator[list[Document]]:
+    """Documents in lists that end where they hold more than `characters`, or `rows` documents. `each`: characters added for a document."""
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text) + each
+        if len(group) == rows or size > characters:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

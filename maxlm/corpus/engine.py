@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 
 from maxlm.config import conditions, directory_lock
-from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
+from maxlm.config.errors import UnavailableError, UserError, shorten, system_errors
 from maxlm.config.paths import read_file, user_path
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed, is_tagged, tag
@@ -35,7 +35,7 @@ from maxlm.documents.files import SourceFile, find_once, folders, version_of
 from maxlm.documents.records import REASONS
 from maxlm.telemetry.atomic import write_text
 
-FORMAT = 10  # of the output: raise it when the same settings would give other documents
+FORMAT = 11  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters
 OURS = ("marks", "removed", "slurm")  # folders of which a run makes one first
 REPORTS = ("report.json", "report.html")
@@ -60,10 +60,12 @@ class Plan:
 
     @property
     def output(self) -> Path:
+        """Folder of the result."""
         return user_path(self.settings.output)
 
     @property
     def stages(self) -> list[Stage]:
+        """Stages after the first pass."""
         return build_stages(self.settings, self.origins)
 
     @property
@@ -89,9 +91,11 @@ class Plan:
         return shards.shard(path)
 
     def removed(self, number: int, task: Task) -> Path:
+        """Shard of removed documents that a pass writes."""
         return self.output / "removed" / self.names[number] / f"{task.name}{shards.ENDING}"
 
     def collected(self, number: int, task: Task) -> Path:
+        """File in which a pass collects what the next search needs."""
         return self.folder(number) / "collected" / task.name
 
     def mark(self, number: int, task: Task) -> dict[str, Any] | None:
@@ -116,6 +120,7 @@ class Plan:
         return shards.finished(self.folder(number) / COMBINED, self.fingerprints[number][0]) is not None
 
     def mark_path(self, number: int, task: Task) -> Path:
+        """Mark of a finished task."""
         return self.output / "marks" / self.names[number] / f"{task.name}.json"
 
 
@@ -137,7 +142,7 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     keys = [[stage.key, stage.name in settings.tag] for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
     filters = _filters_key(settings, scorer)
-    states: dict[str, list[Any]] = {one.path: _state(one.path) or _listed(one) for one in inputs}
+    states: dict[str, list[Any]] = {one.path: _state(one.path) or [one.size, *([one.version] if one.version else [])] for one in inputs}
     origin = {name: source.model_dump(mode="json", exclude={"paths"}) for name, source in settings.sources.items()}
     first = [
         fingerprint(FORMAT, reading, filters, [[path, states[path], origins[path], origin[origins[path]]] for path in task.paths], keys[:1])
@@ -159,12 +164,10 @@ def _check_tags(settings: CorpusSettings, stages: list[Stage]) -> None:
 def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
     """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
     output = user_path(settings.output)
-    try:
+    with system_errors():
         ours = not output.exists() or any((output / name).is_dir() for name in OURS)
         ours = ours or all(entry.name == directory_lock.NAME for entry in output.iterdir())
         foreign = _foreign(output) if ours and output.exists() else ""
-    except OSError as error:
-        raise as_user_error(error) from error
     if foreign or not ours:
         which = f", such as {shorten(foreign)}, which would be lost" if foreign else ""
         raise UserError(
@@ -219,11 +222,6 @@ def _state(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _listed(one: SourceFile) -> list[Any]:
-    """Size of a remote file, and what else storage tells its content by."""
-    return [one.size, one.version] if one.version else [one.size]
-
-
 Tell = Callable[[int, int], None]  # bytes of a task's input, as stored, that are read, and documents that came out of them
 
 
@@ -233,7 +231,7 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
     examples: dict[str, list[tuple[str, str]]] = {}
 
     def show(one: Removed) -> None:
-        rank = hashlib.sha256(one.id.encode("utf-8", "surrogatepass")).hexdigest()
+        rank = _rank(one.id)
         best = examples.setdefault(f"{one.stage}/{one.reason}", [])
         if len(best) < EXAMPLES or rank < best[-1][0]:
             bisect.insort(best, (rank, json.dumps(asdict(one))))
@@ -253,35 +251,32 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
             show(one)
 
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
-    try:
-        with directory_lock.working_for(plan.lock):
-            directory_lock.check(plan.output)
-            _remove_marks(plan, number, task)
-            with shards.shard(plan.removed(number, task)) as dropped, plan.shard(number, task) as kept:
-                documents = survivors(stream, kept, dropped)
-                if number + 1 < len(plan.names):
-                    collected = plan.collected(number, task)
-                    collected.parent.mkdir(parents=True, exist_ok=True)
-                    stage = plan.stages[number]
-                    tags = () if isinstance(stage, ParquetColumns) else plan.settings.tag
-                    stage.collect((one for one in documents if not is_tagged(one, tags)), collected)
-                for _ in documents:
-                    pass
-            mark = {
-                "fingerprint": plan.fingerprints[number][task.number],
-                **tally.as_json(),
-                "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
-                "sha256": kept.digest,
-                "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
-            }
-            shards.finish(plan.mark_path(number, task), mark)
-    except OSError as error:
-        raise as_user_error(error) from error
+    with system_errors(), directory_lock.working_for(plan.lock):
+        directory_lock.check(plan.output)
+        _remove_marks(plan, number, task)
+        with shards.shard(plan.removed(number, task)) as dropped, plan.shard(number, task) as kept:
+            documents = survivors(stream, kept, dropped)
+            if number + 1 < len(plan.names):
+                collected = plan.collected(number, task)
+                collected.parent.mkdir(parents=True, exist_ok=True)
+                stage = plan.stages[number]
+                tags = () if isinstance(stage, ParquetColumns) else plan.settings.tag
+                stage.collect((one for one in documents if not is_tagged(one, tags)), collected)
+            for _ in documents:
+                pass
+        mark = {
+            "fingerprint": plan.fingerprints[number][task.number],
+            **tally.as_json(),
+            "examples": {reason: [json.loads(text) for _, text in best] for reason, best in sorted(examples.items())},
+            "sha256": kept.digest,
+            "facts": plan.stages[number - 1].facts(plan.folder(number)) if number else {},
+        }
+        shards.finish(plan.mark_path(number, task), mark)
     return mark
 
 
 def _remove_marks(plan: Plan, number: int, task: Task) -> None:
-    """Remove marks that vouch for the files that are about to be replaced, those of a run with other settings or stages included."""
+    """Remove the marks of files that are about to be replaced, also marks of a run with other settings or stages."""
     plan.mark_path(number, task).unlink(missing_ok=True)
     if number == len(plan.names) - 1:
         for folder in (plan.output / "marks").glob("*/"):
@@ -398,18 +393,15 @@ def combine(plan: Plan, number: int, threads: int) -> None:
     """Search over the whole corpus before pass `number`."""
     folder = plan.folder(number)
     work = folder / "work"
-    try:
-        with directory_lock.working_for(plan.lock):
-            directory_lock.check(plan.output)
-            (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            files = [plan.collected(number - 1, task) for task in plan.tasks]
-            plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
-            shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
-            shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise as_user_error(error) from error
+    with system_errors(), directory_lock.working_for(plan.lock):
+        directory_lock.check(plan.output)
+        (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        files = [plan.collected(number - 1, task) for task in plan.tasks]
+        plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
+        shards.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
+        shutil.rmtree(work, ignore_errors=True)
 
 
 class Executor(Protocol):
@@ -430,7 +422,9 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     if plan.is_finished:
         _check_sources(plan)
     else:
-        _remove_report(plan)
+        with system_errors():
+            for name in REPORTS:  # of an earlier run, so that there is none beside what is not whole
+                (plan.output / name).unlink(missing_ok=True)
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]
             if left and number and not plan.is_combined(number):
@@ -440,14 +434,12 @@ def run(plan: Plan, executor: Executor) -> dict[str, Any]:
             if number == 0:
                 _check_sources(plan)
     report = summarize(plan)
-    try:
+    with system_errors():
         directory_lock.check(plan.output)
         _remove_stale(plan)
         write_text(plan.output / "report.json", json.dumps(report, indent=1, sort_keys=True, ensure_ascii=True) + "\n")
         write_text(plan.output / "report.html", page(report))
         shutil.rmtree(plan.output / "stages", ignore_errors=True)
-    except OSError as error:
-        raise as_user_error(error) from error
     return report
 
 
@@ -485,15 +477,6 @@ def _reasons(removed: list[dict[str, Any]], name: str) -> str:
     )
 
 
-def _remove_report(plan: Plan) -> None:
-    """Remove the report of an earlier run, so that there is none beside what is not whole."""
-    try:
-        for name in REPORTS:
-            (plan.output / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise as_user_error(error) from error
-
-
 def _remove_stale(plan: Plan) -> None:
     """Remove shards of an earlier run with more tasks or other stages, which would be taken for a part of this one."""
     folders = {plan.output / "documents": shards.PARQUET if plan.settings.format == "parquet" else shards.ENDING}
@@ -529,7 +512,7 @@ def summarize(plan: Plan) -> dict[str, Any]:
                 examples.setdefault(reason, []).extend(some)
             facts = mark["facts"]  # the same for each task
             marks.append(mark)
-        chosen = {reason: sorted(some, key=_rank)[:EXAMPLES] for reason, some in sorted(examples.items())}
+        chosen = {reason: sorted(some, key=lambda one: _rank(one["id"]))[:EXAMPLES] for reason, some in sorted(examples.items())}
         tally = add(marks)
         documents, size = total(tally["left"])
         passes.append({"name": name, "documents": documents, "bytes": size, **tally, **facts, "examples": chosen})
@@ -537,5 +520,5 @@ def summarize(plan: Plan) -> dict[str, Any]:
     return {"format": FORMAT, "settings": plan.settings.decisive, "passes": passes, **counts}
 
 
-def _rank(example: dict[str, Any]) -> str:
-    return hashlib.sha256(example["id"].encode("utf-8", "surrogatepass")).hexdigest()
+def _rank(id: str) -> str:
+    return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,19 +1,14 @@
 """Documents of raw files for a corpus: texts normalised, and a Removed for each record that gives none, so that it is counted."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import date, datetime, time
-from decimal import Decimal
-from typing import Any
+from collections.abc import Callable, Iterator
 
-from maxlm.corpus.document import Document, Removed, Value
+from maxlm.corpus.document import Document, Removed
+from maxlm.documents.columns import scalars
 from maxlm.documents.reader import records
-from maxlm.documents.records import DEFAULTS, EXAMPLE, NESTED, Defect, ReadSettings, Record, Wanted, defect
+from maxlm.documents.records import DEFAULTS, EXAMPLE, Defect, ReadSettings, Record, Wanted, defect
 from maxlm.documents.text import decode, is_blank, normalise, problem_of
 
 STAGE = "read"
-LARGEST = 2**63
-LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
 
 
 def read(
@@ -21,7 +16,7 @@ def read(
 ) -> Iterator[Document | Removed]:
     """Documents of a file or URL, in order, and a Removed for each record that is none and for the rest of a file that cannot be read.
 
-    `text_field`: instead of that of `settings`; `tell`: as for `records`. Raises as `records` does.
+    `text_field`: instead of `settings.text_field`; `tell`: as for `records`. Raises as `records` does.
     """
     wanted = Wanted(text_field or settings.text_field, settings)
     for found in records(path, wanted, tell):
@@ -32,7 +27,7 @@ def read(
 
 def _document(id: str, record: Record, text_field: str) -> Document | Defect:
     """The document of a record, its text normalised. Adds to the metadata what was wrong with the text and is mended."""
-    metadata = metadata_of(record.fields, text_field)
+    metadata = scalars(record.fields, {text_field}, _short)
     text, encoding = record.text, record.encoding
     if isinstance(text, bytes):
         decoded = decode(text, encoding)
@@ -56,33 +51,6 @@ def _document(id: str, record: Record, text_field: str) -> Document | Defect:
 
 def _defect(record: Record, reason: str, example: str = "") -> Defect:
     return defect(record.number, record.unit, reason, example)
-
-
-def metadata_of(fields: Mapping[str, Any], text_field: str) -> dict[str, Value]:
-    """All scalar fields but the text, and the scalar fields of an object `metadata` or `meta` that no other field is named like."""
-    found: dict[str, Value] = {}
-    for name in NESTED:
-        inner = fields.get(name)
-        if type(inner) is dict:
-            _add(found, inner.items())
-    _add(found, ((name, value) for name, value in fields.items() if name != text_field))
-    return found
-
-
-def _add(found: dict[str, Value], items: Iterable[tuple[str, Any]]) -> None:
-    for name, value in items:
-        kind = type(value)
-        if kind is str:
-            if len(value) <= LONGEST_VALUE:
-                found[_short(name)] = _short(value)
-        elif kind is bool or (kind is int and -LARGEST <= value < LARGEST) or (kind is float and math.isfinite(value)):
-            found[_short(name)] = value
-        elif kind is int:
-            found[_short(name)] = str(value) if value.bit_length() < 1024 else hex(value)[:LONGEST_VALUE]
-        elif isinstance(value, Decimal) and math.isfinite(value):
-            found[_short(name)] = float(value)
-        elif isinstance(value, datetime | date | time):
-            found[_short(name)] = value.isoformat()
 
 
 def _short(text: str) -> str:

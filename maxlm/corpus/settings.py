@@ -1,11 +1,12 @@
-"""Settings of a corpus file: sources, stages and how they run. A stage whose section is absent is off."""
+"""Settings of a corpus file: sources, stages and how they run. A stage without a section is off."""
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from maxlm.config import conditions
 from maxlm.config.errors import ConfigError
+from maxlm.config.fields import Section
 from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.document import Value
@@ -15,21 +16,15 @@ from maxlm.documents.records import ReadSettings
 MIB = 2**20
 
 
-class Section(BaseModel):
-    """A part of the corpus file: no other fields, and not changed once read."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class Source(Section):
     """Files of one origin. `license` and `metadata` are added to each document that does not have them."""
 
     paths: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1, description="Files, folders, globs or URLs.")
     text_field: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="Of JSON objects and columns of tables; null: that of `read.text_field`."
+        default=None, description="Field of JSON objects and column of tables; null: `read.text_field`."
     )
     license: str | None = None
-    metadata: dict[str, Value] = {}
+    metadata: dict[str, Value] = Field(default={})
     where: tuple[Annotated[str, AfterValidator(conditions.checked)], ...] = Field(
         default=(), description="Conditions on the metadata that a document must meet, such as `gopher_quality.verdict == passed`."
     )

@@ -4,15 +4,9 @@ import contextlib
 import hashlib
 import io
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 import orjson
 import pyarrow as pa
@@ -22,6 +16,7 @@ from maxlm.config.conditions import Kind
 from maxlm.config.paths import read_file
 from maxlm.corpus.document import Document, Removed, Value
 from maxlm.documents.columns import column, structs
+from maxlm.documents.stream import zstd
 from maxlm.telemetry.atomic import replacing, write_text
 
 LEVEL = 3  # of zstd: one thread, so that the bytes depend on nothing else
@@ -38,6 +33,7 @@ class ShardWriter:
         self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
 
     def write(self, record: Document | Removed) -> None:
+        """Append a record."""
         line = line_of(record)
         self._digest.update(line)
         if isinstance(self._stream, Rows):
@@ -62,6 +58,7 @@ class Rows:
         self._characters = 0
 
     def add(self, document: Document) -> None:
+        """Append a row; a full group is written."""
         self._waiting.append(document)
         self._characters += len(document.text)
         if len(self._waiting) == GROUP_ROWS or self._characters > GROUP_CHARACTERS:

@@ -83,14 +83,10 @@ class Deduplicate(Stage):
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
         del tasks
-        work, memory_mb, threads = resources
-        cluster(files, folder / "copies.parquet", self.settings, work=work, memory_mb=memory_mb, threads=threads)
+        cluster(files, folder / "copies.parquet", self.settings, **resources._asdict())
 
     def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        low, high = (
-            min(f"{path}#" for path in task.paths),
-            max(f"{path}$" for path in task.paths),
-        )  # ids are "PATH#NUMBER", and "$" follows "#"
+        low, high = min(f"{path}#" for path in task.paths), max(f"{path}$" for path in task.paths)  # "$" follows the "#" of "PATH#NUMBER"
         table = pq.read_table(folder / "copies.parquet", filters=[("id", ">=", low), ("id", "<", high)], use_threads=False)
         copies = {row["id"]: row for row in table.to_pylist()}
         for document in documents:
@@ -102,43 +98,55 @@ class Deduplicate(Stage):
                 yield Removed(document.id, self.name, f"{row['kind']}_copy", document.text[:300], detail)
 
 
-class RemoveRepeated(Stage):
+class RemoveParts(Stage):
+    """Remove parts of documents, `unit`, of which a search over the corpus writes a table for each task."""
+
+    unit: str
+
+    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        rows = {row["row"]: row for row in pq.read_table(_result(folder, task), use_threads=False).to_pylist()}
+        for number, document in enumerate(documents):
+            row = rows.get(number)
+            if row is None:
+                yield document
+                continue
+            text, gone, count = self.without(document.text, row)
+            if text.strip():
+                yield cut_text(document, text, self.name, self.unit, gone)
+            else:
+                yield Removed(document.id, self.name, "nothing_left", document.text[:300], {self.unit: count})
+
+    def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
+        """The text that is left by a row of the table, the first part that goes, and the number of parts."""
+        raise NotImplementedError
+
+
+class RemoveRepeated(RemoveParts):
     """Remove lines or paragraphs that many documents share from all but one of them."""
 
     def __init__(self, settings: RepeatSettings, unit: Unit, priority: Priority) -> None:
-        self.name, self.settings, self.unit, self.priority = f"repeated_{unit}", settings, unit, priority
+        self.name, self.settings, self.parts, self.priority = f"repeated_{unit}", settings, unit, priority
+        self.unit = unit
 
     @property
     def key(self) -> Any:
         return {"unit": self.unit, "prefer": self.priority.prefer, **self.settings.model_dump(mode="json")}
 
     def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_occurrences(documents, path, self.settings, self.unit, self.priority)
+        write_occurrences(documents, path, self.settings, self.parts, self.priority)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        outputs = [_result(folder, task) for task in tasks]
-        work, memory_mb, threads = resources
-        find_repeated(files, outputs, self.settings, self.unit, work=work, memory_mb=memory_mb, threads=threads)
+        find_repeated(files, [_result(folder, task) for task in tasks], self.settings, self.parts, **resources._asdict())
 
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        table = pq.read_table(_result(folder, task), columns=["row", "positions"], use_threads=False)
-        positions = dict(zip(table["row"].to_pylist(), table["positions"].to_pylist(), strict=True))
-        for row, document in enumerate(documents):
-            if row not in positions:
-                yield document
-                continue
-            text = without(document.text, positions[row], self.unit)
-            if text.strip():
-                first = split(document.text, self.unit)[positions[row][0]]
-                yield cut_text(document, text, self.name, self.unit, first)
-            else:
-                yield Removed(document.id, self.name, "nothing_left", document.text[:300], {self.unit: len(positions[row])})
+    def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
+        positions = row["positions"]
+        return without(text, positions, self.parts), split(text, self.parts)[positions[0]], len(positions)
 
 
-class RemoveSubstrings(Stage):
+class RemoveSubstrings(RemoveParts):
     """Remove runs of words that stand elsewhere in the corpus, too, from all places but the first."""
 
-    name = "repeated_substrings"
+    name, unit = "repeated_substrings", "runs"
 
     def __init__(self, settings: SubstringSettings, priority: Priority) -> None:
         self.settings, self.priority = settings, priority
@@ -151,22 +159,10 @@ class RemoveSubstrings(Stage):
         write_windows(documents, path, self.settings, self.priority)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        outputs = [_result(folder, task) for task in tasks]
-        work, memory_mb, threads = resources
-        find_runs(files, outputs, self.settings, work=work, memory_mb=memory_mb, threads=threads)
+        find_runs(files, [_result(folder, task) for task in tasks], self.settings, **resources._asdict())
 
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        table = pq.read_table(_result(folder, task), columns=["row", "firsts", "ends"], use_threads=False)
-        runs = {row["row"]: (row["firsts"], row["ends"]) for row in table.to_pylist()}
-        for row, document in enumerate(documents):
-            if row not in runs:
-                yield document
-                continue
-            text, gone = cut(document.text, *runs[row])
-            if text.strip():
-                yield cut_text(document, text, self.name, "runs", gone)
-            else:
-                yield Removed(document.id, self.name, "nothing_left", document.text[:300], {"runs": len(runs[row][0])})
+    def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
+        return *cut(text, row["firsts"], row["ends"]), len(row["firsts"])
 
 
 class Decontaminate(Stage):

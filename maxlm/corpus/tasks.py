@@ -3,17 +3,9 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-
-class Input(Protocol):
-    """A file of the input: its path as it was given, and its bytes (0 if they are not known)."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
+from maxlm.documents.files import SourceFile
 
 
 class Task(NamedTuple):
@@ -29,7 +21,7 @@ class Task(NamedTuple):
         return f"{self.number:06}"
 
 
-def divide(inputs: Iterable[Input], task_bytes: int) -> list[Task]:
+def divide(inputs: Iterable[SourceFile], task_bytes: int) -> list[Task]:
     """Tasks of about `task_bytes`, of whole files in the order of `inputs`; a larger file is a task by itself."""
     tasks: list[Task] = []
     paths: list[str] = []

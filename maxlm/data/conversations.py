@@ -60,7 +60,11 @@ class _Encode:
     def _document(self, document: Document) -> tuple[np.ndarray | None, bytes, Note | None]:
         config = self._settings.config
         try:
-            marked, content, note = self._encoded(_record(document.text))
+            try:
+                record = fields_of(document.text, "the row")
+            except UserError as error:
+                raise RowError(str(error)) from error
+            marked, content, note = self._encoded(record)
         except RowError as error:
             if config.bad_rows == "refuse":
                 raise UserError(f"{document.origin}: {error}") from error
@@ -162,13 +166,6 @@ class _Encode:
             return self._render is not None and self._render(conversation._replace(messages=changed), last).text == text
         except RowError:  # the template reads it
             return False
-
-
-def _record(text: str) -> dict[str, Any]:
-    try:
-        return fields_of(text, "the row")
-    except UserError as error:
-        raise RowError(str(error)) from error
 
 
 def turn_end(rendered: Rendered, ids: np.ndarray, offsets: np.ndarray) -> int:

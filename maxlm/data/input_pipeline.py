@@ -20,13 +20,12 @@ from maxlm.data import manifest, marks
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.data.manifest import Split
 from maxlm.data.marks import Content
-from maxlm.data.mixture import Source, open_sources
+from maxlm.data.mixture import POSITION, Plan, Source, from_json, make_plan, open_sources, repeating
 from maxlm.data.order import PADDING, SampleOrder, batch_number
-from maxlm.data.plan import POSITION, Plan, from_json, make_plan, repeating
+from maxlm.data.prefetch import Batches, Spans
 from maxlm.data.samples import PackedRows, Samples, Windows
 from maxlm.data.storage import DamagedStoreError
 from maxlm.data.token_store import ReadContext, TokenStore
-from maxlm.data.wait_causes import Batches, Spans
 
 if TYPE_CHECKING:
     import jax
@@ -83,7 +82,7 @@ class Pipeline:
             for source, store in zip(self.sources, self._stores, strict=True)
         ]
         self._first_document = np.concatenate([[0], np.cumsum(documents)])
-        self.annotate: Annotate | None = None  # adds to every batch what is known of its documents beside the stores
+        self.annotate: Annotate | None = None  # adds figures of its documents to every batch
         windows = [own.count for own in self._samples_of]
         self._first = np.concatenate([[0], np.cumsum(windows)])  # window id of each source's first window
         self.plan: Plan | None = None  # of batches that never end
@@ -98,7 +97,7 @@ class Pipeline:
     def go_on(self, position: Mapping[str, Any], left_out: Sequence[int] = ()) -> list[str]:
         """Go on from the data position of a checkpoint, {}: from the beginning, with what the config asks for from there on.
 
-        `left_out`: numbers of batches that no step trains on, sorted. Returns a line about each source whose documents may be repeated.
+        `left_out`: numbers of batches that no step trains on, sorted. Returns a line about each source with documents that may be repeated.
         Raises ConfigError: a source of the mixture is not what it was, or a store was rewritten where it lies.
         """
         config, self.left_out = self._config, tuple(left_out)
@@ -112,8 +111,6 @@ class Pipeline:
         numbers = {source.identity: number for number, source in enumerate(self.plan.sources)}
         windows = {numbers[source.identity]: own.count for source, own in zip(self.sources, self._samples_of, strict=True)}
         self._order = SampleOrder(windows, self.plan.stages, seed=self._seed, shuffle=config.shuffle)
-        if position and past is None and config.mixture is not None:
-            return ["the checkpoint is of a maxlm that recorded no order of samples: they are those of data.mixture as it is now"]
         return [] if past is None else repeating(past, self.plan, self.sources, sample)
 
     def position(self, step: int) -> dict[str, Any]:
@@ -169,17 +166,17 @@ class Pipeline:
         found: dict[str, list[int]] = {}
         for window in ids[ids != PADDING].tolist():
             found.setdefault(self.source_of(window)[0].name, []).append(window)
-        parts = [f"{len(windows)} rows of {name} {self._documents_named(windows[:NAMED])}" for name, windows in found.items()]
-        more = f" and {len(parts) - NAMED} more sources" if len(parts) > NAMED else ""
-        return f"batch {batch_number(step, self.left_out)} holds {', '.join(parts[:NAMED])}{more}"
-
-    def _documents_named(self, windows: Sequence[int]) -> str:
-        store = self.source_of(windows[0])[0].store
-        try:
-            documents = [store.document_at(self.token_parts(window)[0][0]) for window in windows]
-        except UserError as error:
-            return f"({error})"
-        return f"({store.path}, documents {', '.join(f'{number:,}' for number in documents)} ...)"
+        parts = []
+        for name, windows in list(found.items())[:NAMED]:
+            store = self.source_of(windows[0])[0].store
+            try:
+                documents = ", ".join(f"{store.document_at(self.token_parts(window)[0][0]):,}" for window in windows[:NAMED])
+                shown = f"{store.path}, documents {documents} ..."
+            except UserError as error:
+                shown = str(error)
+            parts.append(f"{len(windows)} rows of {name} ({shown})")
+        more = f" and {len(found) - NAMED} more sources" if len(found) > NAMED else ""
+        return f"batch {batch_number(step, self.left_out)} holds {', '.join(parts)}{more}"
 
     @property
     def seq_len(self) -> int:
@@ -188,8 +185,8 @@ class Pipeline:
 
     def documents_of(self, name: str) -> int | None:
         """Number of documents of a source; None if there is none of this name."""
-        own = [number for number, source in enumerate(self.sources) if source.name == name]
-        return int(np.diff(self._first_document)[own[0]]) if own else None
+        counts = dict(zip((source.name for source in self.sources), np.diff(self._first_document).tolist(), strict=True))
+        return counts.get(name)
 
     def source_of(self, window: int) -> tuple[Source, int]:
         """Source of a window id, and its number there."""
@@ -225,10 +222,8 @@ class Pipeline:
     def token_ranges(self, ids: np.ndarray) -> dict[str, list[tuple[int, int]]]:
         """Store -> the parts [start, stop) of its tokens that windows hold."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for number in ids[ids != PADDING]:
-            owner = int(np.searchsorted(self._first, number, side="right")) - 1
-            parts = self._samples_of[owner].ranges(int(number - self._first[owner]))
-            found.setdefault(self._stores[owner].path, []).extend(parts)
+        for window in ids[ids != PADDING].tolist():
+            found.setdefault(self.source_of(window)[0].store.path, []).extend(self.token_parts(window))
         return found
 
     @property
@@ -321,12 +316,12 @@ class Pipeline:
         return window_BT, length_B
 
     def _documents(self, ids: np.ndarray) -> list[np.ndarray]:
-        owners, found = np.searchsorted(self._first, ids, side="right") - 1, []
-        for number, owner in zip(ids, owners, strict=True):
+        found = []
+        for number, owner in zip(ids, np.searchsorted(self._first, ids, side="right") - 1, strict=True):
             rows = self._samples_of[owner]
             assert isinstance(rows, PackedRows), "only whole documents can be told apart"
-            none = np.zeros(0, np.int64)
-            found.append(none if number == PADDING else self._first_document[owner] + rows.documents(int(number - self._first[owner])))
+            own = np.zeros(0, np.int64) if number == PADDING else rows.documents(int(number - self._first[owner]))
+            found.append(self._first_document[owner] + own)
         return found
 
     def _windows(self, number: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

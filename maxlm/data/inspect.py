@@ -16,7 +16,7 @@ from maxlm.data.selection import Metadata, has_metadata, values_line
 from maxlm.data.token_store import TokenStore
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 
-MEASURED = 2**22  # documents whose length is read, at most
+MEASURED = 2**22  # documents measured, at most
 SAMPLE_TOKENS = 64
 LENGTHS = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}  # name -> percentile
 
@@ -51,11 +51,7 @@ def render(description: dict[str, Any]) -> RenderableType:
         lengths = [summary.get("document_tokens", {}).get(name) for summary in splits.values()]
         sizes.add_row(f"tokens a document, {name}", *("" if length is None else f"{length:,}" for length in lengths))
     fields = [_fields_table(split, summary["metadata"]) for split, summary in splits.items() if summary.get("metadata")]
-    samples = [
-        Text(f"{split} document {sample['document']:,}{_name(sample)}, {sample['tokens']:,} tokens: {_quoted(sample)}")
-        for split, summary in splits.items()
-        for sample in summary["samples"]
-    ]
+    samples = [Text(_sample_line(split, sample)) for split, summary in splits.items() for sample in summary["samples"]]
     return Group(facts, sizes, *fields, *samples)
 
 
@@ -67,17 +63,12 @@ def _fields_table(split: str, fields: dict[str, Any]) -> Table:
     return table
 
 
-def _name(sample: dict[str, Any]) -> str:
-    """Name of the sample's document, where the store keeps it."""
-    return f" ({printable(sample['metadata']['id'])})" if "metadata" in sample else ""
-
-
-def _quoted(sample: dict[str, Any]) -> str:
-    """The text of a sample, and of a conversation what counts in it."""
-    text = printable(json.dumps(sample["text"], ensure_ascii=False))
-    if "counted" not in sample:
-        return text
-    return f"{text}; {sample['tokens_counted']:,} of its tokens count: {printable(json.dumps(sample['counted'], ensure_ascii=False))}"
+def _sample_line(split: str, sample: dict[str, Any]) -> str:
+    """A sample with the name of its document, where the store keeps it, and of a conversation the text that counts."""
+    name = f" ({printable(sample['metadata']['id'])})" if "metadata" in sample else ""
+    text, counted = (printable(json.dumps(sample.get(key), ensure_ascii=False)) for key in ("text", "counted"))
+    line = f"{split} document {sample['document']:,}{name}, {sample['tokens']:,} tokens: {text}"
+    return f"{line}; {sample['tokens_counted']:,} of its tokens count: {counted}" if "counted" in sample else line
 
 
 def _split(store: TokenStore, tokenizer: Tokenizer, samples: int) -> dict[str, Any]:

@@ -10,30 +10,27 @@ STORE/metadata.json, STORE/<split>/metadata  what is known of the documents, see
 STORE/sources.json             digests of the sources: unchanged files are not read again
 STORE/preparing.npz            progress of a prepare that has not finished
 
-store.json carries a checksum of itself and those of the small files, and by way of the digests proves every chunk of tokens and documents.
+store.json carries checksums of itself and of the small files, and by way of the digests proves every chunk of tokens and documents.
 """
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from maxlm.config.errors import UserError
+from maxlm.config.fields import Section
 from maxlm.data import storage
 from maxlm.data.marks import Content
 from maxlm.data.storage import DamagedStoreError
 
 FORMAT: Literal["maxlm-tokens-3"] = "maxlm-tokens-3"
-WITHOUT_CHECKSUMS: Literal["maxlm-tokens-1"] = "maxlm-tokens-1"  # still read, with warnings
-WITHOUT_DIGESTS: Literal["maxlm-tokens-2"] = "maxlm-tokens-2"
-_OLDER = (WITHOUT_CHECKSUMS, WITHOUT_DIGESTS)
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
-# Files beside a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
+# Companions of a tokenizer.json that the Hugging Face library reads, the chat template among them: they are kept with it.
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
 COMPANIONS = (SETTINGS, "special_tokens_map.json", "generation_config.json", TEMPLATE, TOOL_TEMPLATE)
@@ -45,25 +42,18 @@ Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
 REMAKE = "run `maxlm data prepare` again, after deleting the folder if it still fails"
 
-_log = logging.getLogger(__name__)
-_warned: set[str] = set()  # stores of older formats that were already reported
 
-
-class SplitInfo(BaseModel):
+class SplitInfo(Section):
     """Size of one split."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: int = Field(ge=0)  # end-of-document tokens included
     documents: int = Field(ge=0)
 
 
-class StoreInfo(BaseModel):
+class StoreInfo(Section):
     """Content of store.json."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal["maxlm-tokens-1", "maxlm-tokens-2", "maxlm-tokens-3"] = FORMAT
+    format: Literal["maxlm-tokens-3"] = FORMAT
     tokenizer_hash: str
     vocab_size: int = Field(gt=0)  # every id is below it
     end_of_document_id: int = Field(ge=0)
@@ -71,7 +61,7 @@ class StoreInfo(BaseModel):
     fingerprint: str  # of `settings`
     settings: dict[str, Any]  # all that decide the tokens; other values are refused
     splits: dict[Split, SplitInfo]
-    files: dict[str, str] = {}  # name -> sha256, in hex, of every small file beside this one
+    files: dict[str, str] = Field(default={})  # name -> sha256, in hex, of every other small file of the store
 
     @property
     def content(self) -> Content:
@@ -106,14 +96,9 @@ def load(path: str) -> StoreInfo | None:
     try:
         body = json.loads(text)
         checksum = body.pop("sha256", None)
-        form = body.get("format")
-        if checksum != (None if form == WITHOUT_CHECKSUMS else fingerprint(body)) and form in (FORMAT, *_OLDER):
+        if checksum != fingerprint(body) and body.get("format") == FORMAT:
             raise DamagedStoreError(f"{path}/{MANIFEST} does not match its checksum: it is damaged or was edited; {REMAKE}.")
-        info = StoreInfo.model_validate({"format": "", **body})
-        if (line := unproven(path, info)) and path not in _warned:
-            _warned.add(path)
-            _log.warning("%s", line)
-        return info
+        return StoreInfo.model_validate({"format": "", **body})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -122,19 +107,13 @@ def load(path: str) -> StoreInfo | None:
         raise UserError(f"{path}/{MANIFEST} is not a maxlm token store's: {type(error).__name__}; choose another data.store.") from error
 
 
-def unproven(path: str, info: StoreInfo) -> str:
-    """Warning about a store of an older format; "" for others."""
-    said = f"{path} is of format {info.format}, without digests of its chunks: edits of its tokens go unnoticed"
-    return said if info.format in _OLDER else ""
-
-
 def as_bytes(body: dict[str, Any]) -> bytes:
     """store.json with its checksum."""
     return json.dumps({**body, "sha256": fingerprint(body)}, indent=1).encode()
 
 
 def save(path: str, info: StoreInfo) -> StoreInfo:
-    """Write store.json with the checksums of the small files beside it, which completes the store. Returns its content."""
+    """Write store.json with the checksums of the other small files, which completes the store. Returns its content."""
     arrays = [f"{split}/{name}" for split in SPLITS for name in ("tokens", "documents")]
     files: dict[str, str] = {}
     for name in [*BESIDE, *(f"{array}{part}" for array in arrays for part in ("/zarr.json", ".shards"))]:
@@ -156,16 +135,10 @@ def check_files(path: str, info: StoreInfo, names: Iterable[str]) -> None:
 
 
 def check_split(path: str, info: StoreInfo, split: Split) -> None:
-    """Check the small files of a store and of one of its splits. Raises DamagedStoreError if one differs from its checksum, if one that
-    all stores of this format have is without, if one was added, or if the store has digests that its format does not.
+    """Check the small files of a store and of one of its splits. Raises DamagedStoreError if a file differs from its checksum, lacks one,
+    or was added.
     """
     check_files(path, info, [*BESIDE, *(name for name in info.files if name.startswith(f"{split}/"))])
-    if info.format != FORMAT:
-        if storage.read_bytes(path, f"{split}/tokens/digests/0") is not None:
-            raise DamagedStoreError(
-                f"{path}/{MANIFEST} is of format {info.format}, which has no digests as {path} has: it was edited; {REMAKE}."
-            )
-        return
     for name in (f"{split}/{array}{part}" for array in ("tokens", "documents") for part in ("/zarr.json", ".shards")):
         if name not in info.files:
             raise DamagedStoreError(f"{path}/{MANIFEST} has no checksum of {name}: it was edited; {REMAKE}.")

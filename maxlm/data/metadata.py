@@ -9,10 +9,7 @@ A training run reads none of it unless `data.mixture` selects by it or splits by
 import hashlib
 import io
 import json
-import math
-from collections.abc import Iterable, Mapping
-from datetime import date, datetime, time
-from decimal import Decimal
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
@@ -22,15 +19,12 @@ from maxlm.config.conditions import Kind
 from maxlm.config.errors import UserError
 from maxlm.data import storage
 from maxlm.data.manifest import METADATA
-from maxlm.documents.columns import KINDS, Value, column, encodable, join, joined, kinds_of
-from maxlm.documents.records import NESTED
+from maxlm.documents.columns import KINDS, Value, column, encodable, join, joined, kinds_of, scalars
 
 Name = TypeVar("Name", bound=str)
 ROWS = 2**16  # documents a file
 ID, TOKENS = "id", "tokens"  # fields of every document: its name, and its length, which the store knows itself
-LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
 MOST_FIELDS = 1000
-INT64 = 2**63
 
 
 class About(NamedTuple):
@@ -41,15 +35,8 @@ class About(NamedTuple):
 
 
 def about(id: str, fields: Mapping[str, Any], content: frozenset[str]) -> About:
-    """Metadata of a record, from its fields beside the content: all that are a number, a truth value or a short text, those of an object
-    `metadata` or `meta` as well where no field has their name. `id`: its name if it has none of its own; `content`: fields that are not
-    metadata.
-    """
-    found: dict[str, Value] = {}
-    for name in NESTED:
-        if name not in content and isinstance(inner := fields.get(name), dict):
-            found |= _scalars(inner.items())
-    found |= _scalars((name, value) for name, value in fields.items() if name not in content)
+    """Metadata of a record. `id`: its name if it has none of its own; `content`: fields that are not metadata."""
+    found = scalars(fields, content, encodable)
     own = found.pop(ID, None)
     found.pop(TOKENS, None)
     return About(id if own is None or own == "" else str(own), found)
@@ -110,21 +97,3 @@ def _as_parquet(rows: list[About]) -> bytes:
     stream = io.BytesIO()
     parquet.write_table(pa.table(columns), stream, compression="zstd", store_schema=False, write_statistics=False)
     return stream.getvalue()
-
-
-def _scalars(items: Iterable[tuple[str, Any]]) -> dict[str, Value]:
-    found: dict[str, Value] = {}
-    for name, value in items:
-        kind = type(value)
-        if kind is str:
-            if len(value) <= LONGEST_VALUE:
-                found[encodable(name)] = encodable(value)
-        elif kind is int and not -INT64 <= value < INT64:
-            found[encodable(name)] = str(value)
-        elif kind in (bool, int) or (kind is float and math.isfinite(value)):
-            found[encodable(name)] = value
-        elif isinstance(value, datetime | date | time):
-            found[encodable(name)] = value.isoformat()
-        elif isinstance(value, Decimal) and math.isfinite(value):
-            found[encodable(name)] = float(value)
-    return found

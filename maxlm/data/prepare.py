@@ -26,10 +26,9 @@ from maxlm.data.encoding import Encoder, Note, TextEncoder, encode_in_order, is_
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
-from maxlm.data.opening import opening_of
-from maxlm.data.readers import Document, Fields, documents_in, read_documents
+from maxlm.data.readers import Fields, documents_in, read_documents
 from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
-from maxlm.data.template_files import template_file, template_of_config, with_template
+from maxlm.data.template_files import opening_of, template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
 from maxlm.hardware.host import host_memory, in_bytes
@@ -136,7 +135,7 @@ def _settings(config: PrepareConfig, content: str) -> dict[str, Any]:
 
 
 def _settings_of_conversations(config: DataConfig, template: ChatTemplate | None) -> dict[str, Any]:
-    """The same for conversations, whose length matters only where longer ones are left out; {} for texts."""
+    """Settings of conversations that decide the tokens, data.seq_len only where longer ones are left out; {} for texts."""
     spoken = config.prepare.conversations if config.prepare is not None else None
     if spoken is None:
         return {}
@@ -162,7 +161,7 @@ def _existing(store: str, settings: dict[str, Any]) -> StoreInfo | None:
         return None
     for name in dict.fromkeys([*settings, *info.settings]):
         was, now = info.settings.get(name), settings.get(name)
-        if was != now and (name != CONTENT or info.format != manifest.WITHOUT_CHECKSUMS):  # that format digested less of the sources
+        if was != now:
             rule = f"was made with {name} = {show(was)}, and now it is {show(now)}"
             if name == CONTENT:
                 rule = f"was made when {name} was different"
@@ -179,7 +178,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
             console.print(f"{store}: {done.documents:,} documents of an unfinished prepare with other settings or sources are dropped")
         for name in (manifest.TOKENIZER, *manifest.COMPANIONS, manifest.METADATA):
             storage.delete(store, name)
-        save_progress(store, fingerprint)  # last: once it is saved, a tokenizer in the store is that of these settings
+        save_progress(store, fingerprint)  # last: once it is saved, a tokenizer in the store was made with these settings
         done = SavedProgress(fingerprint)
     tokenizer = _tokenizer(job)
     dtype = manifest.smallest_dtype(tokenizer.vocab_size) if job.config.conversations is None else marks.DTYPE
@@ -209,7 +208,10 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
     seen, last_save, notes = done.documents, time.monotonic(), _Notes(job.longest - 1)
     encoder, fields = _encoder(job, tokenizer)
-    documents = _after(job, documents_in(job.files, fields), seen)
+    documents = documents_in(job.files, fields)
+    if (skipped := sum(1 for _ in islice(documents, seen))) < seen:
+        rule = f"is of {seen:,} documents, and the sources have {skipped:,}"
+        raise UserError(f"{job.store}/{manifest.PROGRESS} {rule}; delete {job.store}.")
     bar = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=job.console)
     with bar, contextlib.closing(encode_in_order(documents, encoder, fraction, workers)) as results:
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
@@ -231,14 +233,6 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     for line in lines:
         job.console.print(line, markup=False, highlight=False, soft_wrap=True)
     return splits
-
-
-def _after(job: _Job, documents: Iterator[Document], count: int) -> Iterator[Document]:
-    """The documents after the first `count`. Raises UserError if there are fewer."""
-    skipped = sum(1 for _ in islice(documents, count))
-    if skipped < count:
-        raise UserError(f"{job.store}/{manifest.PROGRESS} is of {count:,} documents, and the sources have {skipped:,}; delete {job.store}.")
-    yield from documents
 
 
 class _Notes:

@@ -16,7 +16,7 @@ from maxlm.data.workers import end_with_parent, workers_without_signals
 
 SECONDS = 10.0  # for one conversation
 START_SECONDS = 120.0  # until the process answers for the first time
-MEMORY = 2**30  # bytes beyond those of the interpreter
+MEMORY = 2**30  # bytes beyond the interpreter's own
 
 
 class RenderingProcess:

@@ -59,7 +59,7 @@ def describe_shares(pipeline: Pipeline, steps: int, done: int) -> dict[str, Any]
 
 
 def describe_batch(pipeline: Pipeline, step: int, rows: int | None = None) -> dict[str, Any]:
-    """Where the samples of update `step`, counted from 1, come from: those of the first `rows` rows, None: of all; as JSON types."""
+    """Sources of the samples of update `step`, counted from 1, as JSON types. `rows`: the first rows alone; None: all."""
     batch = batch_number(step - 1, pipeline.left_out)
     found = []
     for row, number in enumerate(pipeline.sample_ids(step - 1)[:rows].tolist()):
@@ -117,7 +117,7 @@ def _shares_table(sources: dict[str, Any], part: str) -> Table:
 
 
 def _samples_before(pipeline: Pipeline, step: int) -> int:
-    """Samples until the end of `step` updates, those of batches that are left out included."""
+    """Samples until the end of `step` updates, with the batches that are left out."""
     return pipeline.end_sample(step - 1) if step else 0
 
 
@@ -134,7 +134,7 @@ def _counts(pipeline: Pipeline, step: int) -> dict[int, int]:
 
 
 def _documents(store: TokenStore, parts: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """The documents of a row, whose tokens are `parts` of the store, without its last target."""
+    """Documents of a row with the tokens `parts` of the store, without its last target."""
     known = Metadata(store) if has_metadata(store) else None
     left, place = sum(stop - start for start, stop in parts) - 1, 0
     for start, stop in parts:

@@ -3,7 +3,7 @@ the medium, the network or a credential failed, DamagedStoreError or another Use
 
 A flat array is a one-dimensional zarr3 array in the sharding codec: one object (a shard) holds many small uncompressed
 chunks, so a random window costs one short read, and every chunk carries a CRC32C, so bit rot and truncation are noticed.
-Chunks that hold only zeros are stored too: an absent chunk is then always damage, never a zero. `digests/SHARD` beside the shards holds
+Chunks that hold only zeros are stored too: an absent chunk is then always damage, never a zero. `digests/SHARD` next to the shards holds
 a digest of every chunk, so that a chunk which was rewritten with a CRC that fits is noticed too.
 """
 

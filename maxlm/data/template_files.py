@@ -1,17 +1,21 @@
-"""Find the chat template of a tokenizer among the files in its folder, as the Hugging Face library does."""
+"""Files of a tokenizer's folder, read as the Hugging Face library does: its chat template, and the tokens that open every text."""
 
 from collections.abc import Mapping
 from datetime import date as Date
 from typing import Any
 
+from tokenizers import Tokenizer as Bpe
+
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.sections.prepare import ChatConfig, PreferencesConfig, PromptResponseConfig
+from maxlm.data import manifest
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.manifest import TEMPLATE, TOOL_TEMPLATE
 from maxlm.data.messages import FIELD, RESERVED
 from maxlm.data.readers import fields_of
 from maxlm.data.sources import text_of
-from maxlm.data.tokenizer import read_if_present
+from maxlm.data.text_frame import TextFrame
+from maxlm.data.tokenizer import load_tokenizer, read_if_present
 
 
 def template_of_config(config: PromptResponseConfig | ChatConfig | PreferencesConfig, files: dict[str, bytes]) -> ChatTemplate | None:
@@ -85,3 +89,35 @@ def _token(value: Any) -> str | None:
     """A special token as text; newer files hold an object."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
+
+
+def opening_of(path: str, end_of_document: str) -> tuple[int, ...]:
+    """Ids before every text of the model with the tokenizer.json at `path`, local or a URL: those that the model's tokenizer folder records
+    beside it, else as the files of a published tokenizer say. Raises UserError for a file of another kind than its name says.
+    """
+    folder = path.rpartition("/")[0] or "."
+
+    def beside(name: str) -> dict[str, Any] | None:
+        content = read_if_present(f"{folder}/{name}")
+        return None if content is None else fields_of(content, f"{folder}/{name}")
+
+    recorded = beside(manifest.MANIFEST)
+    if recorded is not None:
+        return TextFrame.from_settings(recorded.get("settings", {})).opening
+    return published_opening(load_tokenizer(path, end_of_document).text, beside("tokenizer_config.json") or {})
+
+
+def published_opening(text: str, said: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that the post-processor of a tokenizer.json (`text`) puts before a text, unless `add_bos_token` of tokenizer_config.json (`said`)
+    says otherwise, as in the Hugging Face library.
+    """
+    bpe = Bpe.from_str(text)
+    plain, whole = (bpe.encode("a", add_special_tokens=added).ids for added in (False, True))
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    opening = tuple(whole[: places[0]]) if places else ()
+    bos = said.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    prefix = bpe.token_to_id(bos) if isinstance(bos, str) else None
+    if said.get("add_bos_token") is False:
+        return ()
+    return (prefix,) if said.get("add_bos_token") is True and not opening and prefix is not None else opening

@@ -17,17 +17,18 @@ class TextFrame(NamedTuple):
     ends: tuple[int, ...] = ()  # further ones that end a text, such as the end of a turn
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "TextFrame":
-        """As recorded in `settings` of a manifest."""
+    def from_settings(cls, settings: Mapping[str, Any]) -> "TextFrame":
+        """Read the frame that `settings` of a manifest record."""
         values = settings.get(FRAME, {})
         return cls(tuple(values.get("opening", ())), values.get("prefix"), tuple(values.get("ends", ())))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the value that `from_settings` reads."""
         return {"opening": list(self.opening), "prefix": self.prefix, "ends": list(self.ends)}
 
 
 def started_frame(source: Path | None, own: Path, end: int, *, goes_on: bool, turns: Collection[int] = ()) -> TextFrame:
-    """The frame of a run with the tokenizer folder `own` on data whose documents end with `end`, that starts from the model with the
+    """The frame of a run with the tokenizer folder `own` on data with documents that end with `end`, that starts from the model with the
     tokenizer in `source`: the model's, or as recorded where that is gone; of a run that starts from none, the frame of token stores.
 
     `goes_on`: from a checkpoint of its own, so that what is recorded holds though its config names no source any more. The end of a
@@ -38,5 +39,5 @@ def started_frame(source: Path | None, own: Path, end: int, *, goes_on: bool, tu
         info = manifest.load(str(own))
     if info is None:
         return TextFrame(ends=tuple(sorted({*turns} - {end})))
-    frame = TextFrame.of(info.settings)
+    frame = TextFrame.from_settings(info.settings)
     return frame._replace(ends=tuple(sorted({*frame.ends, *turns, info.end_of_document_id} - {end})))

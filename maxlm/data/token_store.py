@@ -150,9 +150,7 @@ class _FlatArray:
         if array.dtype.numpy_dtype != dtype or array.shape != (length,):
             actual = f"{array.dtype.name} of shape {array.shape}, not {dtype.name} of shape {(length,)}"
             raise UserError(f"{self._folder} is not the array that {manifest.MANIFEST} describes: {actual}; {REMAKE}.")
-        self._shards: bytes | None = None  # digests of the digests of each shard; None in a store of an older format
-        if store.info.format == manifest.FORMAT:
-            self._shards = storage.read_bytes(f"{store.path}/{store.split}", f"{name}.shards") or b""
+        self._shards = storage.read_bytes(f"{store.path}/{store.split}", f"{name}.shards") or b""  # digests of the digests of each shard
         if is_remote(store.path):
             if length:  # an object in a bucket is whole or absent, and reading an absent one fails
                 self.read([(length - 1, length)])
@@ -203,7 +201,10 @@ class _FlatArray:
     def _load(self, chunks: Sequence[int]) -> list[np.ndarray]:
         size = self._layout.chunk
         try:
-            recorded = [self._recorded(chunk) for chunk in chunks]  # before TensorStore, which remembers that a shard is missing
+            recorded = []  # before TensorStore, which remembers that a shard is missing
+            for chunk in chunks:
+                shard, number = divmod(chunk, self._per_shard)
+                recorded.append(self._digests(shard)[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].tobytes())
             fix = f"{REMAKE}; data.skip_bad_chunks.at_most=100 leaves out what is damaged" if self._name == "tokens" else REMAKE
             doing = f"read its {self._store.split} {self._name} ({fix})"
             with storage.failures_named(self._store.path, doing, DamagedStoreError):
@@ -211,7 +212,7 @@ class _FlatArray:
                     reads = [self._array[chunk * size : min((chunk + 1) * size, self._length)].read(batch=batch) for chunk in chunks]
                 loaded = [np.asarray(read.result()) for read in reads]
             for chunk, values, digest in zip(chunks, loaded, recorded, strict=True):
-                if digest not in (None, storage.digest(values.data)):
+                if digest != storage.digest(values.data):
                     shard, number = divmod(chunk, self._per_shard)
                     raise self._damaged(f"c/{shard}, chunk {number}, is not what was written: its digest differs from the recorded one")
                 self._context.keep((self._folder, chunk), values)
@@ -221,15 +222,8 @@ class _FlatArray:
             raise
         return loaded
 
-    def _recorded(self, chunk: int) -> bytes | None:
-        """Recorded digest of a chunk; None in a store of an older format. Raises DamagedStoreError: the record was changed."""
-        if self._shards is None:
-            return None
-        shard, number = divmod(chunk, self._per_shard)
-        return self._digests(shard)[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES].tobytes()
-
     def _digests(self, shard: int) -> np.ndarray:
-        assert self._shards is not None, "a store of an older format has none"
+        """Recorded digests of the chunks of a shard. Raises DamagedStoreError: the record was changed."""
         key = (f"{self._folder}/digests", shard)
         kept = self._context.get(key)
         if kept is not None:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, train
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.paths import is_remote, read_file, user_path
 from maxlm.data import manifest, storage
-from maxlm.data.sources import read_url, reading
 from maxlm.data.text_frame import FRAME, TextFrame, started_frame
+from maxlm.documents.files import read_url, reading
 
 FIELD = "data.prepare.tokenizer"
 BYTES = 256
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @functools.cached_property
     def joins(self) -> bool:
-        """True if the ids of a text are those of its lines: not where a space is put before every text."""
+        """True if a text has the same ids as its lines one by one: not where a space is put before every text."""
         whole, first, second = (self._bpe.encode(text, add_special_tokens=False).ids for text in ("a\nb", "a\n", "b"))
         return bool(whole == first + second)
 
@@ -178,7 +178,7 @@ def open_tokenizer(folder: str) -> Tokenizer:
         raise UserError(f"{folder} holds no {manifest.MANIFEST}: it is neither a token store nor the tokenizer folder of a run.")
     manifest.check_files(folder, info, [manifest.TOKENIZER, *manifest.COMPANIONS])
     end = info.settings["data.prepare.tokenizer.end_of_document"]
-    tokenizer = stored_tokenizer(folder, end, TextFrame.of(info.settings))
+    tokenizer = stored_tokenizer(folder, end, TextFrame.from_settings(info.settings))
     if tokenizer is None:
         raise UserError(f"{folder}/{manifest.TOKENIZER} is missing; {manifest.REMAKE}.")
     return tokenizer
@@ -213,7 +213,7 @@ def copy_tokenizer(store: str, folder: Path, source: Path | None = None, *, goes
 
 
 def companions_of(folder: str) -> dict[str, bytes]:
-    """The files beside a tokenizer.json that belong to it, local or at a URL; {} for one that stands alone."""
+    """The companion files of a tokenizer.json, local or at a URL; {} for one that stands alone."""
     found = {name: read_if_present(f"{folder.rstrip('/')}/{name}") for name in manifest.COMPANIONS}
     return {name: content for name, content in found.items() if content is not None}
 

@@ -1,6 +1,6 @@
 """Write a token store: append documents to their split, shard after shard.
 
-The progress of an unfinished store is one object beside the arrays, replaced atomically, from which the same command continues. Shards
+The progress of an unfinished store is one object next to the arrays, replaced atomically, from which the same command continues. Shards
 written after the last save are written again, with the same content. It holds the digest of every finished shard: one that is rewritten
 meanwhile is noticed by readers of the store.
 """
@@ -183,9 +183,7 @@ def load_progress(store: str) -> SavedProgress | None:
         with np.load(io.BytesIO(content)) as arrays:
             buffered = dict(arrays)
         state = json.loads(buffered.pop("state").tobytes())
-        if "sha256" not in state:  # of a maxlm that kept none
-            return None
-        if state.pop("sha256") != _checksum(state, buffered):
+        if state.pop("sha256", None) != _checksum(state, buffered):
             raise ValueError("it does not match its checksum")
         return SavedProgress(**state, buffered=buffered)
     except Exception as error:  # zipfile, zlib and numpy raise many kinds

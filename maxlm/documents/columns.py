@@ -1,15 +1,43 @@
 """Typed columns for the metadata of many documents: a field has one kind in a table, whatever its values are in single documents."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 
 from maxlm.config.conditions import Kind
+from maxlm.documents.records import NESTED
 
 Value = str | int | float | bool
+INT64 = 2**63
+LONGEST_VALUE = 4096  # characters of text in metadata; longer fields are content, not metadata
 KINDS: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text"}
 TYPES: dict[Kind, pa.DataType] = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "text": pa.string()}
+
+
+def scalars(fields: Mapping[str, Any], content: Collection[str], clean: Callable[[str], str]) -> dict[str, Value]:
+    """Metadata of a record: all fields but `content` with a number, a truth value, a time or a short text, also inside an object `metadata`
+    or `meta` unless another field has the name. `clean`: applied to names and texts.
+    """
+    nested = (fields[name].items() for name in NESTED if name not in content and type(fields.get(name)) is dict)
+    found: dict[str, Value] = {}
+    for name, value in (*(item for items in nested for item in items), *(item for item in fields.items() if item[0] not in content)):
+        kind = type(value)
+        if kind is str:
+            if len(value) <= LONGEST_VALUE:
+                found[clean(name)] = clean(value)
+        elif kind is bool or (kind is int and -INT64 <= value < INT64) or (kind is float and math.isfinite(value)):
+            found[clean(name)] = value
+        elif kind is int:
+            found[clean(name)] = str(value) if value.bit_length() < 1024 else hex(value)[:LONGEST_VALUE]
+        elif isinstance(value, Decimal) and math.isfinite(value):
+            found[clean(name)] = float(value)
+        elif isinstance(value, datetime | date | time):
+            found[clean(name)] = value.isoformat()
+    return found
 
 
 def join(*kinds: Kind) -> Kind:

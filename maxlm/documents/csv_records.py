@@ -1,6 +1,7 @@
 """CSV and TSV with a header (RFC 4180): a record a row; a malformed row costs no other row."""
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ from maxlm.documents.records import DamagedError, Defect, Found, Wanted, defect,
 from maxlm.documents.stream import ByteStream
 
 UNIT = "line"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _TooLargeError(Exception):
@@ -65,7 +67,7 @@ def _record(number: int, values: dict[str, str], wanted: Wanted) -> Found:
     """The record of a row. Values that are not UTF-8 hold their bytes as surrogates: a text goes on as bytes, of which others decode it."""
     fields: dict[str, str | bytes] = {}
     for name, value in values.items():
-        if not value.isascii() and not _is_utf8(value):
+        if not value.isascii() and _SURROGATE.search(value):
             if wanted.text_field is None:
                 return defect(number, UNIT, "encoding", value)
             data = value.encode("utf-8", "surrogateescape")
@@ -73,14 +75,6 @@ def _record(number: int, values: dict[str, str], wanted: Wanted) -> Found:
         elif value or name == wanted.text_field:
             fields[name] = value
     return record_of(number, UNIT, fields, wanted)
-
-
-def _is_utf8(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _rows(stream: ByteStream, limit: int, delimiter: str) -> Iterator[tuple[int, list[str]] | Defect]:

@@ -3,6 +3,7 @@
 fsspec and not etils.epath, though orbax and grain bring both: epath reads neither hf:// nor https://, and has no memory:// for tests.
 """
 
+import contextlib
 import glob
 import itertools
 import logging
@@ -14,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, cast
 
-from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
+from maxlm.config.errors import UnavailableError, UserError, as_user_error, error_kind, shorten
 from maxlm.config.paths import is_remote, open_regular
 from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes_of
@@ -56,6 +57,7 @@ class SourceFile:
 
     @property
     def suffixes(self) -> list[str]:
+        """Suffixes of the name in lower case, compressions included."""
         return suffixes_of(self.path)
 
     @property
@@ -78,7 +80,7 @@ def find(source: str) -> list[SourceFile]:
     """The files of a source, sorted by their path.
 
     A folder has all files below it but hidden ones, links out of it, and files that describe data (a README, a licence, dataset_infos.json,
-    and beside files of records also documentation, scripts and pictures); one line of the log names them. A glob has the files and
+    and next to files of records also documentation, scripts and pictures); one line of the log names them. A glob has the files and
     folders that it matches. A file that is named is always taken.
 
     Raises:
@@ -118,13 +120,10 @@ def version_of(path: str) -> str:
     Compare it with another answer of this function alone: a listing may say the same in other words.
     """
     filesystem, name = file_system(path)
-    try:
+    with reading(path), contextlib.suppress(FileNotFoundError):
         filesystem.invalidate_cache()
         return _version(retried(lambda: filesystem.info(name), f"looking at {path}"))
-    except FileNotFoundError:
-        return ""
-    except Exception as error:
-        raise cannot_read(path, error) from error
+    return ""
 
 
 def open_input(path: str) -> BufferedReader:
@@ -146,24 +145,32 @@ def file_system(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
+    with reading(url):  # a client may read its credentials at once
+        try:
+            return cast("tuple[Any, str]", url_to_fs(url))
+        except ImportError as error:
+            package = getattr(error.__cause__, "name", None) or str(error)
+            raise UserError(f"{url}: {scheme}:// needs the package {package}, which is not installed: `pip install {package}`.") from error
+        except ValueError as error:
+            raise UserError(f"{url}: {scheme}:// is no storage that fsspec knows; copy it to this machine or to a bucket.") from error
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn a failure to read `path` in the block into a UserError of one line; UnavailableError if it may pass."""
     try:
-        return cast("tuple[Any, str]", url_to_fs(url))
-    except ImportError as error:
-        package = getattr(error.__cause__, "name", None) or str(error)
-        raise UserError(f"{url}: {scheme}:// needs the package {package}, which is not installed: `pip install {package}`.") from error
-    except ValueError as error:
-        raise UserError(f"{url}: {scheme}:// is no storage that fsspec knows; copy it to this machine or to a bucket.") from error
-    except Exception as error:  # of a client that reads its credentials at once
-        raise cannot_read(url, error) from error
-
-
-def cannot_read(path: str, error: Exception) -> UserError:
-    """The UserError for what storage raised; UnavailableError if it may pass."""
-    if isinstance(error, UserError):
-        return error
-    if is_transient(error):
-        return UnavailableError(f"{path}: cannot be read: {first_line(error)}; try again when the cause is gone.")
-    return UserError(f"{path}: cannot be read: {first_line(error)}.")
+        yield
+    except UserError:
+        raise
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder, a pipe or a device, and a file is read; give a file.") from error
+    except Exception as error:  # of a server's own library, too
+        if not is_remote(path):
+            if isinstance(error, OSError):
+                raise as_user_error(error) from error
+            raise
+        kind, fix = (UnavailableError, "; try again when the cause is gone") if is_transient(error) else (UserError, "")
+        raise kind(f"{path}: cannot be read: {first_line(error)}{fix}.") from error
 
 
 def _local(source: str) -> list[SourceFile]:
@@ -184,7 +191,15 @@ def _local(source: str) -> list[SourceFile]:
         raise _none(source, "does not exist")
     if not names:
         raise _none(source, problem)
-    return [SourceFile(name, _size(name), source, _name(name, root)) for name in sorted(names, key=PurePath)]
+    found = []
+    for name in sorted(names, key=PurePath):
+        pure = PurePath(name)
+        below = pure.relative_to(root) if pure.is_relative_to(root) else pure
+        size = 0
+        with contextlib.suppress(OSError):  # a link that leads nowhere: `records` says so
+            size = Path(name).stat().st_size
+        found.append(SourceFile(name, size, source, below.as_posix()))
+    return found
 
 
 def _matches(pattern: str) -> list[str]:
@@ -209,13 +224,8 @@ def _matches(pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _name(path: str, root: PurePath) -> str:
-    pure = PurePath(path)
-    return pure.relative_to(root).as_posix() if pure.is_relative_to(root) else pure.as_posix()
-
-
 def _below(folder: str, source: str, hidden: list[str]) -> Iterator[str]:
-    """Files below a folder. Depth first, so that of two links to one folder the first one by name counts. `hidden`: gets names left out."""
+    """Files below a folder. Depth first: of two links to one folder the first one by name counts. `hidden`: gets names left out."""
     seen: set[tuple[int, int]] = set()
     tree, left, outside = _tree(folder), [folder], list[str]()
     while left:
@@ -277,19 +287,12 @@ def _listed_names(paths: list[str]) -> str:
     return ", ".join(map(shorten, names[:SHOWN])) + more
 
 
-def _size(path: str) -> int:
-    try:
-        return Path(path).stat().st_size
-    except OSError:  # a link that leads nowhere: `records` says so
-        return 0
-
-
 def _remote(url: str) -> list[SourceFile]:
     """The files at one URL: an object, all below a prefix, or all that match a glob."""
     filesystem, path = file_system(url)
     info, infos, problem = _or_none(filesystem.info, path, url), dict[str, Any](), "does not exist"
     any_name = False
-    try:
+    with reading(url):
         if info is None and glob.has_magic(path):
             infos = retried(lambda: filesystem.glob(path, detail=True), f"listing {url}")
             problem, any_name = "matches no file", not re.search(r"\w", PurePosixPath(path).name)
@@ -298,8 +301,6 @@ def _remote(url: str) -> list[SourceFile]:
             problem, any_name = "is a folder without files of data", True
         elif info is not None:
             infos = {path: info}
-    except Exception as error:
-        raise cannot_read(url, error) from error
     names = [name for name, item in infos.items() if item["type"] == "file"]
     if any_name:
         hidden = [name for name in names if any(part.startswith(".") for part in PurePosixPath(name[len(path) :]).parts)]
@@ -325,10 +326,8 @@ def _or_none(read: Callable[[str], Any], path: str, url: str) -> Any:
                 raise error.__cause__ from None
             return None
 
-    try:
+    with reading(url):
         return retried(attempt, f"reading {url}")
-    except Exception as error:
-        raise cannot_read(url, error) from error
 
 
 def _none(source: str, problem: str) -> UserError:

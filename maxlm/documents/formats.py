@@ -65,7 +65,7 @@ def suffixes_of(path: str) -> list[str]:
 
 
 def suffix_of(path: str) -> str:
-    """The suffix that states a file's format: the last one before those of compressions; "" if there is none."""
+    """The suffix that states a file's format: the last one before suffixes of compression; "" if there is none."""
     suffixes = suffixes_of(path)
     while suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()

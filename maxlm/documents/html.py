@@ -1,6 +1,7 @@
 """HTML to text with resiliparse: 30 MB/s a core for main content, where trafilatura takes 2 to 3 MB/s for nearly the same text."""
 
 import re
+from html import unescape
 from typing import Any
 
 from maxlm.documents.records import EXAMPLE, Found, Record, defect
@@ -50,27 +51,16 @@ def of_html(number: int, unit: str, data: bytes, metadata: dict[str, Any], decla
     if language := _LANGUAGE.search(page[:PRESCAN]):
         metadata.setdefault("language", language[1].lower())
     if title := _TITLE.search(page[: 16 * PRESCAN]):
-        metadata["title"] = normalise(" ".join(_unescaped(title[1]).split()))[:TITLE]
+        metadata["title"] = normalise(" ".join(unescape(title[1]).split()))[:TITLE]
     extract = optional("resiliparse.extract.html2text", "the text of a page of HTML").extract_plain_text
     try:
         text = extract(page, main_content=True, preserve_formatting=True, list_bullets=True, alt_texts=False)
     except Exception as error:  # whatever the parser stumbles over costs one page
         return defect(number, unit, "malformed", page[:EXAMPLE], error=str(error)[:EXAMPLE])
     if not text or text.isspace():
-        shown = _shown(page)
+        shown = " ".join(_TAGS.sub(" ", page[max(0, page.find("<body")) :][: 64 * EXAMPLE]).split())  # menus included
         return defect(number, unit, "no_main_content" if shown else "empty", shown)
     return Record(number, unit, str(text), metadata)
-
-
-def _shown(page: str) -> str:
-    """Text at the beginning of a page, menus included."""
-    return " ".join(_TAGS.sub(" ", page[max(0, page.find("<body")) :][: 64 * EXAMPLE]).split())
-
-
-def _unescaped(text: str) -> str:
-    from html import unescape
-
-    return unescape(text)
 
 
 def _depth(page: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from maxlm.documents.records import EXAMPLE, NESTED, DamagedError, Defect, Found, Record, Wanted, defect, record_of
+from maxlm.documents.records import EXAMPLE, NESTED, DamagedError, Defect, Found, Wanted, defect, record_of
 from maxlm.documents.stream import ByteStream
 from maxlm.documents.text import decode
 
@@ -35,7 +35,8 @@ def read_json(stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
     A list is read element by element. Raises DamagedError: it has no end, or something else than elements in it.
     """
     limit = wanted.limits.max_record_bytes
-    _skip_blank(stream)
+    while (head := stream.peek(64)) and head[:1].isspace():
+        stream.skip(len(head) - len(head.lstrip()))
     if stream.peek(1) != b"[":
         data = stream.take(limit + 1)
         yield of_json(1, "record", data, wanted) if len(data) <= limit else defect(1, "record", "too_large", limit=limit)
@@ -67,13 +68,6 @@ def _has_rounded(fields: dict[str, Any]) -> bool:
     return any(type(value) is float and not -LARGEST < value < LARGEST for value in values)
 
 
-def of_json_or_text(number: int, unit: str, data: bytes, wanted: Wanted) -> Found:
-    """The record of a JSON object, which begins with `{`, or else of plain text."""
-    if data[:1] == b"{" or wanted.text_field is None:
-        return of_json(number, unit, data, wanted)
-    return Record(number, unit, data, {})
-
-
 def _of_unusual_json(number: int, unit: str, data: bytes, wanted: Wanted) -> Found:
     """A record of JSON that orjson refuses and Python writes: NaN, halves of surrogate pairs; and JSON that is not UTF-8."""
     encoding = "utf-8"
@@ -91,11 +85,6 @@ def _of_unusual_json(number: int, unit: str, data: bytes, wanted: Wanted) -> Fou
     if type(fields) is not dict:
         return defect(number, unit, "not_object", text[:EXAMPLE], type=type(fields).__name__)
     return record_of(number, unit, fields, wanted, None if encoding == "utf-8" else encoding)
-
-
-def _skip_blank(stream: ByteStream) -> None:
-    while (head := stream.peek(64)) and head[:1].isspace():
-        stream.skip(len(head) - len(head.lstrip()))
 
 
 def _elements(stream: ByteStream, limit: int) -> Iterator[bytes | None]:

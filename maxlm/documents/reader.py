@@ -4,8 +4,9 @@ import contextlib
 import errno
 import io
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
 from maxlm.config.transient import first_line, is_transient
@@ -14,8 +15,8 @@ from maxlm.documents.files import open_input
 from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, Format, foreign_format, format_by_name, format_of, suffix_of
 from maxlm.documents.html import of_html
 from maxlm.documents.json_records import read_json, read_jsonl
-from maxlm.documents.records import DEFAULTS, REASONS, DamagedError, Defect, Found, Record, Wanted, defect
-from maxlm.documents.stream import BLOCK, ByteStream, Meter, as_utf8, compression, open_stream
+from maxlm.documents.records import DEFAULTS, MIB, REASONS, DamagedError, Defect, Found, Record, Wanted, defect
+from maxlm.documents.stream import ByteStream, Meter, as_utf8, compression, open_stream
 from maxlm.documents.tables import local_copy, read_array_record, read_parquet
 from maxlm.documents.warc import read_warc
 from maxlm.documents.wikipedia import read_wikipedia
@@ -41,8 +42,7 @@ def records(path: str, wanted: Wanted = Wanted(), tell: Callable[[int], None] | 
             for found in _records(path, raw, wanted):
                 count += 1
                 if tell is not None:
-                    place = found.place if isinstance(found, Record) else None
-                    tell(raw.tell() if place is None else place)
+                    tell(raw.tell() if found.place is None else found.place)
                 yield found
         if count == 0:  # lines that are all blank, a table without rows
             yield Defect(0, "", "empty")
@@ -98,14 +98,14 @@ def _records(path: str, raw: BinaryIO, wanted: Wanted) -> Iterator[Found]:
     if size == 0:
         return iter([_empty(path)])
     if compression(head) is None and (kind := format_of(path, head)) in TABLES:
-        return _table(path, kind, raw, size, wanted)
+        return _table(path, kind, raw, wanted)
     stream = open_stream(raw, Meter(wanted.limits))
     head = stream.peek(HEAD)
     if not head:
         return iter([_empty(path)])
     _refuse_pointer(path, head)
     if (kind := format_of(path, head)) in TABLES:
-        return _packed_table(path, kind, stream, wanted)
+        return _table(path, kind, raw, wanted, stream)
     stream = as_utf8(stream)
     return _forward(path, stream.peek(HEAD), stream, wanted)
 
@@ -156,34 +156,16 @@ def _whole(kind: Format, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
         yield of_html(1, "", data, {}) if kind == "html" else Record(1, "", data, {})
 
 
-def _table(path: str, kind: Format, raw: BinaryIO, size: int, wanted: Wanted) -> Iterator[Found]:
-    if kind == "parquet":
-        yield from read_parquet(path, raw, size, wanted)
-    elif "://" in path:  # the library reads local files only
-        with local_copy(raw) as local:
-            yield from read_array_record(local, size, wanted)
-    else:
-        yield from read_array_record(Path(path), size, wanted)
-
-
-def _packed_table(path: str, kind: Format, stream: ByteStream, wanted: Wanted) -> Iterator[Found]:
-    """A table inside a compressed file, unpacked on disk: tables are read at any place."""
-    with local_copy(cast(BinaryIO, io.BufferedReader(_Raw(stream), BLOCK))) as local, local.open("rb") as raw:
-        size = local.stat().st_size
-        found = read_parquet(path, raw, size, wanted) if kind == "parquet" else read_array_record(local, size, wanted)
-        yield from (one._replace(place=None) if isinstance(one, Record) else one for one in found)
-
-
-class _Raw(io.RawIOBase):
-    """A ByteStream as a file."""
-
-    def __init__(self, stream: ByteStream) -> None:
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.take(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+def _table(path: str, kind: Format, raw: BinaryIO, wanted: Wanted, packed: ByteStream | None = None) -> Iterator[Found]:
+    """Records of a table, which is read at any place. `packed`: content of a compressed file, which is unpacked on disk."""
+    with contextlib.ExitStack() as stack:
+        copy: Path | None = None
+        if packed is not None or (kind == "array_record" and "://" in path):  # that library reads local files only
+            copy = stack.enter_context(local_copy(iter(partial(raw.read, MIB), b"") if packed is None else packed.rest()))
+        if kind == "parquet":
+            file = raw if copy is None else stack.enter_context(copy.open("rb"))
+            found = read_parquet(path, file, file.seek(0, io.SEEK_END), wanted)
+        else:
+            local = copy or Path(path)
+            found = read_array_record(local, local.stat().st_size, wanted)
+        yield from found if packed is None else (one._replace(place=None) for one in found)

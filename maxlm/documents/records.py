@@ -101,7 +101,7 @@ class Record(NamedTuple):
 
 class Defect(NamedTuple):
     """A record that gives no document, or with number 0 a file or the rest of it. `reason`: a key of REASONS; `example`: text for a person,
-    at most EXAMPLE printable characters; `detail`: figures or names behind the reason.
+    at most EXAMPLE printable characters; `detail`: figures or names behind the reason; `place`: as of a Record.
     """
 
     number: int
@@ -109,6 +109,7 @@ class Defect(NamedTuple):
     reason: str
     example: str = ""
     detail: Mapping[str, str | int] = {}
+    place: int | None = None
 
     @property
     def is_fault(self) -> bool:

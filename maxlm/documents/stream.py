@@ -6,6 +6,7 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 from maxlm.documents.records import MIB, DamagedError, ReadSettings
@@ -14,7 +15,7 @@ from maxlm.documents.text import bom_encoding, wide_encoding
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
-    from backports import zstd  # and not zstandard, whose readers take a frame that is cut short for whole
+    from backports import zstd  # and not zstandard: its readers take a truncated frame for whole
 
 BLOCK = MIB // 4  # bytes read and decompressed at once
 LAYERS = 3  # of compression around one file
@@ -145,8 +146,7 @@ def compression(head: bytes) -> Callable[[], Any] | None:
     return None
 
 
-def _xz() -> lzma.LZMADecompressor:
-    return lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+_xz = partial(lzma.LZMADecompressor, memlimit=XZ_MEMORY)
 
 
 class _Gzip:

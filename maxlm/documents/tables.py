@@ -2,15 +2,17 @@
 
 import contextlib
 import logging
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
+import pyarrow
+from pyarrow import parquet, types
+
 from maxlm.config.transient import is_transient
 from maxlm.documents.formats import PARQUET
-from maxlm.documents.json_records import of_json_or_text
+from maxlm.documents.json_records import of_json
 from maxlm.documents.records import MIB, NESTED, DamagedError, Found, Record, Wanted, defect, record_of
 from maxlm.documents.stream import Meter
 
@@ -55,12 +57,12 @@ class _Watched:
 
 
 @contextlib.contextmanager
-def local_copy(raw: BinaryIO) -> Iterator[Path]:
-    """A temporary file with all that `raw` still holds."""
+def local_copy(blocks: Iterable[bytes]) -> Iterator[Path]:
+    """Write `blocks` to a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "copy")
         with path.open("wb") as copy:
-            shutil.copyfileobj(raw, copy, MIB)
+            copy.writelines(blocks)
         yield path
 
 
@@ -69,9 +71,6 @@ def read_parquet(path: str, raw: BinaryIO, size: int, wanted: Wanted) -> Iterato
 
     Columns: the text, and what may be metadata; all where whole records are asked for.
     """
-    import pyarrow
-    from pyarrow import parquet
-
     raw.seek(max(0, size - 4))
     if raw.read(4) != PARQUET:
         raise DamagedError("truncated", "no footer of a Parquet file")
@@ -118,15 +117,13 @@ def read_array_record(local: Path, size: int, wanted: Wanted) -> Iterator[Found]
                     if len(data) > limit:
                         yield defect(number, "record", "too_large", limit=limit)
                     else:
-                        yield _placed(of_json_or_text(number, "record", data, wanted), size * number // count)
+                        is_json = data[:1] == b"{" or wanted.text_field is None
+                        found = of_json(number, "record", data, wanted) if is_json else Record(number, "record", data, {})
+                        yield found._replace(place=size * number // count)
         finally:
             reader.close()
     except (RuntimeError, ValueError, IndexError) as error:
         raise DamagedError("damaged", f"ArrayRecord: {error}") from error
-
-
-def _placed(found: Found, place: int) -> Found:
-    return found._replace(place=place) if isinstance(found, Record) else found
 
 
 def _rows(path: str, table: Any, columns: list[str], size: int, wanted: Wanted) -> Iterator[Found]:
@@ -141,15 +138,13 @@ def _rows(path: str, table: Any, columns: list[str], size: int, wanted: Wanted) 
             meter.check(produced)
             for fields in _as_fields(path, batch, wanted.text_field):
                 number += 1
-                yield _placed(record_of(number, "row", fields, wanted), size * number // table.metadata.num_rows)
+                yield record_of(number, "row", fields, wanted)._replace(place=size * number // table.metadata.num_rows)
 
 
 def _as_fields(path: str, batch: Any, text_field: str | None) -> list[dict[str, Any]]:
     """Rows of a batch. Text that is not UTF-8, which Parquet does not check, comes as bytes. A column of values that Python lacks, such as
     dates after the year 9999, is left out and named. Raises DamagedError if it may hold a conversation.
     """
-    import pyarrow
-
     faults = (pyarrow.ArrowException, ValueError, OverflowError, KeyError)  # KeyError: a map with a key twice
     try:
         columns = {field.name: _values(batch.select([number]), text_field) for number, field in enumerate(batch.schema)}
@@ -160,14 +155,14 @@ def _as_fields(path: str, batch: Any, text_field: str | None) -> list[dict[str, 
             try:
                 columns[field.name] = _values(part, text_field)
             except UnicodeDecodeError:
-                if not (pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type)):
+                if not (types.is_string(field.type) or types.is_large_string(field.type)):
                     raise
                 data = part.column(0).cast(pyarrow.large_binary()).to_pylist()
-                columns[field.name] = data if field.name == text_field else [_decoded(value) for value in data]
+                columns[field.name] = data if field.name == text_field else [value and value.decode("utf-8", "replace") for value in data]
             except faults as error:
                 if field.name == text_field:
                     raise
-                if text_field is None and not pyarrow.types.is_temporal(field.type):
+                if text_field is None and not types.is_temporal(field.type):
                     raise DamagedError("foreign_value", f"column {field.name}: {error}") from error
                 rule = "%s: the column %s is left out of the metadata of %d documents: %s"
                 _log.warning(rule, path, field.name, batch.num_rows, error)
@@ -178,9 +173,8 @@ def _values(part: Any, text_field: str | None) -> list[Any]:
     """Values of the one column of `part` as JSON has them: maps are objects. Of whole records, objects have no null fields, since a struct
     of Parquet has the fields of all rows.
     """
-    from pyarrow import types
-
-    column = part.cast(_in_microseconds(part.schema), safe=False).column(0)
+    kind = part.schema.field(0).type
+    column = part.column(0).cast(pyarrow.timestamp("us", kind.tz), safe=False) if types.is_timestamp(kind) else part.column(0)
     values = cast("list[Any]", column.to_pylist(maps_as_pydicts="strict"))
     if text_field is not None or not types.is_nested(column.type):
         return values
@@ -189,8 +183,6 @@ def _values(part: Any, text_field: str | None) -> list[Any]:
 
 def _without_nulls(kind: Any, value: Any) -> Any:
     """`value` of the type `kind` without the fields of structs that are null. A message keeps its content: templates test for it."""
-    from pyarrow import types
-
     if value is None or not types.is_nested(kind):
         return value
     if types.is_struct(kind):
@@ -201,23 +193,7 @@ def _without_nulls(kind: Any, value: Any) -> Any:
     return [_without_nulls(kind.value_type, item) for item in value] if isinstance(value, list) else value
 
 
-def _in_microseconds(schema: Any) -> Any:
-    """`schema` with times as fine as Python's."""
-    import pyarrow
-
-    for number, field in enumerate(schema):
-        if pyarrow.types.is_timestamp(field.type):
-            schema = schema.set(number, field.with_type(pyarrow.timestamp("us", field.type.tz)))
-    return schema
-
-
-def _decoded(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("utf-8", "replace")
-
-
 def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
     kind = kind.value_type if types.is_dictionary(kind) else kind
     strings = (types.is_string, types.is_large_string, types.is_string_view)
     tests = (*strings, types.is_binary, types.is_large_binary, types.is_binary_view, types.is_null)
@@ -226,8 +202,6 @@ def _is_text(kind: Any) -> bool:
 
 def _is_metadata(field: Any) -> bool:
     """True for columns of one value a row, and of objects named as metadata."""
-    from pyarrow import types
-
     kind = field.type.value_type if types.is_dictionary(field.type) else field.type
     tests = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
     times = (types.is_date, types.is_timestamp, types.is_time)

@@ -4,6 +4,7 @@ import codecs
 import importlib
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ _SHOWN = re.compile(f"[^\\s{re.escape(''.join(chr(code) for code in _DELETED if 
 _C1_SIGN = re.compile("[\x80-\x9f]")
 _TERMINAL = re.compile("\x1b\\[[0-9;?]*[A-Za-z]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)")
 _OVERSTRIKE = re.compile("[^\n\b]\b")  # how formatted manual pages print bold and underlined text
-# Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters beside other bytes:
+# Of short texts chardet often takes an accent for a Cyrillic or Hebrew letter. Latin scripts are told by ASCII letters next to other bytes:
 # then encodings of one byte a letter for other scripts are out.
 _ASCII_TAG = re.compile(rb"<[^<>\x80-\xff]{0,1000}>")
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
@@ -78,13 +79,14 @@ _SIGNS: tuple[tuple[re.Pattern[str], tuple[re.Pattern[bytes], ...]], ...] = (
 )
 
 
-def optional(package: str, what: str) -> Any:
-    """A package of the extra `corpus`. Raises UserError if it is not installed; `what`: needs it."""
+def optional(module: str, what: str, package: str = "maxlm[corpus]") -> Any:
+    """A module that `package` brings, by default the extra `corpus`. Raises UserError if it is not installed; `what`: needs it."""
     try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        name = package.partition(".")[0]
-        raise UserError(f"{what} needs the package {name}, which is not installed: pip install 'maxlm[corpus]'.") from error
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0] if package == "maxlm[corpus]" else package
+        shown = f"'{package}'" if "[" in package else package
+        raise UserError(f"{what} needs the package {name}, which is not installed: pip install {shown}.") from error
 
 
 class Decoded(NamedTuple):
@@ -247,12 +249,17 @@ def _pass(text: str) -> str:
     text = _without_terminal_signs(text)
     suspect = [] if text.isascii() else [pattern for pattern in _MOJIBAKE if pattern.search(text)]
     if suspect:
-        text = "\n".join(_repaired(line) if any(pattern.search(line) for pattern in suspect) else line for line in text.split("\n"))
+        repair = optional("ftfy", "text in a mistaken encoding").fix_encoding
+        lines = text.split("\n")
+        text = "\n".join(_BREAKS.sub("\n", repair(one)) if any(sign.search(one) for sign in suspect) else one for one in lines)
         rare = True
     if rare and _C1_SIGN.search(text):  # translate() takes fifty times as long
         text = text.translate(_C1)
     if rare or not text.isprintable():
-        text = _without_controls(text)
+        data = text.encode("utf-8")
+        stripped = data.translate(None, _CONTROL_BYTES)
+        text = text if len(stripped) == len(data) else stripped.decode()
+        text = text.translate(_DELETED) if _RARE.search(text) else text
     return text if unicodedata.is_normalized("NFC", text) else unicodedata.normalize("NFC", text)
 
 
@@ -263,18 +270,6 @@ def _without_terminal_signs(text: str) -> str:
     while "\b" in text and (struck := _OVERSTRIKE.sub("", text)) != text:
         text = struck
     return text
-
-
-def _without_controls(text: str) -> str:
-    data = text.encode("utf-8")
-    stripped = data.translate(None, _CONTROL_BYTES)
-    text = text if len(stripped) == len(data) else stripped.decode()
-    return text.translate(_DELETED) if _RARE.search(text) else text
-
-
-def _repaired(line: str) -> str:
-    fixed = optional("ftfy", "text whose encoding was mistaken").fix_encoding(line)
-    return _BREAKS.sub("\n", fixed)
 
 
 def _lossy(data: bytes, encoding: str) -> Decoded:
@@ -314,14 +309,11 @@ def _candidates(data: bytes, stated: list[str]) -> Iterator[str]:
         best = max(found, key=lambda codec: found[codec])
         if found.get("cp1252", 0.0) >= (TIE if found[best] > DOUBT else SURE) * found[best]:
             best = "cp1252"
-        yield max((best, *_CYRILLIC), key=lambda codec: _frequent(sample, codec)) if best in _CYRILLIC else best
+        if best in _CYRILLIC:
+            letters = {codec: Counter(sample.decode(codec, "replace").lower()) for codec in (best, *_CYRILLIC)}
+            best = max(letters, key=lambda codec: sum(letters[codec][letter] for letter in _FREQUENT))
+        yield best
     yield from stated
-
-
-def _frequent(sample: bytes, encoding: str) -> int:
-    """Letters of `sample` that are among the most frequent ones of Cyrillic texts, in any case."""
-    text = sample.decode(encoding, "replace").lower()
-    return sum(text.count(letter) for letter in _FREQUENT)
 
 
 @cache

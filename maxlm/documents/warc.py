@@ -27,7 +27,9 @@ Headers = dict[str, str]
 def read_warc(stream: ByteStream, limits: ReadSettings) -> Iterator[Found]:
     """The record of each document, of TYPES; records are counted from 1. What lies between two records is one Defect."""
     number = 0
-    while (line := _next_line(stream)) is not None:
+    while line := stream.line(LONGEST_LINE):
+        if not line.strip():
+            continue
         if not line.startswith(b"WARC/"):
             number += 1
             yield defect(number, UNIT, "malformed", line.decode("latin-1"), skipped_bytes=len(line) + _to_next_record(stream))
@@ -45,18 +47,11 @@ def read_warc(stream: ByteStream, limits: ReadSettings) -> Iterator[Found]:
         if body is None:
             yield defect(number, UNIT, "too_large", headers.get("warc-target-uri", ""), limit=limits.max_record_bytes)
         elif stream.peek(4)[:4] not in (b"\r\n\r\n", b"\n\nWA", b"\n\n", b""):
-            stream.push_back(_after_next_record(body))  # a length that is wrong: what the body swallowed is read again
+            _, begin, rest = body.partition(b"\nWARC/1.")
+            stream.push_back(begin[1:] + rest)  # a length that is wrong: what the body swallowed is read again
             yield defect(number, UNIT, "malformed", headers.get("warc-target-uri", ""), content_length=length)
         else:
             yield _document(number, headers, body, limits)
-
-
-def _next_line(stream: ByteStream) -> bytes | None:
-    """The next line that is not blank; None at the end."""
-    while line := stream.line(LONGEST_LINE):
-        if line.strip():
-            return line
-    return None
 
 
 def _to_next_record(stream: ByteStream) -> int:
@@ -65,11 +60,6 @@ def _to_next_record(stream: ByteStream) -> int:
     while stream.peek(1) and stream.peek(7) not in (b"WARC/1.", b"WARC/0."):
         skipped += len(stream.line(LONGEST_LINE))
     return skipped
-
-
-def _after_next_record(body: bytes) -> bytes:
-    at = body.find(b"\nWARC/1.")
-    return body[at + 1 :] if at >= 0 else b""
 
 
 def _headers(stream: ByteStream) -> Headers:

@@ -11,22 +11,12 @@ from html import unescape
 
 # English names, which every wiki understands; the wiki's own names come from its dump (en.wikipedia.org/wiki/Wikipedia:Namespace).
 FILES_AND_CATEGORIES = ("file", "image", "media", "category")
-# Elements whose content is no running text (mediawiki.org/wiki/Help:Formatting, /wiki/Help:Extension_tags).
+# Elements without running text (mediawiki.org/wiki/Help:Formatting, /wiki/Help:Extension_tags).
 WITHOUT_TEXT = (
-    "ref",
-    "math",
-    "chem",
-    "gallery",
-    "timeline",
-    "imagemap",
-    "score",
-    "graph",
-    "hiero",
-    "templatestyles",
-    "indicator",
-    "mapframe",
+    *("ref", "math", "chem", "gallery", "timeline", "imagemap"),
+    *("score", "graph", "hiero", "templatestyles", "indicator", "mapframe"),
 )
-# Templates whose words belong to the sentence (en.wikipedia.org/wiki/Template:Lang, :Convert, :Nowrap, :Spaced_en_dash).
+# Templates with words of the sentence (en.wikipedia.org/wiki/Template:Lang, :Convert, :Nowrap, :Spaced_en_dash).
 _TEXT_TEMPLATES = (
     (re.compile(r"\{\{\s*(?:lang|transl|transliteration)\s*\|[^{}|]{0,40}\|([^{}|]*)\}\}", re.IGNORECASE), r"\1"),
     (re.compile(r"\{\{\s*lang-[a-z-]{2,12}\s*\|([^{}|]*)(?:\|[^{}]*)?\}\}", re.IGNORECASE), r"\1"),

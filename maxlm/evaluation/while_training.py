@@ -9,17 +9,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxlm.cluster import agree
 from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
+from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import started_tokenizer
-from maxlm.data.turns import turn_ends
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.results import Result, write_result
 from maxlm.evaluation.run_task import rehearse, run_task
 from maxlm.evaluation.scoring import Scorer
 from maxlm.evaluation.task import Task, find_tasks
-from maxlm.interop.hosts import on_all
-from maxlm.runtime.consistency import require_equal
 from maxlm.training.fits import Part, explain_out_of_memory, least
 from maxlm.training.saved_run import TOKENIZER, source_tokenizer
 from maxlm.training.step import TrainState
@@ -87,13 +86,13 @@ class TrainingTasks:
     def _result(self, task: Task, model: LanguageModel) -> Result:
         """Raises UserError in all processes alike, before they compute if their data differ or one cannot read them."""
         if jax.process_count() > 1:
-            on_all(require_equal, partial(self._asked, task), lambda asked: {f"task {task.name}": asked})
+            agree.on_all(partial(self._asked, task), lambda asked: {f"task {task.name}": asked})
 
         def run() -> Result:
             with explain_out_of_memory(f"running the task {task.name}", FEWER):
                 return run_task(task, model)
 
-        return on_all(require_equal, run)
+        return agree.on_all(run)
 
 
 class _GivenUpError(Exception):

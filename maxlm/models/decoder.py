@@ -25,7 +25,7 @@ from maxlm.precision import matmuls_saveable
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
 
-BlockValues = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are
+Values = Mapping[str, Sequence[Any]]  # by entry, for each group a value of every block, stacked as the blocks are
 Caches = tuple[Any, ...]  # of every block in depth order, as its mixer has them
 
 
@@ -106,17 +106,12 @@ class Decoder(nnx.Module):
         return {name: None if key is None else made[key] for name, key in rotary.items()}
 
     def run(
-        self,
-        x_BSD: Array,
-        context: BlockContext,
-        entries: Names = ENTRIES,
-        values: BlockValues | None = None,
-        layer: Callable | None = None,
+        self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, values: Values | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
         """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and its entry of `values`."""
         routers, inside = list[RouterOutput](), replace(context, scan=None)
+        scan = partial(jax.lax.scan, unroll=context.memory.unroll)
         for entry in entries:
-            scan = partial(jax.lax.scan, unroll=context.memory.unroll)
             period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, inside))
             blocks = getattr(self, entry)
             layers = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))

@@ -114,7 +114,7 @@ def learned_limit_s(step_s: float) -> float:
     limits = Limits(WatchdogConfig())
     for _ in range(PHASES["step"].enough):
         limits.observe({"step": SLOWEST * step_s})
-    return limits.of("step")
+    return limits.seconds("step")
 
 
 class Simulation:

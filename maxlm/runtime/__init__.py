@@ -1,1 +1,1 @@
-"""Running training for real: joining a cluster, stopping on signals, and the run from its directory to its report."""
+"""Running training for real: the supervisor, the watchdog, and the run from its directory to its report."""

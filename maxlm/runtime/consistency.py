@@ -5,26 +5,22 @@ shared storage.
 import contextlib
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shlex
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
 import maxlm
+from maxlm.cluster import agree
 from maxlm.config import Config, UserError, rules
-from maxlm.config.errors import UnavailableError, as_user_error, shorten
 from maxlm.config.paths import is_remote, open_regular, read_file
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
-from maxlm.runtime.cluster_env import process_label
-from maxlm.runtime.host_allgather import allgather_text
 
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
 
@@ -61,8 +57,8 @@ def code_digest(folder: Path | None = None) -> str:
 def machine_facts() -> dict[str, str]:
     """Versions of the libraries and of Python, compiler flags and environment variables that decide what a process computes, by name.
 
-    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA. An option whose
-    value is a file counts by its content, such as results of autotuning: hosts may keep it in different places.
+    `XLA_FLAGS` that name a file stand for the options in it, and of an option given twice the last counts, as for XLA. An option with
+    a file as its value counts by its content, such as results of autotuning: hosts may keep it in different places.
     """
     facts = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for distribution in importlib.metadata.distributions():
@@ -105,51 +101,6 @@ def _compared(name: str) -> bool:
     return not OF_ONE_HOST & set(re.split(r"[_-]+", name.lower()))
 
 
-def require_equal(facts: Mapping[str, str], problem: UserError | None = None) -> None:
-    """Compare `facts`, name -> value, across all processes; a name that a process does not have differs from any value.
-
-    `problem`: why this process cannot go on, if it cannot; the others must not wait for it.
-
-    Raises:
-        UserError: in all processes alike, naming the host that cannot go on, or that differs from the others, and in what.
-        UnavailableError: if the first host that cannot go on has raised one.
-    """
-    if jax.process_count() == 1:
-        if problem is not None:
-            raise problem
-        return
-    mine = {"host": socket.gethostname(), "unavailable": isinstance(problem, UnavailableError), "problem": str(problem or "")}
-    answers = [json.loads(text) for text in allgather_text(json.dumps({**mine, "facts": dict(facts)}))]
-    hosts = [process_label(answer["host"], number) for number, answer in enumerate(answers)]
-    for host, answer in zip(hosts, answers, strict=True):
-        if answer["problem"]:
-            raise (UnavailableError if answer["unavailable"] else UserError)(f"{host}: {answer['problem']}")
-    for name in dict.fromkeys(name for answer in answers for name in answer["facts"]):
-        values = [answer["facts"].get(name) for answer in answers]
-        ((usual, count), *_) = Counter(values).most_common()
-        odd = [number for number, value in enumerate(values) if value != usual]
-        if odd:
-            raise UserError(
-                f"{', '.join(hosts[number] for number in odd[:4])}{' and others' if len(odd) > 4 else ''}: {shorten(name)} is "
-                f"{_said(values[odd[0]])}, and {_said(usual)} on {count} other{'s' if count > 1 else ''}, such as "
-                f"{hosts[values.index(usual)]}; give all hosts the same code, libraries, environment, config and data."
-            )
-
-
-def _said(value: str | None) -> str:
-    return "not set" if value is None else shorten(value)
-
-
-def require_same(name: str, find: Callable[[], str]) -> None:
-    """Compare what `find`, which waits for no other process, returns in all of them. Raises UserError in all, also if it raises in one."""
-    found, problem = "", None
-    try:
-        found = find()
-    except (UserError, OSError) as error:
-        problem = as_user_error(error)
-    require_equal({name: found}, problem)
-
-
 def check_shared(folder: str, field: str) -> None:
     """Check that all hosts see `folder`, which need not exist yet, on one file system: process 0 creates a small file that they look for.
 
@@ -164,7 +115,7 @@ def check_shared(folder: str, field: str) -> None:
             probe = parent / f".shared-{os.getpid()}-{time.time_ns()}"
             probe.touch()
             name = str(probe)
-    name = allgather_text(name)[0]
+    name = agree.agree(name)[0]
     problem = None
     until = time.monotonic() + SHARED_SECONDS
     while name and not Path(name).exists():
@@ -176,7 +127,7 @@ def check_shared(folder: str, field: str) -> None:
             break
         time.sleep(0.2)
     try:
-        require_equal({}, problem)
+        agree.require_equal({}, problem)
     finally:
         if name and jax.process_index() == 0:
             Path(name).unlink(missing_ok=True)

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 
 import maxlm
+from maxlm.cluster import progress_file
+from maxlm.cluster.cluster import Cluster, ClusterPlace
+from maxlm.cluster.coordinator import RendezvousError
+from maxlm.cluster.environment import HOSTS
+from maxlm.cluster.quorum import Quorum, candidates
 from maxlm.config import Config, UserError, elastic
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.rules import resolve_mesh
-from maxlm.runtime import progress_file
-from maxlm.runtime.cluster import Cluster, ClusterPlace
-from maxlm.runtime.cluster_env import HOSTS
 from maxlm.runtime.consistency import code_digest, digest, machine_facts
-from maxlm.runtime.coordinator import RendezvousError
-from maxlm.runtime.quorum import Quorum, candidates
 from maxlm.telemetry.goodput import Part
 from maxlm.training import fits
 

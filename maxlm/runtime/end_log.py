@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from maxlm.cluster.environment import process_label
+from maxlm.cluster.progress_file import Progress
 from maxlm.config.errors import ExitCode
 from maxlm.config.sections.alerts import AlertsConfig
-from maxlm.runtime.cluster_env import process_label
-from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.alert_delivery import Delivery, Limit
 from maxlm.telemetry.background import Background
 from maxlm.telemetry.lifetime import Process, append_process

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxlm.cluster.progress_file import FROZEN_VARIABLE
 from maxlm.config.errors import MissingError, UnavailableError, UserError, as_user_error
 from maxlm.config.loader import LoadedConfig, load, validate
 from maxlm.config.paths import read_file
-from maxlm.runtime.progress_file import FROZEN_VARIABLE
 from maxlm.telemetry.atomic import write_text
+from maxlm.telemetry.run_dir import RunDirectory
 
-_ASKED, _CONFIG, _FACTS = "asked", "config", "facts"
+_ASKED, _CONFIG, _FACTS, _FOLDER = "asked", "config", "facts", "folder"
 
 
 def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
@@ -72,6 +73,21 @@ def check_unchanged(facts: Mapping[str, str]) -> None:
             )
     if facts.keys() - known.keys():
         _write({_FACTS: {**known, **facts}})
+
+
+def note_saved(folder: Path) -> None:
+    """Tell later attempts that `folder` is the directory of a run with checkpoints."""
+    if _read().get(_FOLDER) != str(folder):
+        _write({_FOLDER: str(folder)})
+
+
+def check_folder(run: RunDirectory) -> None:
+    """Raise UnavailableError if an earlier attempt has saved this run, and its directory is gone: the run would begin anew."""
+    if _read().get(_FOLDER) == str(run.path) and not run.events.is_file():
+        raise UnavailableError(
+            f"run.dir: {run.path} held this run, with checkpoints, when `maxlm launch` was started, and {run.events.name} is gone: "
+            "is its file system mounted? To begin anew, stop and start `maxlm launch`."
+        )
 
 
 def _read() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlm.runtime.limits import BACKGROUND_SAVE
 
-COMPILE = "compile"  # operation of a process whose main thread compiles a program, in whatever part
+COMPILE = "compile"  # operation of a process that compiles a program in its main thread, in whatever part
 SELDOM = "seldom"  # operation of a process that writes a trace, or replays an update: it is part of few steps
 WAITS_FOR_STORAGE = ("data_wait", "restore", "save", BACKGROUND_SAVE)  # operations that a service keeps waiting, which may come back
 MAX_WHERE = 200  # characters of a stack frame
@@ -32,13 +32,13 @@ class Operation:
     """Operation of the loop of a process, as its heartbeats carry it."""
 
     dispatched: int = 0  # updates given to its devices
-    finished: int = 0  # updates whose metrics it has read
+    finished: int = 0  # updates with metrics that it has read
     part: str = "init"  # of goodput.PARTS, or `DEBUGGER`, `COMPILE` or `BACKGROUND_SAVE`
     seconds: int = 0  # in it without progress, while the process ran
     overdue: bool = False  # longer than its limit
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Operation":
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Operation":
         """From the fields of a message."""
         return cls(*(fields[name] for name in cls.__dataclass_fields__))
 
@@ -69,7 +69,7 @@ def hung(operations: Mapping[int, Operation]) -> tuple[int, ...]:
     """Numbers of the processes that are behind all others, if each of them is overdue; () while one of them may still go on.
 
     A process that is ahead waits for those behind, however long they may take: only their limits count. A save in the background keeps
-    nobody waiting until the next one, so it counts wherever it hangs.
+    no process waiting until the next one, so it counts wherever it hangs.
     """
     saves = tuple(number for number, one in operations.items() if one.part == BACKGROUND_SAVE and one.overdue)
     if saves or not operations:

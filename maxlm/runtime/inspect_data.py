@@ -71,7 +71,7 @@ def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, al
 
 def _next_start(config: Config, folder: Path | None) -> tuple[Mapping[str, Any], tuple[int, ...]]:
     """(data position, numbers of the batches that are left out) from which the next start of a run goes on; of a branch without checkpoints
-    of its own, that of its source. `folder`: of the run; None: it has none yet.
+    of its own, the position of its source. `folder`: of the run; None: it has none yet.
     """
     from maxlm.telemetry.run_dir import RunDirectory
     from maxlm.training.rollback import Journal

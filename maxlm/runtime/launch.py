@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from maxlm.cluster import deadline, progress_file
+from maxlm.cluster.progress_file import Progress
 from maxlm.config.errors import ExitCode
 from maxlm.data.workers import signals_blocked
-from maxlm.runtime import deadline, progress_file
 from maxlm.runtime.end_log import EndLog
-from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.lifetime import Process
 
 NO_RESTART: dict[int, str] = {  # exit code -> why a restart is no help
@@ -26,7 +26,7 @@ NO_RESTART: dict[int, str] = {  # exit code -> why a restart is no help
     ExitCode.WRONG_INPUT: "the input is wrong",
     ExitCode.UNHEALTHY: "training is unhealthy and would be again",
 }
-EXTERNAL_SIGNALS = (signal.SIGKILL, *deadline.SIGNALS)  # sent from outside, unlike those of a crash
+EXTERNAL_SIGNALS = (signal.SIGKILL, *deadline.SIGNALS)  # sent from outside, unlike signals of a crash
 EXTERNAL_CODES = (ExitCode.STOPPED, ExitCode.UNAVAILABLE)
 CRASH_LOOP = 3  # consecutive ends at one step, with the same lost host if any, after which the step or the host is at fault
 MAX_BACKOFF_SECONDS = 60.0  # less than a host waits for the others, so that hosts that pause and one that returns find each other
@@ -112,7 +112,7 @@ class Supervisor:
         return self._signal is not None
 
     def run(self) -> int:
-        """Return the exit code: that of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
+        """Return the exit code of the last attempt, 1 if it was killed, `STOPPED` after a signal to this process."""
         self._patience = deadline.grace_seconds() + MARGIN_SECONDS
         before = {number: signal.signal(number, self._forward) for number in deadline.SIGNALS}
         deadline.dismiss()  # a run may take its grace time
@@ -124,7 +124,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _run(self) -> int:
-        ends: list[End] = []  # since the last progress or regroup, without those of waiting for a host, which may take hours
+        ends: list[End] = []  # since the last progress or regroup, without waits for a host, which may take hours
         reached = -1  # step, by any attempt
         joined = False  # all hosts that are needed, in some attempt: they come back
         pause = self._backoff
@@ -332,7 +332,7 @@ def _is_crash_loop(ends: Sequence[End]) -> bool:
     """True if these ends repeat one failure, for a reason within the run.
 
     A lost process may have crashed or been killed, which its own supervisor knows, and the next attempt tells; the last end goes by those
-    before. So the supervisors of the other processes give up with that of a process that crashes, and wait for one that is killed.
+    before. So the supervisors of the other processes give up as the supervisor of a crashing process does, and wait for one that is killed.
     """
     if len(ends) < CRASH_LOOP or any(end.external or _failure_site(end) != _failure_site(ends[-1]) for end in ends):
         return False
@@ -342,7 +342,7 @@ def _is_crash_loop(ends: Sequence[End]) -> bool:
 
 
 def _lost_by_crash(lost: Progress, after: Progress) -> bool:
-    """True if the attempt after knows that a process whose loss ended the one before had crashed."""
+    """True if the next attempt knows that a process had crashed when its loss ended this one."""
     known = {origin: after.codes_before.get(str(place)) for place, origin in enumerate(after.label_origins().values())}
     codes = [known.get(origin) for origin in _lost_processes(lost)]
     external = (*EXTERNAL_CODES, ExitCode.HOST_LOST, *(-number for number in EXTERNAL_SIGNALS))

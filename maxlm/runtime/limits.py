@@ -109,7 +109,7 @@ class Limits:
         if part in PHASES:
             self._raised[part] = min(RAISED_FACTOR * seconds, self._longest), RAISED_FOR * PHASES[part].enough
 
-    def of(self, part: str) -> float:
+    def seconds(self, part: str) -> float:
         """Limit of an operation in seconds. Unknown operations, and steps of a size not timed yet, have the limit of the start."""
         if part == DEBUGGER:
             return math.inf

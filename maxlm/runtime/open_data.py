@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
 from maxlm.data import manifest, storage
@@ -13,7 +14,6 @@ from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
 from maxlm.objectives import CONTENT, build_objective, kind_of
 from maxlm.runtime import frozen
-from maxlm.runtime.consistency import require_equal
 from maxlm.telemetry.phases import Phases
 
 
@@ -61,27 +61,18 @@ def _create(config: Config) -> Callable[..., Pipeline]:
 
 def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     """Prepare the data if configured, and open it. Raises UserError on all hosts if one cannot, or if their stores differ."""
-    opened, problem = None, None
-    try:
+    digests = lambda opened: {f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()}  # noqa: E731
+
+    def open_here() -> OpenedData:
         if config.data.prepare is not None and not frozen.is_restart():  # at a restart, sources may have been edited since
             phases.say("preparing the data")
             _prepare(config)
         with phases("reading the data"):
             opened = open_data(config)
-        _warn(config, phases)
-        frozen.check_unchanged({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()})
-    except (UserError, OSError) as error:
-        problem = frozen.explained(error)
-    require_equal({f"{name} data": one.fingerprint[:12] for name, one in opened.pipelines.items()} if opened else {}, problem)
-    assert opened is not None, "a failure was raised above"
-    return opened
+        frozen.check_unchanged(digests(opened))
+        return opened
 
-
-def _warn(config: Config, phases: Phases) -> None:
-    """Say on the console which stores are of an older format; warnings of the logger reach the run's log alone."""
-    for store in (*config.data.stores, *(config.data.eval.stores.values() if config.data.eval is not None else ())):
-        if phases.primary and (info := manifest.load(store)) is not None and (line := manifest.unproven(store, info)):
-            phases.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return agree.on_all(open_here, digests, frozen.explained)
 
 
 def _prepare(config: Config) -> None:

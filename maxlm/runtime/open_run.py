@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,20 +17,23 @@ from jax.sharding import Mesh
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
+from maxlm.cluster import agree, progress_file
+from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.table import identity
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.parallel import build_mesh
-from maxlm.runtime import elastic, frozen, progress_file
-from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts, require_equal, require_same
+from maxlm.runtime import elastic, frozen
+from maxlm.runtime.consistency import check_devices, check_shared, code_digest, digest, machine_facts
 from maxlm.runtime.jax_setup import enable_compilation_cache
-from maxlm.runtime.message_socket import shared_secret
 from maxlm.runtime.open_data import OpenedData, open_data_on_all_hosts
 from maxlm.runtime.resume_checks import lost_checkpoints
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import LISTEN_AGAIN_S, MetricsPort
 from maxlm.telemetry.run_dir import RunDirectory
@@ -55,14 +58,48 @@ class OpenTasks(Protocol):
 
 
 @dataclass(frozen=True)
-class OpenRun:
-    """`config`: `asked`, that for all hosts, on those that are present. `init` makes the first state. `flips`: bits to flip on purpose."""
+class RunContext:
+    """Shared by all parts of a run. `asked`: the config for all hosts; `config`: for those that are present; `observers`: once there are
+    some; `compilations`: of this process.
+    """
 
     asked: Config
     config: Config
+    cluster: Cluster
+    phases: Phases
+    goodput: Goodput
+    watchdog: Watchdog
+    compilations: Compilations
+    observers: Observers
+
+    @property
+    def primary(self) -> bool:
+        """True for the process that writes the run directory, once the processes have joined."""
+        return self.phases.primary
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory."""
+        return RunDirectory(Path(self.config.run.dir) / self.config.run.name, self.primary)
+
+    def say(self, line: str) -> None:
+        """Print a line on the console."""
+        self.phases.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def follow(self) -> None:
+        """Let the watchdog follow the run. Its operations take as long as in earlier attempts with the same config on the same devices."""
+        device = jax.devices()[0].device_kind
+        layout = digest(f"{jax.device_count()} {device} {jax.process_count()} {dump(self.config)}")
+        self.watchdog.follow(self.goodput, self.directory, layout)
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Everything that a run works with. `init` makes the first state. `flips`: bits to flip on purpose."""
+
+    context: RunContext
     data: OpenedData
     program: Program
-    directory: RunDirectory
     tasks: Tasks | None
     checkpoints: Checkpoints
     metrics_port: MetricsPort | None
@@ -72,27 +109,36 @@ class OpenRun:
     flips: BitFlips | None
 
     @property
+    def config(self) -> Config:
+        """The config for the hosts that are present."""
+        return self.context.config
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory."""
+        return self.context.directory
+
+    @property
     def trains(self) -> bool:
         """True if steps are left."""
         return self.start.step < self.config.total_steps
 
 
-def open_run(
-    asked: Config, phases: Phases, goodput: Goodput, open_tasks: OpenTasks | None, here: Cluster, on_data: Callable[[Config], None]
-) -> OpenRun:
-    """Open the run of the config `asked` on the hosts that are `here`; `on_data` is called with the config for them once the data is open.
-    Raises UserError, in all processes alike.
-    """
-    config = elastic.on_present(asked, here)
+def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
+    """Open the run on the hosts that are present. Raises UserError, in all processes alike."""
+    here, phases = context.cluster, context.phases
+    config = elastic.on_present(context.asked, here)
     with elastic.waiting_if_too_large(here):
         _check_machine(config, phases, here)
     if here.absent and phases.primary:
-        phases.console.print(elastic.summary(asked, config, here), markup=False, highlight=False, soft_wrap=True)
+        context.say(elastic.summary(context.asked, config, here))
     data = open_data_on_all_hosts(config, phases)
-    on_data(config)
+    context = replace(context, config=config)
+    context.follow()
     program = build_program(config, build_mesh(config))
     config = _with_possible_checks(config, program, here, phases)
-    directory = RunDirectory(Path(config.run.dir) / config.run.name, phases.primary)
+    context = replace(context, config=config)
+    directory = context.directory
     flips = bit_flips.from_environment(directory.path)
     checkpoints = _checkpoints(config, directory, data.train.tokenizer_hash, here)
     tasks = None
@@ -102,14 +148,14 @@ def open_run(
     metrics_port = open_metrics_port(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
-    with elastic.waiting_if_too_large(here), checkpoints.one_listing():
-        start, init = _start(config, phases, program, checkpoints, journal, here.local_processes, goodput, directory)
+    with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
+        start, init = _start(context, program, checkpoints, journal)
     if start.step < config.total_steps:
         for line in data.train.go_on(start.position, start.left_out):
             if phases.primary:
                 _log.warning("%s", line)
         data.train.check_length(config.total_steps)
-    return OpenRun(asked, config, data, program, directory, tasks, checkpoints, metrics_port, journal, start, init, flips)
+    return OpenRun(context, data, program, tasks, checkpoints, metrics_port, journal, start, init, flips)
 
 
 def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
@@ -120,18 +166,20 @@ def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -
     settings = config.prometheus
     if settings is None:
         return None
-    port, problem = MetricsPort(settings.host, settings.port) if phases.primary else None, None
-    try:
-        if port is not None:
-            port.listen()
-    except OSError as error:
-        rule = f"{settings.host}:{settings.port} cannot be listened at ({error.strerror})"
-        if directory.events.is_file():
+    port = MetricsPort(settings.host, settings.port) if phases.primary else None
+
+    def listen() -> None:
+        try:
+            if port is not None:
+                port.listen()
+        except OSError as error:
+            rule = f"{settings.host}:{settings.port} cannot be listened at ({error.strerror})"
+            if not directory.events.is_file():
+                raise ConfigError("prometheus.port", settings.port, rule, "choose another port, or end what uses it") from error
             warning = f"warning: prometheus.port = {settings.port}: {rule}; the run goes on, and tries again every {LISTEN_AGAIN_S:g} s"
             phases.console.print(warning, markup=False, highlight=False, soft_wrap=True)
-        else:
-            problem = ConfigError("prometheus.port", settings.port, rule, "choose another port, or end what uses it")
-    require_equal({}, problem)
+
+    agree.on_all(listen)
     return port
 
 
@@ -141,7 +189,7 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
         enable_compilation_cache()
     if jax.process_count() > 1:
         facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
-        require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
+        agree.require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
     check_devices(config, jax.devices())
@@ -155,7 +203,7 @@ def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, h
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
     if config.memory_checkpoints is not None:
         supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
-        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor, shared_secret(os.environ))
+        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
     return checkpoints
@@ -163,43 +211,31 @@ def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, h
 
 def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
     """Raise UserError in all processes if the run has saved before and there is no checkpoint any more: it would begin anew."""
-    problem: UserError | None = None
-    try:
+
+    def look() -> None:
         if directory.primary and not checkpoints.steps():
             text = lost_checkpoints(directory, str(checkpoints.directory), checkpoints.strays())
-            problem = frozen.may_pass(UserError(text)) if text else None
-    except (UserError, OSError) as error:
-        problem = frozen.explained(error)
-    require_equal({}, problem)
+            if text:
+                raise frozen.may_pass(UserError(text))
+
+    agree.on_all(look, explain=frozen.explained)
 
 
 def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:
     """Raises UserError on all hosts if one has no room for its copies, or cannot write them."""
-    problem = None
-    try:
-        memory.prepare(program.abstract_state, local_processes)
-    except UserError as error:
-        problem = error
-    require_equal({}, problem)
+    agree.on_all(lambda: memory.prepare(program.abstract_state, local_processes))
 
 
-def _start(
-    config: Config,
-    phases: Phases,
-    program: Program,
-    checkpoints: Checkpoints,
-    journal: Journal,
-    local_processes: int,
-    goodput: Goodput,
-    directory: RunDirectory,
-) -> tuple[Start, Init]:
+def _start(context: RunContext, program: Program, checkpoints: Checkpoints, journal: Journal) -> tuple[Start, Init]:
     """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
-    anything is written beside it.
+    anything is written next to it.
     """
+    config, goodput, local_processes = context.config, context.goodput, context.cluster.local_processes
     init, reading = _first_state(config, program, checkpoints)
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
-    with phases(f"{restoring}compiling the step"), goodput.measure("compile"):
-        start = restore_or_init(program, checkpoints, functools.partial(begin_anew, init, checkpoints, directory), journal, goodput)
+    with context.phases(f"{restoring}compiling the step"), goodput.measure("compile"):
+        anew = functools.partial(begin_anew, init, checkpoints, context.directory)
+        start = restore_or_init(program, checkpoints, anew, journal, goodput)
         check_same_branch(config.train.branch_from, start)
         if start.step < config.total_steps:
             program.compile_from(start.step)
@@ -209,7 +245,7 @@ def _start(
 
 
 def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) -> TrainState | Start:
-    """The first state of a run that has no checkpoint, or only those of steps that were taken back. Raises UserError in all processes if it
+    """The first state of a run that has no checkpoint, or only of steps that were taken back. Raises UserError in all processes if the run
     has saved before: a copy in memory can hide that until it turns out not to be usable.
     """
     _refuse_if_lost(checkpoints, directory)
@@ -224,13 +260,13 @@ def _first_state(config: Config, program: Program, checkpoints: Checkpoints) -> 
     needed = checkpoints.latest() is None
     if branch is not None:
         if needed:
-            require_same("train.branch_from", functools.partial(fingerprint, branch))
+            agree.on_all(functools.partial(fingerprint, branch), lambda found: {"train.branch_from": found})
         off = functools.partial(branch_off, program, branch, checkpoints.identity)
         return off, f"reading step {branch.step:,} of {branch.path} and "
     if source is None:
         return program.init, ""
     if needed:
-        require_same("train.start_from", functools.partial(fingerprint, source))  # before anyone waits for a host that lacks it
+        agree.on_all(functools.partial(fingerprint, source), lambda found: {"train.start_from": found})  # before anyone waits for it
     stored = open_tokenizer(config.data.stores[0])
     return functools.partial(begin_from, program, source, stored), f"reading the parameters of {source.path} and "
 
@@ -251,12 +287,11 @@ def _open_tasks_on_all_hosts(
     open_tasks: Callable[[Config, Mesh, Path | None], Tasks], config: Config, program: Program, directory: RunDirectory
 ) -> Tasks:
     """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
-    opened, problem = None, None
-    try:
+    asked = lambda opened: {f"task {name}": digest for name, digest in opened.asked.items()}  # noqa: E731
+
+    def open_here() -> Tasks:
         opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
-        frozen.check_unchanged({f"task {name}": asked for name, asked in opened.asked.items()})
-    except (UserError, OSError) as error:
-        problem = frozen.explained(error)
-    require_equal({f"task {name}": asked for name, asked in opened.asked.items()} if opened else {}, problem)
-    assert opened is not None, "a failure was raised above"
-    return opened
+        frozen.check_unchanged(asked(opened))
+        return opened
+
+    return agree.on_all(open_here, asked, frozen.explained)

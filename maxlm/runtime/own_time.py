@@ -1,4 +1,4 @@
-"""Figures of one host that tell whether the others wait for it, sent beside its heartbeats. None of them costs the training loop anything.
+"""Figures of one host that tell whether the others wait for it, sent with its heartbeats. None of them costs the training loop anything.
 
 All hosts of a synchronous step take equally long. They differ in how long the loop waits for its devices (LoopProgress), in how long the
 process did not run at all (a thread that sleeps takes samples: it wakes up late), and in how long data that they sent over TCP to other
@@ -65,7 +65,7 @@ class OwnTime:
 
 def tcp_connections() -> list[Sent]:
     """Connections of this process to other hosts, except to storage; [] where the system does not say."""
-    if sys.platform != "linux" or socket.getdefaulttimeout() is not None:  # which Python would set for those of libraries
+    if sys.platform != "linux" or socket.getdefaulttimeout() is not None:  # which Python would set for sockets of libraries
         return []
     found: list[Sent | None] = []
     with contextlib.suppress(OSError):  # no file may be opened

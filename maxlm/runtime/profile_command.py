@@ -86,7 +86,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
 
 
 def _unused_folder(profiles: Path, step: int) -> Path:
-    """Folder for a trace of that step, beside those of the running job and of earlier commands."""
+    """Folder for a trace of that step, next to the traces of the running job and of earlier commands."""
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
     return profile_folder(profiles, next(name for name in names if not any((profiles / name).rglob(TRACE))))
 

@@ -5,18 +5,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.objectives import LogProbabilities, with_reference
 from maxlm.runtime import reference_file
-from maxlm.runtime.consistency import require_equal
-from maxlm.runtime.host_allgather import allgather
 from maxlm.runtime.reference_file import Pairs, Reference
 from maxlm.telemetry.phases import Phases
 from maxlm.training.program import Program
@@ -24,7 +23,6 @@ from maxlm.training.session import Start
 
 IN_FLIGHT = 2  # batches dispatched before the first of them is read
 SAY_SECONDS = 30.0  # between two lines that say how far it is
-Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 
@@ -39,18 +37,19 @@ def attach_reference(
 ) -> None:
     """Make every batch of the pipelines, by name, carry the reference's log-probabilities.
 
-    While no checkpoint was restored they are those of `start`, and always computed: whatever lies in `folder`, the checkpoints' own, may be
+    While no checkpoint was restored, `start` is the reference, and always computed: whatever lies in `folder`, the checkpoints' own, may be
     of other weights. Afterwards they are those in `folder`. Process 0 alone reads and writes it, and all learn of its failure. `touch` is
     called after each batch.
 
     Raises UserError: the file cannot be written, or is missing or damaged though training has begun, or is of another source or other data.
     """
     needed = {name: (_batches(config, name, pipeline), pipeline.fingerprint) for name, pipeline in pipelines.items()}
+    first = jax.process_index() == 0
     if start.restored is None:
         sets = {name: _computed(program, start, name, pipeline, needed[name][0], phases, touch) for name, pipeline in pipelines.items()}
-        _in_process_0(partial(_keep, config, folder, sets))
+        agree.on_all(lambda: _keep(config, folder, sets) if first else None)
     else:
-        kept = _in_process_0(partial(_kept, config, folder, needed))
+        kept = agree.on_all(lambda: _kept(config, folder, needed) if first else None)
         sets = {name: _shared(pipeline, kept and kept.sets[name]) for name, pipeline in pipelines.items()}
     for name, pipeline in pipelines.items():
         if damaged := sets[name].damaged:
@@ -61,7 +60,7 @@ def attach_reference(
 
 
 def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
-    """Batches of the pipeline in order whose pairs are read: all to train on, and of held-out ones as many as an evaluation reads."""
+    """Number of batches to read, in order: all of the training pairs, and as many held-out ones as an evaluation reads."""
     return pipeline.n_batches if name == "train" else min(config.train.eval_batches, pipeline.n_batches)
 
 
@@ -126,16 +125,5 @@ def _shared(pipeline: Pipeline, pairs: Pairs | None) -> Pairs:
         assert pairs is not None, "this is process 0"
         return pairs
     own = pairs or Pairs(np.zeros((pipeline.n_documents, 2), np.float32), 0, pipeline.fingerprint, 0)
-    numbers = allgather(np.array([own.batches, own.damaged], np.int32))[0]
-    return Pairs(allgather(own.table)[0], int(numbers[0]), own.fingerprint, int(numbers[1]))
-
-
-def _in_process_0(do: Callable[[], Result]) -> Result | None:
-    """`do()`, in process 0 alone; None in the others. Its UserError is raised in all of them."""
-    result, problem = None, None
-    try:
-        result = do() if jax.process_index() == 0 else None
-    except UserError as error:
-        problem = error
-    require_equal({}, problem)
-    return result
+    numbers = agree.gather(np.array([own.batches, own.damaged], np.int32))[0]
+    return Pairs(agree.gather(own.table)[0], int(numbers[0]), own.fingerprint, int(numbers[1]))

@@ -1,4 +1,4 @@
-"""The file that keeps DPO's frozen reference: beside the checkpoints, so that they are never found without it.
+"""The file that keeps DPO's frozen reference, in the folder of the checkpoints, so that they are never found without it.
 
 Process 0 alone calls what is here, and nothing here waits for another process.
 """
@@ -148,7 +148,7 @@ def check(kept: Reference, config: Config, needed: dict[str, tuple[int, str]]) -
         if pairs is None:
             raise ConfigError(field, value, f"was not there when this run began, so {FILE} has none of its pairs", f"remove {field}")
         if pairs.fingerprint != stores:
-            raise ConfigError(field, value, f"holds other {name} pairs than those of {FILE} in this run", f"bring them back, or {_ANEW}")
+            raise ConfigError(field, value, f"holds other {name} pairs than {FILE} has of this run", f"bring them back, or {_ANEW}")
         if pairs.batches < batches:
             rule = f"is more than the {pairs.batches} batches of {name} pairs in {FILE}, which was made when this run began"
             raise ConfigError("train.eval_batches", config.train.eval_batches, rule, f"use {pairs.batches}")

@@ -1,4 +1,4 @@
-"""Checks of a resumed run: settings that differ from those of its checkpoint, which are reported, and missing checkpoints."""
+"""Checks of a resumed run: settings that differ from its checkpoint are reported, and missing checkpoints refused."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ def lost_checkpoints(directory: RunDirectory, checkpoints: str, strays: Sequence
 
 
 def _still_saved(directory: RunDirectory) -> list[int]:
-    """Steps of the saves that count, oldest first: not those of steps that training went back behind, which the next save sets aside."""
+    """Steps of the saves that count, oldest first. Training went back behind the others, and the next save sets them aside."""
     events = list(filter(None, map(Event.from_item, read_objects(directory.events))))
     saved = [event for event in surviving(events) if event.kind == "save"]
     for record in Journal.seen_here(directory.roll_backs).records:  # a kill may come before the event of the last one

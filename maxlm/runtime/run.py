@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import json
 import logging
+import os
 import secrets
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,50 +14,51 @@ from typing import Any, Protocol
 import jax
 
 import maxlm
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.errors import first_line
-from maxlm.config import Config, UserError, directory_lock
+from maxlm.cluster import agree, cluster, deadline, progress_file
+from maxlm.cluster.cluster import Cluster
+from maxlm.cluster.signals import StopSignal
+from maxlm.config import Config, UserError
 from maxlm.config.console import Console
-from maxlm.config.errors import ExitCode, UnavailableError
-from maxlm.config.loader import dump, saved_text
-from maxlm.config.paths import is_remote
+from maxlm.config.errors import ExitCode
+from maxlm.config.loader import saved_text
+from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import copy_tokenizer
-from maxlm.data.turns import turn_ends
 from maxlm.hardware.chips import PEAK_NAMES
 from maxlm.memory.spaces import needed_by
 from maxlm.models import count_parameters, count_trained, mfu_format
 from maxlm.models.parameters import Parameters
-from maxlm.runtime import cluster, deadline, elastic, frozen, progress_file
-from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.consistency import digest, require_equal
+from maxlm.runtime import elastic, frozen
 from maxlm.runtime.jax_setup import select_platform
 from maxlm.runtime.launch import NO_RESTART
-from maxlm.runtime.observing import observing
-from maxlm.runtime.open_run import OpenRun, OpenTasks, open_run, prepare_memory
-from maxlm.runtime.ownership import Ownership, SupersededRunError
+from maxlm.runtime.open_run import OpenRun, OpenTasks, RunContext, open_run, prepare_memory
+from maxlm.runtime.ownership import locked, owning
 from maxlm.runtime.reference import attach_reference
 from maxlm.runtime.resume_checks import changed_settings
-from maxlm.runtime.signals import StopSignal
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry import predicted
 from maxlm.telemetry.alert_delivery import check_alerts
+from maxlm.telemetry.alerts import AlertObserver
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
 from maxlm.telemetry.compilations import Compilations
+from maxlm.telemetry.console import ConsoleObserver
 from maxlm.telemetry.course import surviving
+from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.gpus import visible_gpus
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.metric import charts_of
-from maxlm.telemetry.observer import Event, Observers
+from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
-from maxlm.telemetry.run_dir import RunDirectory, unwritable
+from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
-from maxlm.telemetry.wandb_observer import check_wandb
+from maxlm.telemetry.tensorboard import TensorBoardObserver
+from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import bit_flips, findings, fits
 from maxlm.training.findings import to_replace
 from maxlm.training.integrity import Integrity, build_integrity
@@ -75,9 +76,6 @@ EXIT_CODES = {
     "unhealthy": ExitCode.UNHEALTHY,
     "corrupted": ExitCode.HOST_LOST,  # started again, best without the host that was named
 }
-
-LOCK_FIX = "end that first, or choose another run.name or run.dir"
-LOCK_MARGIN_SECONDS = 10.0  # beyond the grace time, in which a run that received a signal has ended for certain
 
 
 class SamplePrinter(Protocol):
@@ -119,62 +117,90 @@ def run_training(
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
         compilations = stack.enter_context(Compilations())
-        stack.enter_context(_locked(config, say))
+        stack.enter_context(locked(config, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
-        code = _run(config, phases, goodput, print_samples, open_tasks, predictor, here, log, watchdog, compilations)
+        context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]))
+        code = _run(context, print_samples, open_tasks, predictor, log)
         if code in NO_RESTART:
             here.finish(NO_RESTART[code])
         return code
 
 
-def _run(
-    asked: Config,
-    phases: Phases,
-    goodput: Goodput,
-    print_samples: SamplePrinter,
-    open_tasks: OpenTasks | None,
-    predictor: Predictor | None,
-    here: Cluster,
-    log: RunLog,
-    watchdog: Watchdog,
-    compilations: Compilations,
-) -> int:
-    """`asked`: the config for all hosts, also if some are absent."""
-    predict = _on_all_hosts(predictor, asked, here.hosts)
-    run = open_run(asked, phases, goodput, open_tasks, here, functools.partial(_follow, watchdog, goodput))
+def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTasks | None, predictor: Predictor | None, log: RunLog) -> int:
+    here, goodput, watchdog = context.cluster, context.goodput, context.watchdog
+    predict = _on_all_hosts(predictor, context.asked, here.hosts)
+    run = open_run(context, open_tasks)
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
         checkpoints.claim()
-    RunDirectory.create(config.run.dir, config.run.name, primary=phases.primary)
-    log.write_to(directory.log if phases.primary else None)
+    RunDirectory.create(config.run.dir, config.run.name, primary=directory.primary)
+    log.write_to(directory.log if directory.primary else None)
     if checkpoints.memory is not None and run.trains:
         prepare_memory(checkpoints.memory, run.program, here.local_processes)
     concluded = _concluded(run)
     if config.objective is not None and config.objective.kind == "dpo" and (run.trains or not concluded):
-        attach_reference(config, run.program, run.start, run.data.pipelines, checkpoints.directory, phases, watchdog.progress.touch)
+        touch = watchdog.progress.touch
+        attach_reference(config, run.program, run.start, run.data.pipelines, checkpoints.directory, context.phases, touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
-        bill = _bill(run, phases) if phases.primary else None
-        outcome = _train(run, phases, goodput, here, watchdog, stop, bill, compilations, predict, concluded=concluded)
+        bill = _bill(run) if directory.primary else None
+        outcome = _train(run, stop, bill, predict, concluded=concluded)
         with goodput.measure("save"):
             checkpoints.close(remove_copies=outcome.status == "corrupted")
-            done_everywhere = not multihost.max_over_processes(int(EXIT_CODES[outcome.status] != ExitCode.DONE))
+            done_everywhere = not agree.max_over_processes(int(EXIT_CODES[outcome.status] != ExitCode.DONE))
         watchdog.stop()
         progress_file.record(regroup=_regroups(outcome, here), concluded=done_everywhere)
-        if phases.primary:
+        if directory.primary:
             stopped = functools.partial(print_samples, stopped=lambda: stop.received is not None)
-            _conclude(run, phases.console, outcome, stopped, bill)
+            _conclude(run, outcome, stopped, bill)
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
-def _follow(watchdog: Watchdog, goodput: Goodput, config: Config) -> None:
-    """Watch the run of `config`. Its operations take as long as in earlier attempts with the same config on the same devices."""
-    device = jax.devices()[0].device_kind
-    layout = digest(f"{jax.device_count()} {device} {jax.process_count()} {dump(config)}")
-    watchdog.follow(goodput, RunDirectory(Path(config.run.dir) / config.run.name, jax.process_index() == 0), layout)
+class _ProgressObserver:
+    """Records each logged step for the supervisor, and that the run has a checkpoint; keeps nothing open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_step(self, record: StepRecord) -> None:
+        progress_file.record(step=record.step)
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "save" or (event.kind == "start" and event.step > 0):
+            frozen.note_saved(self._folder)
+
+    def close(self) -> None: ...
 
 
-def _bill(run: OpenRun, phases: Phases) -> Bill:
+@contextlib.contextmanager
+def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
+    """Observers as the config asks for them, closed however the block ends; prints the problems of those that failed. Records have the
+    figures of `bill`.
+    """
+    config, directory, console = run.config, run.directory, run.context.phases.console
+    active: list[Observer] = [ConsoleObserver(config.total_steps, primary=directory.primary, console=console)]
+    if run.metrics_port is not None:
+        active.append(PrometheusObserver(run.metrics_port, directory, run.context.goodput.summary))
+    if progress_file.VARIABLE in os.environ:
+        active.append(_ProgressObserver(directory.path))
+    if directory.primary:
+        active.append(FileObserver(directory))
+        if config.run.tensorboard:
+            active.append(TensorBoardObserver(directory))
+        if config.run.alerts is not None:
+            ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
+            active.append(AlertObserver(config.run.alerts, directory, report=lambda event: observers.on_event(event), ended=ended))
+        if config.wandb is not None:
+            active.append(WandbObserver(config.wandb.project, directory, config.model_dump(mode="json")))
+    observers = Observers(active) if bill is None else Observers(active, bill.complete)
+    try:
+        yield observers
+    finally:
+        for problem in observers.close():
+            run.context.say(problem)
+
+
+def _bill(run: OpenRun) -> Bill:
     """Cost of the run, by its config, list prices and published power, and by the GPUs' own counters where they have some."""
     rates = rates_of(run.config.cost, jax.devices()[0].device_kind, jax.device_count())
     try:
@@ -182,71 +208,37 @@ def _bill(run: OpenRun, phases: Phases) -> Bill:
     except OSError:
         before = Totals(None, None, rates.currency, True)
     counters = visible_gpus() if jax.default_backend() == "gpu" else None
-    return Bill(rates, before, counters, began=phases.began)
+    return Bill(rates, before, counters, began=run.context.phases.began)
 
 
-def _train(
-    run: OpenRun,
-    phases: Phases,
-    goodput: Goodput,
-    here: Cluster,
-    watchdog: Watchdog,
-    stop: StopSignal,
-    bill: Bill | None,
-    compilations: Compilations,
-    predict: Callable[[Program], float] | None,
-    *,
-    concluded: bool,
-) -> Outcome:
+def _train(run: OpenRun, stop: StopSignal, bill: Bill | None, predict: Callable[[Program], float] | None, *, concluded: bool) -> Outcome:
     """Train with observers, from the event `start` to the event `stop`."""
-    config, directory, attempt = run.config, run.directory, secrets.token_hex(8)
-    beat = directory.heartbeat if phases.primary else None
-    check_owner = _owning(run)
-    if phases.primary:
+    context, directory, attempt = run.context, run.directory, secrets.token_hex(8)
+    goodput, here, watchdog = context.goodput, context.cluster, context.watchdog
+    beat = directory.heartbeat if directory.primary else None
+    check_owner = owning(run)
+    if directory.primary:
         progress_file.record(attempt=attempt, folder=str(directory.path.resolve()))
-    beside = [PrometheusObserver(run.metrics_port, directory, goodput.summary)] if run.metrics_port is not None else []
-    observing_run = observing(config, directory, phases.console, phases.primary, beside, bill)
-    with observing_run as observers, Heartbeat(beat, attempt, goodput.summary):
+    with _observing(run, bill) as observers, Heartbeat(beat, attempt, goodput.summary):
+        run = replace(run, context=replace(context, observers=observers))
         watchdog.observers, watchdog.folder = observers, directory.path
         here.when_larger(stop.request)
         start = _record_start(run)
-        facts = _facts(run, here, bill) | _predicted(run, predict) | {"startup_s": round(phases.seconds(), 3), "attempt": attempt}
-        observers.on_event(Event("start", start.step, data=facts))
+        startup = {"startup_s": round(context.phases.seconds(), 3), "attempt": attempt}
+        observers.on_event(Event("start", start.step, data=_facts(run, bill) | _predicted(run, predict) | startup))
         if run.flips is not None:
             bit_flips.inject(run.program, run.flips)
             reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
             observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
-        session = _session(run, observers, goodput, stop, watchdog, _integrity(run, here, observers))
-        session = replace(session, compilations=compilations, concluded=concluded)
+        session = replace(_session(run, stop), concluded=concluded, check_owner=check_owner)
         with _profiling(run, session, stop) as session:
-            outcome = train(replace(session, check_owner=check_owner), start)
+            outcome = train(session, start)
         summary = {"reason": outcome.status, "message": outcome.message, "goodput": goodput.summary(), "eval_loss": outcome.eval_loss}
         summary |= {"bill": bill.totals().to_json()} if bill is not None else {}
         hung = {"reason": "hung"} if watchdog.fired else {}
         regroup = {"regroup": True} if _regroups(outcome, here) else {}
         observers.on_event(Event("stop", outcome.step, data=summary | hung | regroup))
     return outcome
-
-
-def _owning(run: OpenRun) -> Callable[[], None]:
-    """Own the run's folders and checkpoints. Returns a check, which raises UserError once another start of the run does."""
-    folder, needs_token = run.checkpoints.directory, run.asked.elastic is not None or is_remote(str(run.checkpoints.directory))
-    owner = Ownership(folder, _superseded(run.asked)) if needs_token else None
-
-    def check() -> None:
-        for path in (run.directory.path, *([] if is_remote(str(folder)) else [Path(folder)])):
-            directory_lock.check(path)
-        if owner is not None:
-            owner.check()
-
-    check()
-    run.checkpoints.check_owner = check
-    return check
-
-
-def _superseded(config: Config) -> type[UserError]:
-    """Error of a start that has lost the run to a later one; an elastic one may join that."""
-    return UserError if config.elastic is None else SupersededRunError
 
 
 @contextlib.contextmanager
@@ -270,41 +262,42 @@ def _regroups(outcome: Outcome, here: Cluster) -> bool:
     return outcome.status in STOPPED and bool(here.regrouping())
 
 
-def _session(
-    run: OpenRun, observers: Observers, goodput: Goodput, stop: StopSignal, watchdog: Watchdog, checks: Integrity | None
-) -> Session:
+def _session(run: OpenRun, stop: StopSignal) -> Session:
+    context = run.context
     return Session(
         run.program,
         run.data.train,
         run.data.held_out,
         run.checkpoints,
-        observers,
-        goodput,
+        context.observers,
+        context.goodput,
         stop,
         stop.abandon_batch,
         run.data.named,
         run.tasks,
         stop.received_anywhere,
-        watchdog.progress,
+        context.watchdog.progress,
         run.init,
         run.journal,
         run.directory.path if run.directory.primary else None,
-        checks,
+        _integrity(run),
+        compilations=context.compilations,
         signal=lambda: stop.received,
     )
 
 
-def _integrity(run: OpenRun, here: Cluster, observers: Observers) -> Integrity | None:
+def _integrity(run: OpenRun) -> Integrity | None:
     """The checks for silent corruption, compiled, if the config asks for them. All processes go on from what process 0 finds on record."""
     if run.config.integrity is None or not run.trains:
         return None
-    record = multihost.text_from_process_0(json.dumps(findings.read(run.directory) if run.directory.primary else {}))
-    found = findings.Findings(json.loads(record), run.directory)
+    hosts, observers = run.context.cluster.hosts, run.context.observers
+    record = agree.from_process_0(findings.read(run.directory) if run.directory.primary else {})
+    found = findings.Findings(record, run.directory)
     marked = to_replace(run.directory) if run.directory.primary else {}
     for host, reason in marked.items():
-        if host in here.hosts:
+        if host in hosts:
             observers.on_event(Event("alarm", run.start.step, data={"cause": "unhealthy_host", "reason": f"{reason}: replace it"}))
-    return build_integrity(run.program, here.hosts, found, run.start.step, observers.on_event)
+    return build_integrity(run.program, hosts, found, run.start.step, observers.on_event)
 
 
 def _record_start(run: OpenRun) -> Start:
@@ -312,7 +305,7 @@ def _record_start(run: OpenRun) -> Start:
 
     With no steps left to train, the old config stays.
     """
-    config, directory, start = run.asked, run.directory, run.start
+    config, directory, start = run.context.asked, run.directory, run.start
     if not run.trains and directory.config.is_file():
         return start
     if directory.primary and start.restored is not None:
@@ -335,11 +328,11 @@ def _concluded(run: OpenRun) -> bool:
     lines = read_objects(path) if run.directory.primary and not run.trains and path.is_file() else ()
     counted = surviving(list(filter(None, map(Event.from_item, lines))))  # without those before the last steps were trained again
     found = {event.kind for event in counted if event.step == run.config.total_steps}
-    return multihost.text_from_process_0("yes" if kinds <= found else "no") == "yes"
+    return agree.from_process_0(kinds <= found)
 
 
-def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
-    config, events = run.config, run.directory.events
+def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
+    config, events, here = run.config, run.directory.events, run.context.cluster
     metrics = [*run.program.metrics, *([JOULES_PER_TOKEN] if bill is not None and bill.knows_power else [])]
     return {
         "parameters": count_parameters(config.model),
@@ -363,16 +356,17 @@ def _facts(run: OpenRun, here: Cluster, bill: Bill | None) -> dict[str, Any]:
 
 def _on_all_hosts(predictor: Predictor | None, config: Config, hosts: Sequence[str]) -> Callable[[Program], float] | None:
     """The function that predicts a step, if there is a predictor. Raises UserError in all processes alike."""
-    predict, problem = None, None
-    try:
-        predict = None if predictor is None else predictor(config, hosts)
-    except UserError as error:
-        if frozen.is_restart():
+
+    def predict() -> Callable[[Program], float] | None:
+        try:
+            return None if predictor is None else predictor(config, hosts)
+        except UserError as error:
+            if not frozen.is_restart():
+                raise
             logging.getLogger(__name__).warning("steps are not predicted any more: %s", error)
-        else:
-            problem = error
-    require_equal({}, problem)  # also without one: configs are compared later, and may differ here
-    return predict
+            return None
+
+    return agree.on_all(predict)  # also without a predictor: configs are compared later, and may differ here
 
 
 def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict[str, Any]:
@@ -389,32 +383,6 @@ def _predicted(run: OpenRun, predict: Callable[[Program], float] | None) -> dict
     return {"predicted": found}
 
 
-@contextlib.contextmanager
-def _locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock the directories that this run writes. A run that holds them and received a signal is given its grace time.
-
-    Raises UserError in all processes alike: another run holds one, or one is not writable.
-    """
-    directory = RunDirectory(Path(config.run.dir) / config.run.name, primary=jax.process_index() == 0)
-    folders = {directory.path.resolve(): (directory.path, "run.dir")}
-    checkpoints = config.checkpoint.dir or str(directory.checkpoints)  # possibly the folder of another run, by a setting or link
-    if not is_remote(checkpoints):  # under two names it would wait for itself
-        field = "checkpoint.dir" if config.checkpoint.dir else "run.dir"
-        folders.setdefault(Path(checkpoints).resolve(), (Path(checkpoints), field))
-    with contextlib.ExitStack() as locks:
-        problem = None
-        try:
-            seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
-            for folder, field in folders.values() if directory.primary else ():
-                locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
-        except UserError as error:
-            problem = error if config.elastic is None else UnavailableError(str(error))  # a host that is about to be found lost may hold it
-        except OSError as error:
-            problem = frozen.may_pass(unwritable(error, field, config.run.dir if field == "run.dir" else str(folder)))
-        require_equal({}, problem)
-        yield
-
-
 def _report(directory: RunDirectory) -> str:
     """Write the report of the run; return a line about it."""
     try:
@@ -425,15 +393,12 @@ def _report(directory: RunDirectory) -> str:
     return message
 
 
-def _conclude(
-    run: OpenRun, console: Console, outcome: Outcome, print_samples: Callable[..., dict[str, str | None]], bill: Bill | None
-) -> None:
+def _conclude(run: OpenRun, outcome: Outcome, print_samples: Callable[..., dict[str, str | None]], bill: Bill | None) -> None:
     """Write the report, print samples, write the report with them, and print its path. Training is over: no failure here changes its
     outcome.
     """
-    config, directory = run.config, run.directory
+    config, directory, say, console = run.config, run.directory, run.context.say, run.context.phases.console
     message = _report(directory)  # before the samples: a signal ends those at once
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if outcome.status in ("done", "nothing_left") and outcome.state is not None and jax.process_count() == 1:
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample

@@ -1,7 +1,7 @@
 """Hosts and links that are persistently behind, from the figures of heartbeats. Pure: no clock, no socket.
 
 All hosts of a synchronous step take equally long, so the slow one is not the one with long steps: it is the one that does not wait. Three
-figures tell it, each compared with that of the other hosts: time in which its loop worked instead of waiting for its devices, time in which
+figures tell it, each compared with the other hosts: time in which its loop worked instead of waiting for its devices, time in which
 its process did not run, and time in which what it sent was not acknowledged.
 """
 
@@ -53,7 +53,7 @@ class Window(NamedTuple):
 
 
 def window_between(first: Times, last: Times) -> Window | None:
-    """None where there were too few steps, or too much beside them."""
+    """None where there were too few steps, or too much time outside of steps."""
     steps, wall_ms, stepped_ms = last.steps - first.steps, last.wall_ms - first.wall_ms, last.stepped_ms - first.stepped_ms
     if steps < WINDOW_STEPS or wall_ms <= 0 or stepped_ms < (1 - PAUSED) * wall_ms:
         return None
@@ -126,10 +126,10 @@ class SlowHosts:
             starved = window.waited_s <= MOST_WAITED * step_s  # its devices wait for it
             if stopped[number].slow:
                 reasons[number] = (
-                    f"its process does not run for {_of(window.stopped_s, step_s)}, those of others for {stopped[number].usual:.2g} s"
+                    f"its process does not run for {_of(window.stopped_s, step_s)}, others do not for {stopped[number].usual:.2g} s"
                 )
             elif working[number].slow and starved:
-                reasons[number] = f"its loop works for {_of(window.worked_s, step_s)}, those of others for {working[number].usual:.2g} s"
+                reasons[number] = f"its loop works for {_of(window.worked_s, step_s)}, other loops for {working[number].usual:.2g} s"
             else:
                 reasons[number] = "" if stopped[number].well and (working[number].well or not starved) else None
         return self._events("slow_host", "slow", step, began, reasons)
@@ -197,7 +197,7 @@ def _behind(values: Mapping[int, float], least: float) -> dict[int, _Compared]:
     """Compare each process with the others; `least`: seconds above them that are too many in any case."""
     median = statistics.median(values.values())
     spread = 1.4826 * statistics.median(abs(value - median) for value in values.values())  # 1.4826: of a normal distribution
-    few = len(values) <= 3  # then the median of all is no measure of the others, and their spread is that of two values
+    few = len(values) <= 3  # then the median of all is no measure of the others, and their spread is the spread of two values
     found = {}
     for number, value in values.items():
         usual = max(other for key, other in values.items() if key != number) if few else median

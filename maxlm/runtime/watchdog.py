@@ -2,8 +2,8 @@
 
 Each process judges its own operation by its limit, and its heartbeats carry that to process 0. Process 0 alone decides: a run hangs if the
 processes that are behind all others are overdue. It then has all processes show their stacks, names the one that is behind, and ends all
-with `HUNG`. The last guard is outside of the process: `deadline`'s monitor, which needs no interpreter lock, ends a process whose watchdog
-is silent. It is a child of every process that trains, also of one without a supervisor, and it can show the stacks.
+with `HUNG`. The last guard is outside of the process: `deadline`'s monitor, which needs no interpreter lock, ends a process when its
+watchdog is silent. It is a child of every process that trains, also of one without a supervisor, and it can show the stacks.
 """
 
 import contextlib
@@ -20,14 +20,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from maxlm.cluster import deadline, progress_file
+from maxlm.cluster.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.config.errors import ExitCode
 from maxlm.config.paths import append_regular, read_file
 from maxlm.config.sections.watchdog import WatchdogConfig
-from maxlm.runtime import deadline, progress_file, stacks
+from maxlm.runtime import stacks
 from maxlm.runtime.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
 from maxlm.runtime.limits import BACKGROUND_SAVE, DEBUGGER, Limits
 from maxlm.runtime.own_time import SLEEP_SECONDS, OwnTime
-from maxlm.runtime.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
 from maxlm.runtime.slow_hosts import SlowHosts, Times
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.goodput import Goodput
@@ -49,7 +50,7 @@ END_SECONDS = 30.0  # from the verdict to the end of the process, whatever hangs
 
 
 class Watchdog:
-    """Use it in a `with`, whose end ends it. It does nothing before `follow`."""
+    """Context manager; inactive until `follow`."""
 
     def __init__(self, settings: WatchdogConfig | None, group: ProcessGroup | None) -> None:
         """`settings`: None for the defaults; `group`: None for a process that is alone."""
@@ -72,7 +73,7 @@ class Watchdog:
 
     def follow(self, goodput: Goodput, run: RunDirectory | None = None, layout: str = "") -> None:
         """Watch the loop that `goodput` measures, from now on. `run`: with the lengths of operations of earlier attempts; `layout`: id of
-        its config and mesh, since those of another one say nothing.
+        its config and mesh, since lengths of another layout say nothing.
         """
         if not self._settings.enabled:
             return
@@ -190,7 +191,7 @@ class Watchdog:
         return self._operation.overdue or any((report.fields["operation"] or {}).get("overdue") for report in reports)
 
     def _operations(self) -> dict[int, Operation]:
-        """Operations of all processes, without those whose loop is over. One that was not heard of lately is not overdue: the process group
+        """Operations of all processes with a running loop. A process that was not heard of lately is not overdue: the process group
         finds out whether it is lost.
         """
         operations = {0: self._operation}
@@ -202,7 +203,7 @@ class Watchdog:
             fields = report.fields["operation"] if report is not None else None
             if self._group.has_left(number) or (fields is None and number in self._followed):
                 continue
-            one = Operation.of(fields) if fields is not None else Operation()
+            one = Operation.from_fields(fields) if fields is not None else Operation()
             fresh = report is not None and now < report.time + SUSPECT_SECONDS
             operations[number] = one if fresh else Operation(one.dispatched, one.finished, one.part, one.seconds)
         return operations
@@ -335,13 +336,13 @@ class Age:
         if progress.steps != self._steps:
             self._end_step()
         name, seconds = part, self._seconds
-        if seconds <= limits.of(name) < float("inf") and self._saving_s > limits.of(BACKGROUND_SAVE):
+        if seconds <= limits.seconds(name) < float("inf") and self._saving_s > limits.seconds(BACKGROUND_SAVE):
             name, seconds = BACKGROUND_SAVE, self._saving_s
-        if seconds > min(limits.of(name), STACKS_SECONDS):  # only then are stacks looked at
+        if seconds > min(limits.seconds(name), STACKS_SECONDS):  # only then are stacks looked at
             name = DEBUGGER if stacks.debugger_attached() else COMPILE if name != BACKGROUND_SAVE and stacks.compiling() else name
             if name in (DEBUGGER, COMPILE):
                 self._counts = self._step_counts = False
-        return Operation(progress.dispatched, progress.finished, name, int(seconds), seconds > limits.of(name))
+        return Operation(progress.dispatched, progress.finished, name, int(seconds), seconds > limits.seconds(name))
 
     def take_observed(self) -> dict[str, float]:
         """Seconds of operations that have ended since the last call, the longest of each kind, for `Limits.observe`."""

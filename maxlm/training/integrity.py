@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from maxlm.checkpoint import multihost
 from maxlm.checkpoint.digest import digest
+from maxlm.cluster import agree
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
 from maxlm.config.sections.integrity import IntegrityConfig, on_mesh, on_platform
@@ -113,7 +113,7 @@ class Integrity:
         sums = digest(first)
         jax.tree.map(lambda leaf: leaf.delete(), first)  # before the second needs its place
         state, metrics = advance(kept, batch)
-        if multihost.max_over_processes(int(digest(state) != sums)):  # each process reads the sums of its own devices
+        if agree.max_over_processes(int(digest(state) != sums)):  # each process reads the sums of its own devices
             self._unequal = done
         return state, metrics
 

@@ -11,7 +11,7 @@ import jax
 
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number, sequences_before
-from maxlm.data.wait_causes import Cause
+from maxlm.data.prefetch import Cause
 from maxlm.hardware.chips import chip_of
 from maxlm.models import mfu_format, step_flops
 from maxlm.telemetry.alarms import RoutingAlarms, not_finite

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlm.checkpoint import Checkpoints, multihost
+from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.retention import HEALTHY
+from maxlm.cluster import agree
 from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.paths import read_file
 from maxlm.config.sections.health import HealthConfig
@@ -64,7 +65,7 @@ class Journal:
                 write_text(self._path, json.dumps({COUNT: [dataclasses.asdict(one) for one in records]}, indent=1) + "\n")
             except OSError as error:
                 problem = f"{self._path} cannot be written ({error.strerror or error})"
-        if multihost.max_over_processes(int(bool(problem))):
+        if agree.max_over_processes(int(bool(problem))):
             return problem or "another process cannot record it"
         self.records, self._count = records, record.number
         return ""
@@ -122,8 +123,7 @@ class Journal:
 
 
 def _read(path: Path) -> list[Record]:
-    text = multihost.only_process_0(lambda: retried(lambda: _text(path), f"reading {path}"), f"reading {path}")
-    return _parse(multihost.text_from_process_0(text or ""), path)
+    return _parse(agree.on_process_0(lambda: retried(lambda: _text(path), f"reading {path}"), f"reading {path}"), path)
 
 
 def _text(path: Path) -> str:

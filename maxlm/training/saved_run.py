@@ -1,6 +1,5 @@
 """A run or an imported model on disk: its config, its tokenizer, its weights. The one way to open one."""
 
-import json
 import logging
 import shutil
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from maxlm.checkpoint import Checkpoints, multihost
+from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import UnreachableError
+from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.loader import RUN_CONFIG, load_saved
 from maxlm.config.sections.train import WeightsKind
@@ -161,8 +161,8 @@ class SavedRun:
         """Checkpoints that are not read, by what process 0 sees: the run may go on meanwhile. A person who names a step has chosen."""
         if step is not None:
             return {}
-        seen = multihost.only_process_0(lambda: self.unfit, f"reading {self.directory}") or {}
-        return {int(one): reason for one, reason in json.loads(multihost.text_from_process_0(json.dumps(seen))).items()}
+        seen = agree.on_process_0(lambda: list(self.unfit.items()), f"reading {self.directory}")
+        return dict(seen)
 
     def check_kind(self, kind: WeightsKind) -> None:
         """Raise UserError if this run keeps no such weights."""

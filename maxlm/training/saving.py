@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.checkpoint import CheckpointError, digest, multihost
+from maxlm.checkpoint import CheckpointError, digest
 from maxlm.checkpoint.ahead import AheadOfTime
 from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
+from maxlm.cluster import agree
 from maxlm.config.transient import RETRY_DELAYS_S
 from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import fold, pieces_of
@@ -125,7 +126,7 @@ class Saving:
         checkpoints = self._session.checkpoints
         self._failing_since = None if not checkpoints.failed_in_a_row else self._failing_since or began
         long = self._failing_since is not None and began - self._failing_since >= FAILING_SECONDS
-        if checkpoints.failed_in_a_row < FAILED_SAVES or not multihost.max_over_processes(int(long)):  # the clocks of processes differ
+        if checkpoints.failed_in_a_row < FAILED_SAVES or not agree.max_over_processes(int(long)):  # the clocks of processes differ
             return
         with self._session.goodput.measure("save"):
             failure = self._wait()  # if a save has begun, it decides: storage may be back

@@ -174,7 +174,7 @@ def test_a_process_that_sees_other_folders_than_the_first_decides_as_the_first_d
     """On a network file system; it would initialize a state while the others restore one, and all would wait for ever."""
     store = open_store(tmp_path)
     assert store.latest() is None
-    monkeypatch.setattr("maxlm.checkpoint.multihost.from_process_0", lambda seen: [4, 7])
+    monkeypatch.setattr("maxlm.cluster.agree.from_process_0", lambda seen: ([4, 7], []))
     assert store.latest() == 7
 
 
@@ -208,7 +208,7 @@ def test_a_save_that_fails_anywhere_may_pass_everywhere_if_it_may_in_one_process
         begins = len(told) == 1
         return max(code, other if begins == (moment == "as it begins") else 0)
 
-    monkeypatch.setattr("maxlm.checkpoint.multihost.max_over_processes", maximum)
+    monkeypatch.setattr("maxlm.cluster.agree.max_over_processes", maximum)
     mine = 0 if own is None else 1 if own is WRONG else 2
     caught = None
     try:
@@ -249,7 +249,7 @@ def test_a_folder_with_checkpoints_that_cannot_be_written_now_may_be_later(tmp_p
 
     if own is not None:
         monkeypatch.setattr(type(store.directory), "write_bytes", fault)
-    monkeypatch.setattr("maxlm.checkpoint.multihost.max_over_processes", lambda code: max(code, other))
+    monkeypatch.setattr("maxlm.cluster.agree.max_over_processes", lambda code: max(code, other))
     with pytest.raises(CheckpointError, match="cannot be written") as caught:
         store.claim()
     assert isinstance(caught.value, UnreachableError) == (held if passes is None else passes)

@@ -23,7 +23,7 @@ from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.data import prepare, storage
 from maxlm.data.writer import FlatWriter
-from maxlm.runtime import run
+from maxlm.runtime import ownership
 from maxlm.telemetry import atomic
 
 HOLD = (
@@ -88,7 +88,7 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
     first = start(folder, "train.steps=100000")
     wait_for_step(folder, 3, first)
     began = time.monotonic()
-    program = "from maxlm.runtime import run; run.LOCK_MARGIN_SECONDS = 1; from maxlm.__main__ import main; main()"
+    program = "from maxlm.runtime import ownership; ownership.LOCK_MARGIN_SECONDS = 1; from maxlm.__main__ import main; main()"
     said = finish(
         subprocess.Popen(
             [sys.executable, "-c", program, "train", "small.yml", "train.steps=100000"],
@@ -108,18 +108,18 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
 
 
 def test_a_run_whose_checkpoints_go_into_its_own_folder_by_another_name_does_not_wait_for_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "LOCK_MARGIN_SECONDS", -1e9)
+    monkeypatch.setattr(ownership, "LOCK_MARGIN_SECONDS", -1e9)
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to("runs")
     config = tiny_config(run={"dir": str(tmp_path / "link"), "name": "a"}, checkpoint={"dir": str(tmp_path / "runs" / "a")})
-    with run._locked(config, print):
+    with ownership.locked(config, print):
         assert (tmp_path / "runs" / "a" / directory_lock.NAME).exists()
 
 
 @pytest.mark.parametrize("how", ["a setting", "a link of the second", "a link of the first"])
 def test_two_runs_never_save_in_one_folder(tmp_path, monkeypatch, how):
     """Whichever begins first, and by whatever name it has the folder."""
-    monkeypatch.setattr(run, "LOCK_MARGIN_SECONDS", -1e9)
+    monkeypatch.setattr(ownership, "LOCK_MARGIN_SECONDS", -1e9)
     runs = tmp_path / "runs"
     shared = runs / "a" / "checkpoints"
     first, second = (tiny_config(run={"dir": str(runs), "name": name}) for name in "ab")
@@ -130,11 +130,11 @@ def test_two_runs_never_save_in_one_folder(tmp_path, monkeypatch, how):
         (runs / linked).mkdir(parents=True)
         (runs / linked / "checkpoints").symlink_to(runs / of / "checkpoints")
     for one, other in ((first, second), (second, first)):
-        with run._locked(one, print), pytest.raises(UserError, match=f"checkpoints: process {os.getpid()} on .* uses it; "):
-            run._locked(other, print).__enter__()
+        with ownership.locked(one, print), pytest.raises(UserError, match=f"checkpoints: process {os.getpid()} on .* uses it; "):
+            ownership.locked(other, print).__enter__()
         assert not list(tmp_path.rglob(directory_lock.NAME))
     alone = tiny_config(run={"dir": str(runs), "name": "c"})
-    with run._locked(first, print), run._locked(alone, print):
+    with ownership.locked(first, print), ownership.locked(alone, print):
         assert not Checkpoints(shared, first.checkpoint, {}).steps() + Checkpoints(shared, first.checkpoint, {}).strays()
 
 
@@ -174,6 +174,14 @@ def second_writer(folder, monkeypatch, how):
     assert how == "removed" or "the file system has no locks" in said[0]
     yield lock
     lock.release()
+
+
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch):
+    without_locks(monkeypatch, errno.ENOSYS)
+    said = []
+    run, checkpoints = (directory_lock.locked(tmp_path / name, "run.dir", 0, said.append, "") for name in ("run", "run/checkpoints"))
+    with run, checkpoints:
+        assert len(said) == 1 and "the file system has no locks" in said[0]
 
 
 @pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, "removed"], ids=str)

@@ -15,7 +15,7 @@ from maxlm.corpus.document import Document
 pytest.importorskip("duckdb")
 from maxlm.corpus.dedup import minhash, words
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
-from maxlm.corpus.dedup.signatures import open_signatures, signatures as of_documents, write_signatures
+from maxlm.corpus.dedup.signatures import read_columns, signatures as of_documents, write_signatures
 
 TEXTS = [
     "Don't  STOP,\tnow!",
@@ -135,16 +135,16 @@ def test_file_of_signatures_is_the_same_for_any_hash_seed(tmp_path: Path):
 def test_other_settings_another_format_and_damage_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, settings = tmp_path / "a.parquet", DedupSettings()
     write_signatures([Document("a", "one two three four five six")], path, settings)
-    open_signatures(path, settings).close()
-    open_signatures(path, DedupSettings(minhash=MinHashSettings(verify=VerifySettings(jaccard=0.5)))).close()  # is read from the same file
-    with pytest.raises(UserError, match=r'"bands": 20.*"bands": 14'):
-        open_signatures(path, DedupSettings(minhash=MinHashSettings(bands=14)))
+    for same in (settings, DedupSettings(minhash=MinHashSettings(verify=VerifySettings(jaccard=0.5)))):
+        assert next(read_columns(path, same, ["id"])).num_rows == 1
+    with pytest.raises(UserError, match=r"bands.*20.*bands.*14"):
+        next(read_columns(path, DedupSettings(minhash=MinHashSettings(bands=14)), ["id"]))
     monkeypatch.setattr("maxlm.corpus.dedup.signatures.FORMAT", 99)
-    with pytest.raises(UserError, match=r"format 3.*99"):
-        open_signatures(path, settings)
+    with pytest.raises(UserError, match=r"format.*3.*format.*99"):
+        next(read_columns(path, settings, ["id"]))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="not a whole Parquet file"):
-        open_signatures(path, settings)
+        next(read_columns(path, settings, ["id"]))
     with pytest.raises(UserError, match="not valid Unicode"):
         write_signatures([Document("\ud800", "x")], tmp_path / "b.parquet", settings)
     assert [file.name for file in tmp_path.iterdir()] == ["a.parquet"]

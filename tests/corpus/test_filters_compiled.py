@@ -10,10 +10,9 @@ import pytest
 from filter_texts import sentence
 
 from maxlm.corpus.document import Document, Removed
-from maxlm.corpus.filters import scan, thresholds
+from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.language import sample_text
-from maxlm.corpus.filters.lines import BoilerplateFilter, Phrases, is_pattern, keep_lines
-from maxlm.corpus.filters.settings import BoilerplateSettings
+from maxlm.corpus.filters.lines import MAX_UPPERCASE, BoilerplateFilter, BoilerplateSettings, Phrases, is_pattern, keep_lines
 from maxlm.corpus.filters.statistics import TextStatistics
 from maxlm.corpus.shards import line_of
 from maxlm.corpus.urls import split_url
@@ -35,7 +34,7 @@ def test_boilerplate_lines_are_those_of_the_rule(patterns, tmp_path):
         wanted = []
         for raw in statistics.text.split("\n"):
             line, letters = " ".join(raw.lower().split()), sum(map(str.isalpha, raw))
-            upper = sum(char.isupper() for char in raw if char.isalpha()) > thresholds.REFINEDWEB_MAX_UPPERCASE * letters
+            upper = sum(char.isupper() for char in raw if char.isalpha()) > MAX_UPPERCASE * letters
             wanted.append(not line or not (line in judge.listed or (patterns and (upper or is_pattern(line)))))
         found = judge._kept(statistics).tolist()
         assert [line for line, *kept in zip(statistics.text.split("\n"), found, wanted, strict=True) if kept[0] != kept[1]] == []

@@ -19,9 +19,8 @@ from maxlm.config.errors import UserError
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, language as filters_language, run_filters
 from maxlm.corpus.filters.language import sample_text
-from maxlm.corpus.filters.personal_data import PersonalDataFilter
+from maxlm.corpus.filters.personal_data import PersonalDataFilter, PersonalDataSettings
 from maxlm.corpus.filters.phones import REGIONS, SHORTEST_PLAIN
-from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.urls import split_url
 
 CASES = Path(__file__).parents[1] / "cases/corpus"
@@ -114,6 +113,10 @@ TOKEN = "AKIA" + "ABCDEFGH12345678"
 PEM = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEow\nabc=\n-----END RSA " + "PRIVATE KEY-----"
 SECRET = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYzzKQ3mD1aT"
 MASKED = [
+    ("電話：０３－１２３４－５６７８ です", "電話：<PHONE> です"),
+    ("mail jane＠ｅｘａｍｐｌｅ．ｃｏｍ now", "mail <EMAIL> now"),
+    ("Contact No: 98765 43210", "Contact No: <PHONE>"),
+    ("jane@pose.world, matrix@host.org", "<EMAIL>, <EMAIL>"),
     ("Write to jane.doe+x@mail.example.co.uk, please.", "Write to <EMAIL>, please."),
     ("<a@b.com>;c_d@e-f.org.", "<<EMAIL>>;<EMAIL>."),
     ("müller@größe.de and o'neil@x.ie", "<EMAIL> and <EMAIL>"),
@@ -228,6 +231,8 @@ KEPT = [
         "weights@u.at[0].set(1)",
         "weights@u.at[idx]",
         "pose@camera.center",
+        "R = rotation@pose.world",
+        "new_fax 0 12345 1, $Id: new_fax.th,v 1.1 1998/08/31 20:25:38",
         "J@v.dev",
     ),
     "2023:10:12:13:14:15:16:17, a[2000::2]",

@@ -1,4 +1,4 @@
-"""Rules of FineWeb as released: the verdicts of datatrove, which tools/corpora/quality_rules.py recorded; and stop words by language."""
+"""Rules of FineWeb as released: the verdicts of datatrove, as against_datatrove_filters.py records them; stop words by language."""
 
 import json
 import random

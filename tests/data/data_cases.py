@@ -12,7 +12,7 @@ from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.data import manifest
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.metadata import About, write_index
-from maxlm.data.prefetch import Prefetcher
+from maxlm.data.prefetch import Batches
 from maxlm.data.writer import SplitWriter
 
 END = 0  # of a document
@@ -79,7 +79,7 @@ def every_byte(folder: Path) -> dict[str, bytes]:
     }
 
 
-def all_of(batches: Prefetcher) -> list:
+def all_of(batches: Batches) -> list:
     """Every result left."""
     found = []
     with contextlib.suppress(StopIteration):

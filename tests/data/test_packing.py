@@ -12,7 +12,7 @@ from maxlm.config.errors import ConfigError, UserError
 from maxlm.data import marks
 from maxlm.data.batch import batch_of_segments
 from maxlm.data.input_pipeline import Pipeline
-from maxlm.data.packing import pack
+from maxlm.data.samples import pack
 from maxlm.data.storage import DamagedStoreError
 from maxlm.runtime.open_data import open_data
 

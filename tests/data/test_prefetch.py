@@ -8,7 +8,7 @@ import time
 import pytest
 from data_cases import all_of
 
-from maxlm.data.prefetch import Prefetcher
+from maxlm.data.prefetch import Batches
 
 
 def wait_for(condition) -> None:
@@ -21,7 +21,7 @@ def wait_for(condition) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_results_come_in_order_and_at_most_depth_ahead(depth):
     made = []
-    with contextlib.closing(Prefetcher(lambda key: made.append(key) or key * 10, range(12), depth)) as results:
+    with contextlib.closing(Batches(lambda key, _: made.append(key) or key * 10, range(12), depth)) as results:
         wait_for(lambda: len(made) == depth)
         time.sleep(0.05)
         assert len(made) == depth, "made before anybody asked, and no further"
@@ -30,7 +30,7 @@ def test_results_come_in_order_and_at_most_depth_ahead(depth):
 
 
 def test_it_works_while_the_consumer_does():
-    with contextlib.closing(Prefetcher(lambda key: time.sleep(0.03), range(8), 2)) as results:
+    with contextlib.closing(Batches(lambda key, _: time.sleep(0.03), range(8), 2)) as results:
         start = time.perf_counter()
         for _ in range(8):
             results.get()
@@ -39,13 +39,13 @@ def test_it_works_while_the_consumer_does():
 
 
 def test_an_exception_comes_after_the_results_before_it_and_ends_the_thread():
-    def make(key: int) -> int:
+    def make(key: int, _: object) -> int:
         if key == 2:
             raise ValueError("broken")
         return key
 
     threads = threading.active_count()
-    results = Prefetcher(make, range(5), 4)
+    results = Batches(make, range(5), 4)
     assert [results.get(), results.get()] == [0, 1]
     with pytest.raises(ValueError, match="broken"):
         results.get()
@@ -57,7 +57,7 @@ def test_an_exception_comes_after_the_results_before_it_and_ends_the_thread():
 @pytest.mark.parametrize("stop", ["close", "drop"])
 def test_no_thread_outlives_its_consumer(stop):
     threads = threading.active_count()
-    results = Prefetcher(lambda key: key, iter(int, 1), 2)
+    results = Batches(lambda key, _: key, iter(int, 1), 2)
     results.get()
     if stop == "close":
         results.close()

@@ -5,7 +5,7 @@ import time
 
 from data_cases import all_of
 
-from maxlm.data.wait_causes import Batches, Span, Spans
+from maxlm.data.prefetch import Batches, Span, Spans
 
 
 def made(seconds):

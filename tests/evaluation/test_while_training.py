@@ -9,6 +9,7 @@ import pytest
 from eval_cases import TASKS, with_bos
 from small_run import events, finish, start
 
+from maxlm.cluster import agree
 from maxlm.config import UserError, load
 from maxlm.config.schema import EvaluationConfig
 from maxlm.data.tokenizer import copy_tokenizer
@@ -149,7 +150,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
     config = load("small.yml", ["mesh.fsdp=8", "evaluation.tasks=[own.yml]"]).config
     (workspace / "own.yml").write_text(json.dumps({**TASKS["text"], "data": "own.jsonl"}))
     told = []
-    monkeypatch.setattr(open_run, "require_equal", lambda facts, problem: told.append((facts, problem)))
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: told.append((facts, problem)))
     directory, program = RunDirectory(workspace / "none", primary=False), SimpleNamespace(mesh=build_mesh(config))
     for text in ("a", "b", "a"):
         (workspace / "own.jsonl").write_text(json.dumps({"q": text}))
@@ -160,7 +161,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
     def away(*_):
         raise PermissionError(13, "Permission denied", "own.jsonl")
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserError):
         open_run._open_tasks_on_all_hosts(away, config, program, directory)
     assert isinstance(told[3][1], UserError)
 

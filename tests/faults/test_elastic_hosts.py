@@ -10,7 +10,7 @@ from elastic_group import Cluster
 from hosts import Hosts, Run, can_make_hosts
 from small_run import events, finish, make_workspace, metrics, start
 
-from maxlm.runtime.message_socket import SECRET
+from maxlm.cluster.message_socket import SECRET
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 

@@ -10,8 +10,8 @@ import pytest
 from hosts import Hosts, Run, can_make_hosts
 from small_run import command, environment, events, exact, finish, make_workspace, metrics, saved_state, start
 
+from maxlm.cluster.message_socket import KEEPALIVE_SECONDS
 from maxlm.config.errors import ExitCode
-from maxlm.runtime.message_socket import KEEPALIVE_SECONDS
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 
@@ -113,7 +113,7 @@ def test_a_host_without_network_is_named_by_all(tmp_path):
     """The rendezvous and process group alone, with a short keep-alive: within twice its time, on both sides of the cut."""
     silence = 6
     program = (
-        "import sys, time\nfrom maxlm.runtime import message_socket, rendezvous\nfrom maxlm.runtime.cluster_env import ProcessSpec\n"
+        "import sys, time\nfrom maxlm.cluster import message_socket, rendezvous\nfrom maxlm.cluster.environment import ProcessSpec\n"
         f"message_socket.KEEPALIVE_SECONDS = {silence}\n"
         "rendezvous.join(ProcessSpec(3, int(sys.argv[1]), 'host0:7000', 'a test'), 30)\nprint('met', flush=True)\ntime.sleep(60)"
     )

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from maxlm.cluster import progress_file
 from maxlm.config import UserError, load
 from maxlm.config.loader import load_saved, saved_text
 from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.cost import calibration
 from maxlm.ladder import recommend
-from maxlm.runtime import frozen, limits, progress_file, resume_checks, watchdog
+from maxlm.runtime import frozen, limits, resume_checks, watchdog
 from maxlm.telemetry.alert_delivery import Limit
 from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.bill import rates_of, spent_before
@@ -222,9 +223,9 @@ def test_every_file_of_a_run_is_damaged_here():
 # Files that open others than through `config.paths`, which refuses pipes: why no pipe is there.
 TRUSTED = {
     "of the kernel, or of a program that was just run": (
-        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "runtime/accelerators.py"),
+        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "cluster/accelerators.py"),
         *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
-        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "runtime/deadline.py"),
+        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "cluster/deadline.py"),
     ),
     "of maxlm itself": (
         "corpus/filters/personal_data.py",

@@ -19,7 +19,7 @@ from small_run import (
     wait_for_step,
 )
 
-from maxlm.runtime import deadline
+from maxlm.cluster import deadline
 
 GRACE = 12  # seconds
 HANGS = {  # what hangs from the tenth step on

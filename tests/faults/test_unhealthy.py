@@ -11,7 +11,7 @@ ENDING_BADLY = """
 import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
-from maxlm.runtime import deadline
+from maxlm.cluster import deadline
 from maxlm.runtime.run import run_training
 from maxlm.telemetry.phases import Phases
 

@@ -3,7 +3,7 @@
 import pytest
 from ruamel.yaml import YAML
 
-from maxlm.runtime import cluster_env
+from maxlm.cluster.environment import find
 
 IMAGE = ("--gke", "--image", "i:1")
 TPU = "runs/llama3-8b-tpu7x-128"
@@ -46,7 +46,7 @@ def test_gpus_find_each_other(cloud, machine, accelerator):
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     environment = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "1"}
-    place = cluster_env.find({}, environment, lambda name: None, 8)
+    place = find({}, environment, lambda name: None, 8)
     name = document["metadata"]["name"]
     assert (place.count, place.process, place.address) == (2, 1, f"{name}-slice-0-0.{name}:8482")
 

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from small_run import command, environment, free_port
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.cluster import agree
 from maxlm.config import UserError, load
-from maxlm.interop.hosts import on_all
 from maxlm.interop.importing import import_model
 from maxlm.models import abstract_model_state, abstract_parameters
 
@@ -75,17 +75,18 @@ def test_a_folder_that_one_host_lacks_ends_all(source, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_one_of_two_cannot_read_is_left_by_both(source, tmp_path):
+def test_what_one_of_two_cannot_read_is_left_by_both(source, tmp_path, monkeypatch):
     """By the agreement alone: a source of other tensors, and a number that is not finite in a tensor that the other does not read."""
     seen = {}
 
-    def agree(facts, problem):
+    def require_equal(facts, problem=None):
         seen.update(facts)
         if problem is None and "source" in facts:
             raise UserError("host1: source is another")
 
+    monkeypatch.setattr(agree, "require_equal", require_equal)
     with pytest.raises(UserError, match="source is another"):
-        import_model(source, tmp_path / "out", [], nothing, agree=agree)
+        import_model(source, tmp_path / "out", [], nothing)
     changed = tmp_path / "changed"
     changed.mkdir()
     values = json.loads((source / "config.json").read_text())
@@ -93,25 +94,6 @@ def test_what_one_of_two_cannot_read_is_left_by_both(source, tmp_path):
     (changed / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     first = seen["source"]
     with pytest.raises(UserError):
-        import_model(changed, tmp_path / "out", [], nothing, agree=agree)
+        import_model(changed, tmp_path / "out", [], nothing)
     assert seen["source"] != first
     assert [path.name for path in tmp_path.iterdir()] == ["changed"]
-
-
-def test_a_problem_is_told_to_the_others_before_it_is_raised():
-    told = []
-
-    def fail():
-        raise UserError("no such file")
-
-    with pytest.raises(UserError, match="no such file"):
-        on_all(lambda facts, problem: told.append((facts, str(problem))), fail)
-    assert told == [({}, "no such file")]
-
-
-def test_a_failure_of_storage_is_told_too(tmp_path):
-    told = []
-    with pytest.raises(OSError, match="nowhere"):
-        on_all(lambda facts, problem: told.append(problem), (tmp_path / "nowhere").read_bytes)
-    assert [type(problem) for problem in told] == [UserError]
-    assert "nowhere: cannot be read or written: No such file" in str(told[0])

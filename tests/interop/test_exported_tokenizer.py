@@ -69,7 +69,7 @@ def test_the_files_of_the_source_are_made_to_agree_with_the_ends_of_the_model(en
     assert said[MAP] == {"eos_token": END}
     import_model(tmp_path / "out", tmp_path / "back", [], nothing)
     info = manifest.load(str(tmp_path / "back" / "tokenizer"))
-    assert (info.end_of_document_id, TextFrame.of(info.settings).ends) == (0, tuple({*ends} - {0}))
+    assert (info.end_of_document_id, TextFrame.from_settings(info.settings).ends) == (0, tuple({*ends} - {0}))
 
 
 def test_files_that_agree_are_copied_as_they_are(tmp_path):

@@ -18,9 +18,8 @@ from maxlm.config import load
 from maxlm.config.loader import dump
 from maxlm.config.schema import DataConfig
 from maxlm.data.prepare import prepare
-from maxlm.data.stops import Stops
+from maxlm.data.stops import Stops, turn_ends
 from maxlm.data.tokenizer import copy_tokenizer, open_tokenizer, started_tokenizer, train_tokenizer
-from maxlm.data.turns import turn_ends
 from maxlm.interop.averaging import average
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import steps_of, tiny_program
 
-from maxlm.models import moe
+from maxlm.models.feed_forward import experts
 
 MOE = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_shared": 1, "router": {"balance_loss": 0.02, "z_loss": 1e-3}}
 SECTIONS = {"optimizer": {"clip_norm": 1e3, "eps": 0.1}, "train": {"microbatches": 2}}
@@ -48,7 +48,7 @@ def agree(found, wanted):
 def in_a_loop(**model):
     """`steps` on one device by the plain loop."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(moe, "through_experts", experts_in_a_loop)
+        patched.setattr(experts, "through_experts", experts_in_a_loop)
         return steps({}, **model)
 
 

@@ -119,8 +119,8 @@ def test_the_rule():
 
 def test_where_no_kind_of_device_is_that_of_most_all_hosts_are_named():
     assert [one.found for one in device_findings(["a", "b"], ["1 x cpu", "4 x cpu"])] == [
-        "a has 1 x cpu, and no kind is that of most hosts",
-        "b has 4 x cpu, and no kind is that of most hosts",
+        "a has 1 x cpu, and most hosts have no kind in common",
+        "b has 4 x cpu, and most hosts have no kind in common",
     ]
     (odd,) = device_findings(["a", "b", "c"], ["1 x cpu", "4 x cpu", "4 x cpu"])
     assert odd.found == "a has 1 x cpu, and 2 others 4 x cpu"

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from tiny import tiny_config
 
+from maxlm.cluster import agree
 from maxlm.config import UserError
 from maxlm.config.schema import ClusterConfig
 from maxlm.runtime import consistency
-from maxlm.runtime.consistency import check_devices, require_same
+from maxlm.runtime.consistency import check_devices
 
 
 def config(topology: str | None, slices: int = 1):
@@ -44,18 +45,22 @@ def test_another_machine_is_refused(kind, count):
 def beside_another(monkeypatch, facts, problem=""):
     """This process and another, of the host `other`, which sends `facts` and `problem`."""
     other = json.dumps({"host": "other", "unavailable": False, "problem": problem, "facts": facts})
-    monkeypatch.setattr(consistency.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(consistency, "allgather_text", lambda text: [text, other])
+    monkeypatch.setattr(agree.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agree, "agree", lambda mine: [mine, json.loads(other)])
+
+
+def same(name, find):
+    agree.on_all(find, lambda found: {name: found})
 
 
 def test_what_one_host_cannot_find_is_told_to_all(monkeypatch):
     """Also in the host that has found it: both are told why before either waits for the other."""
     beside_another(monkeypatch, {}, "models/x holds no config.yml")
     with pytest.raises(UserError, match=r"other.*: models/x holds no config\.yml"):
-        require_same("train.start_from", lambda: "1234")
+        same("train.start_from", lambda: "1234")
     beside_another(monkeypatch, {"train.start_from": "5678"})
     with pytest.raises(UserError, match=r"train\.start_from is "):
-        require_same("train.start_from", lambda: "1234")
+        same("train.start_from", lambda: "1234")
 
 
 def test_what_this_host_cannot_find_is_raised():
@@ -63,7 +68,7 @@ def test_what_this_host_cannot_find_is_raised():
         raise UserError("no such folder")
 
     with pytest.raises(UserError, match="no such folder"):
-        require_same("train.start_from", fail)
+        same("train.start_from", fail)
 
 
 def test_any_number_of_facts_is_compared(monkeypatch):
@@ -71,10 +76,10 @@ def test_any_number_of_facts_is_compared(monkeypatch):
     facts = {f"task {number}": f"{number:012x}" for number in range(100)}
     beside_another(monkeypatch, {**facts, "task 99": "f" * 12})
     with pytest.raises(UserError, match="task 99 is ffffffffffff"):
-        consistency.require_equal(facts)
+        agree.require_equal(facts)
     beside_another(monkeypatch, {**facts, "task 100": "0"})
     with pytest.raises(UserError, match="task 100 is 0, and not set on 1 other"):
-        consistency.require_equal(facts)
+        agree.require_equal(facts)
 
 
 DIFFERENT = (
@@ -112,7 +117,7 @@ def test_hosts_differ_by_what_changes_a_program_and_by_nothing_else(monkeypatch,
     assert (consistency.machine_facts() == before) == same
     beside_another(monkeypatch, before)
     with nullcontext() if same else pytest.raises(UserError, match=rf"{name}.* is not set, and .* on 1 other, .*environment"):
-        consistency.require_equal(consistency.machine_facts())
+        agree.require_equal(consistency.machine_facts())
 
 
 def test_flags_are_compared_as_xla_reads_them(monkeypatch, tmp_path):

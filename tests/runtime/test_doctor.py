@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from maxlm.cluster.accelerators import find_accelerators
 from maxlm.runtime import device_probe, doctor
-from maxlm.runtime.accelerators import find_accelerators
 from maxlm.runtime.doctor import (
     GIB,
     Finding,

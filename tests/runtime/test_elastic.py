@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from maxlm.cluster.cluster import Cluster, ClusterPlace
+from maxlm.cluster.coordinator import RendezvousError
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.progress_file import ABSENT_VARIABLE
 from maxlm.config import ConfigError
 from maxlm.config.errors import ExitCode
-from maxlm.runtime.cluster import Cluster, ClusterPlace
-from maxlm.runtime.cluster_env import ProcessSpec
-from maxlm.runtime.coordinator import RendezvousError
 from maxlm.runtime.elastic import quorum_of, waiting_if_too_large, waiting_part
 from maxlm.runtime.ownership import FILE, Ownership, SupersededRunError
-from maxlm.runtime.progress_file import ABSENT_VARIABLE
 from maxlm.training import fits
 
 ELASTIC = {"min_hosts": 2, "wait_s": 60.0}

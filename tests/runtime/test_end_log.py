@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
+from maxlm.cluster.progress_file import Progress
 from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.runtime import end_log
 from maxlm.runtime.end_log import EndLog
 from maxlm.runtime.launch import Supervisor
-from maxlm.runtime.progress_file import Progress
 from maxlm.telemetry.lifetime import Process, read_processes
 from maxlm.telemetry.run_dir import RunDirectory
 
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from maxlm.runtime import progress_file
+from maxlm.cluster import progress_file
 tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))

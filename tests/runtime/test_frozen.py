@@ -1,5 +1,6 @@
 """One config for all attempts under a supervisor: an edit for the next experiment neither changes nor ends a running job."""
 
+import contextlib
 import io
 import json
 import os
@@ -11,13 +12,14 @@ from small_run import child, events, finish, make_workspace, metrics, start, wai
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.cluster.progress_file import FROZEN_VARIABLE
 from maxlm.config import UserError, load
 from maxlm.config.console import Console
-from maxlm.config.errors import ExitCode
+from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import LoadedConfig, shipped, validate
-from maxlm.runtime import frozen, open_data, open_run
+from maxlm.runtime import frozen, open_data, open_run, ownership, run
 from maxlm.runtime.launch import Supervisor
-from maxlm.runtime.progress_file import FROZEN_VARIABLE
+from maxlm.telemetry.observer import Event
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -172,3 +174,24 @@ def test_a_running_job_keeps_its_config_and_a_new_launch_takes_the_edited_one(tm
     assert "small.yml was edited since `maxlm launch` was started" in said
     assert not [event for event in events(folder, "restore") if "optimizer.peak_lr" in str(event)]
     assert max(record["lr"] for record in metrics(folder)) <= 1e-2
+
+
+def test_a_restart_does_not_begin_a_saved_run_anew_where_its_folder_is_away(tmp_path, monkeypatch):
+    """The mount with the run directory may come back: exit code 7, and nothing is made in its place."""
+    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    config = tiny_config(run={"dir": str(tmp_path / "mount"), "name": "r"})
+    directory = RunDirectory.create(tmp_path / "mount", "r")
+    observer = run._ProgressObserver(directory.path)
+    for event, away in ((Event("start", 0), False), (Event("save", 10), True)):
+        directory.events.write_text(event.to_json() + "\n")
+        observer.on_event(event)
+        with ownership.locked(config, print):
+            pass
+        (tmp_path / "mount").rename(tmp_path / "elsewhere")
+        expected = pytest.raises(UnavailableError, match="is its file system mounted") if away else contextlib.nullcontext()
+        with expected, ownership.locked(config, print):
+            pass
+        assert not (tmp_path / "mount").exists()
+        (tmp_path / "elsewhere").rename(tmp_path / "mount")
+    with ownership.locked(config, print):
+        pass

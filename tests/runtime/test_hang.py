@@ -75,7 +75,7 @@ def test_each_operation_has_its_own_limit(loop, part, limit):
 
 
 def test_the_start_may_take_two_hours_whatever_it_does(loop):
-    assert loop.limits.of("an operation that is not known") == 7200
+    assert loop.limits.seconds("an operation that is not known") == 7200
     assert not loop.pass_time(7200).overdue
     assert loop.pass_time(3).overdue
 
@@ -209,6 +209,7 @@ def test_of_those_that_wait_alike_the_one_that_sends_without_end_is_named():
     assert verdict(same, (0, 1, 2), reads, label).behind == (2,), "it waits for no other process"
     assert "a thread of it has not come to the end of sending; 2 others are" in found.line
     assert verdict(same, (0, 1, 2), dict.fromkeys(range(3), replace(WAITS, sends=True)), label).behind == (0, 1, 2)
+    assert verdict(same, (0, 1, 2), {0: WAITS, 1: replace(WAITS, sends=True), 2: READS}, label).behind == (2,), "it waits for nobody"
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="numbers of system calls are known for these")

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxlm.cluster.accelerators import Accelerator
 from maxlm.compiler import program_cache
 from maxlm.config.errors import UserError
 from maxlm.config.paths import user_path
@@ -17,7 +18,6 @@ from maxlm.data.tokenizer import read_if_present
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 from maxlm.runtime import jax_setup
-from maxlm.runtime.accelerators import Accelerator
 from maxlm.runtime.inspect_data import _is_store
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform, use_virtual_devices
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from small_run import command, environment, free_port
 
-from maxlm.runtime import launch, progress_file
+from maxlm.cluster import progress_file
+from maxlm.runtime import launch
 from maxlm.runtime.launch import End, Supervisor
 from maxlm.telemetry.lifetime import read_processes
 
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from maxlm.runtime import progress_file
+from maxlm.cluster import progress_file
 if "MAXLM_GAVE_UP" in os.environ: Path("told").write_text(os.environ["MAXLM_GAVE_UP"]); sys.exit(6)
 tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
@@ -216,11 +217,11 @@ def test_why_a_process_could_not_join_is_said(supervise):
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
     """Over the real rendezvous: that process crashes before it joins, and the other would wait for it for ever."""
-    join = "from maxlm.runtime import cluster\nwith cluster.joined(dict(a.split('=') for a in sys.argv[1:]), print): time.sleep(60)"
+    join = "from maxlm.cluster import cluster\nwith cluster.joined(dict(a.split('=') for a in sys.argv[1:]), print): time.sleep(60)"
     crashes = "if 'MAXLM_GAVE_UP' not in os.environ:\n    progress_file.record(hosts=('a', 'b'), step=7); sys.exit(1)\n" + join
     place, imports = (
         [f"coordinator=localhost:{free_port()}", "process_count=2"],
-        "import os, sys, time\nfrom maxlm.runtime import progress_file\n",
+        "import os, sys, time\nfrom maxlm.cluster import progress_file\n",
     )
     program = "import sys\nfrom maxlm.runtime.launch import Supervisor\n"
     program += "sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
@@ -384,7 +385,7 @@ def test_a_run_that_is_stopped_by_sigstop_hears_of_the_end(tmp_path):
 def test_a_run_ends_with_its_launcher(tmp_path):
     """Even if the launcher dies by kill -9: the run saves and ends in order."""
     script = (
-        "from maxlm import __main__, cli\nfrom maxlm.runtime import deadline\n"
+        "from maxlm import __main__, cli\nfrom maxlm.cluster import deadline\n"
         "def command():\n"
         "    signal.signal(signal.SIGTERM, lambda *_: (Path('ended').touch(), sys.exit(3)))\n"
         "    with deadline.allow(deadline.SAVE): Path('ready').touch(); time.sleep(60)\n"

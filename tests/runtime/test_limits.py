@@ -37,18 +37,18 @@ def test_a_percentile_is_that_of_the_lengths_from_above(count):
 @pytest.mark.parametrize("part", PHASES)
 def test_a_limit_is_the_fixed_one_until_enough_is_known_and_lower_then(part):
     phase = PHASES[part]
-    assert learned(part, 1.0, phase.enough - 1).of(part) == phase.first_s
-    assert learned(part, 1.0).of(part) == phase.floor_s < phase.first_s
-    slow = learned(part, 500.0).of(part)
+    assert learned(part, 1.0, phase.enough - 1).seconds(part) == phase.first_s
+    assert learned(part, 1.0).seconds(part) == phase.floor_s < phase.first_s
+    slow = learned(part, 500.0).seconds(part)
     assert 500 * max(3, phase.factor) <= slow <= 500 * max(3, phase.factor) * RATIO
 
 
 @pytest.mark.parametrize("part", ["step", "data_wait", "save", "eval"])
 def test_seconds_that_are_set_are_the_limit(part):
     limits = learned(part, 1.0, **{PHASES[part].setting: 45.0})
-    assert limits.of(part) == 45
+    assert limits.seconds(part) == 45
     limits.ended(part, 45)
-    assert limits.of(part) == 45
+    assert limits.seconds(part) == 45
 
 
 def test_what_is_known_outlives_a_restart_and_a_damaged_file_counts_as_none():
@@ -60,9 +60,9 @@ def test_what_is_known_outlives_a_restart_and_a_damaged_file_counts_as_none():
     again = Limits(WatchdogConfig(), json.loads(text))
     again.begin_size(512)
     assert again.to_send() == limits.to_send()
-    assert again.of("step") == 7200, "the first step of an attempt may compile"
+    assert again.seconds("step") == 7200, "the first step of an attempt may compile"
     again.observe({"step": 6.0})
-    assert again.of("step") < 150
+    assert again.seconds("step") < 150
     for wrong in (None, 3, [], {}, {"lengths": {"step 512": {"1": -1}}, "raised": {}}, {"lengths": {"step 512": 1}, "raised": {}}):
         assert Limits(WatchdogConfig(), wrong).to_send() == Limits(WatchdogConfig()).to_send()
     for place in range(0, len(text), 7):  # any bit of it
@@ -78,11 +78,11 @@ def test_what_is_known_outlives_a_restart_and_a_damaged_file_counts_as_none():
 def test_a_raised_limit_outlives_a_restart_whatever_the_start_may_take(startup, seconds, before, after):
     """Twice the limit before, where that is above the time of a start or above any count; and the lengths stay."""
     limits = learned(seconds=seconds, startup_seconds=startup)
-    assert limits.of("step") == pytest.approx(before, rel=RATIO - 1)
-    limits.ended("step", limits.of("step"))
+    assert limits.seconds("step") == pytest.approx(before, rel=RATIO - 1)
+    limits.ended("step", limits.seconds("step"))
     again = Limits(limits._settings, json.loads(json.dumps(limits.to_json())))
     assert again.to_json() == limits.to_json()
-    assert limits.of("step") == pytest.approx(after, rel=RATIO - 1)
+    assert limits.seconds("step") == pytest.approx(after, rel=RATIO - 1)
     longer = {**limits.to_json(), "raised": {"step": [1e300, 5]}}
     assert Limits(limits._settings, longer).to_json()["raised"]["step"] == [max(startup, 7200), 5]
 
@@ -90,8 +90,8 @@ def test_a_raised_limit_outlives_a_restart_whatever_the_start_may_take(startup, 
 def test_a_run_that_is_ended_by_mistake_is_not_ended_so_again_and_again():
     """Each end doubles the limit for a while, up to the fixed one of the start: seven at most, whatever the run does."""
     limits, ends = learned(), 0
-    while limits.of("step") < 7200:
-        limits.ended("step", limits.of("step"))
+    while limits.seconds("step") < 7200:
+        limits.ended("step", limits.seconds("step"))
         limits = Limits(WatchdogConfig(), limits.to_json())
         limits.begin_size(512)
         limits.observe({"step": 6.0})
@@ -99,31 +99,31 @@ def test_a_run_that_is_ended_by_mistake_is_not_ended_so_again_and_again():
         assert ends <= 7
     for _ in range(10 * PHASES["step"].enough):
         limits.observe({"step": 6.0})
-    assert limits.of("step") < 150, "and it is forgotten after a while"
+    assert limits.seconds("step") < 150, "and it is forgotten after a while"
 
 
 def test_a_new_batch_size_is_learned_anew_and_the_old_one_is_remembered():
     limits = learned()
-    assert limits.of("step") < 150
+    assert limits.seconds("step") < 150
     limits.begin_size(1024)
-    assert limits.of("step") == 7200
+    assert limits.seconds("step") == 7200
     limits.observe({"step": 1300.0})  # with the compilation for the new size in it
-    assert limits.of("step") == 7200
+    assert limits.seconds("step") == 7200
     limits.observe({"step": 12.0})
-    assert limits.of("step") == 300
+    assert limits.seconds("step") == 300
     limits.begin_size(512)
     limits.observe({"step": 12.0})
     limits.observe({"step": 6.0})
-    assert limits.of("step") < 150
+    assert limits.seconds("step") < 150
 
 
 def test_the_others_judge_by_the_limits_of_process_0():
     first, other = learned(seconds=30.0), learned(seconds=1.0)
-    assert other.of("step") == 60
+    assert other.seconds("step") == 60
     other.agreed = first.to_send()
-    assert all(other.of(part) == first.to_send()[part] for part in PHASES)
+    assert all(other.seconds(part) == first.to_send()[part] for part in PHASES)
     other.begin_size(1024)
-    assert other.of("step") == 7200, "but each knows by itself whether it has timed a step"
+    assert other.seconds("step") == 7200, "but each knows by itself whether it has timed a step"
 
 
 @pytest.mark.parametrize("name", TRACES)
@@ -209,7 +209,7 @@ def test_a_loop_teaches_its_steps_waits_saves_and_evaluations(loop):
     assert 295 <= overdue_after(loop, "data_wait") <= 305
     assert 595 <= overdue_after(loop, "save") <= 605
     assert 895 <= overdue_after(loop, "eval") <= 905
-    assert 30 * 6 * 5 * 0.9 <= loop.limits.of(BACKGROUND_SAVE) <= 31 * 6 * 5 * 1.1
+    assert 30 * 6 * 5 * 0.9 <= loop.limits.seconds(BACKGROUND_SAVE) <= 31 * 6 * 5 * 1.1
 
 
 def test_time_that_is_no_step_teaches_nothing(loop, monkeypatch):

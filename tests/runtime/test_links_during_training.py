@@ -13,11 +13,11 @@ from small_run import command, environment, make_workspace
 from tiny import tiny_config
 
 from maxlm import cli
+from maxlm.cluster.agree import agree
+from maxlm.cluster.cluster import Cluster
 from maxlm.config import UserError, load
 from maxlm.models import count_parameters
-from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.comm import during_training
-from maxlm.runtime.host_allgather import allgather_text
 from maxlm.telemetry.link_counters import Link
 from maxlm.telemetry.link_use import LinkUse
 from maxlm.telemetry.phases import Phases
@@ -65,7 +65,7 @@ def test_options_of_training_need_it(capfd, option):
 
 @pytest.mark.parametrize("text", ["", "a", "é" * 5000])
 def test_text_of_any_length_is_gathered(text):
-    assert allgather_text(text) == [text]
+    assert agree(text) == [text]
 
 
 def test_steps_run_while_the_links_of_the_host_are_read(tmp_path, monkeypatch):

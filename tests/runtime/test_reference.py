@@ -17,6 +17,7 @@ from small_run import CONFIG, command, environment, finish, free_port, make_work
 from tiny import tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
+from maxlm.cluster import agree
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.loader import dump
 from maxlm.data import storage
@@ -125,7 +126,7 @@ def test_it_is_the_same_on_a_mesh(world, kept, tmp_path):
     ("change", "said"),
     [
         ({"source": "other"}, "holds other parameters than the reference of this run"),
-        ({"store": "other"}, "data.store = .*store-other: holds other train pairs than those of reference.npz"),
+        ({"store": "other"}, "data.store = .*store-other: holds other train pairs than reference.npz has"),
         ("missing", "reference.npz is missing: .* changed weights cannot give"),
         ("damaged", "reference.npz is damaged"),
         ("flipped", "reference.npz is damaged"),
@@ -236,7 +237,7 @@ def test_process_0_alone_looks_at_file_and_source(program, run, monkeypatch):
     made, state = program
     agreed = []
     monkeypatch.setattr(reference.jax, "process_index", lambda: 1)
-    monkeypatch.setattr(reference, "require_equal", lambda facts, problem: agreed.append(problem))
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: agreed.append(problem))
     monkeypatch.setattr(reference, "reference_file", SimpleNamespace())
     monkeypatch.setattr(reference, "_shared", lambda pipeline, pairs: nothing_known(pipeline))
     attach(run, made.config, made, state, resumed=True)
@@ -267,9 +268,10 @@ def test_a_failed_write_is_told_to_all_and_leaves_nothing(program, tmp_path, mon
     made, state = program
     agreed = []
     monkeypatch.setattr(reference, "_computed", lambda *given: nothing_known(given[3]))
-    monkeypatch.setattr(reference, "require_equal", lambda facts, problem: agreed.append(str(problem)))
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: agreed.append(str(problem)))
     (tmp_path / "file").touch()
-    attach(tmp_path / "file" / "checkpoints", made.config, made, state)
+    with pytest.raises(UserError):
+        attach(tmp_path / "file" / "checkpoints", made.config, made, state)
     assert "run.dir = runs: " in agreed[0]
     left = tmp_path / ".reference.npz.0123"  # of a process that was killed
     left.touch()

@@ -11,9 +11,13 @@ import pytest
 from rich.console import Console
 from tiny import tiny_config
 
+from maxlm.cluster import agree
 from maxlm.config import UserError
 from maxlm.runtime import run
+from maxlm.runtime.open_run import RunContext
 from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Observers
+from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training.session import BRANCH, Start
 
@@ -34,7 +38,7 @@ def test_a_prediction_that_fails_does_not_end_the_run():
 def test_processes_talk_whether_they_have_a_calibration_or_not(monkeypatch, predictor):
     """Configs are compared only afterwards: with one call less, a process would compare other facts than the rest."""
     calls = []
-    monkeypatch.setattr(run, "require_equal", lambda facts, problem: calls.append((facts, problem)))
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: calls.append((facts, problem)))
     predict = run._on_all_hosts(predictor, None, ["a", "b"])
     assert (predict is None) == (predictor is None)
     assert calls == [({}, None)]
@@ -45,8 +49,9 @@ def test_a_calibration_that_is_refused_is_refused_everywhere(monkeypatch):
         raise UserError("of another machine")
 
     told = []
-    monkeypatch.setattr(run, "require_equal", lambda facts, problem: told.append(str(problem)))
-    run._on_all_hosts(refuse, None, ["a", "b"])
+    monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: told.append(str(problem)))
+    with pytest.raises(UserError):
+        run._on_all_hosts(refuse, None, ["a", "b"])
     assert told == ["of another machine"]
 
 
@@ -67,7 +72,7 @@ def test_the_tokenizer_is_recorded_with_the_frame_of_where_the_run_began(train, 
     monkeypatch.setattr(run, "turn_ends", lambda stores: ())
     data = SimpleNamespace(train=SimpleNamespace(fingerprint=""))
     opened = SimpleNamespace(
-        asked=tiny_config(train=train),
+        context=SimpleNamespace(asked=tiny_config(train=train)),
         directory=RunDirectory(tmp_path, primary=True),
         start=Start(None, 3, restored),
         trains=True,
@@ -75,6 +80,13 @@ def test_the_tokenizer_is_recorded_with_the_frame_of_where_the_run_began(train, 
     )
     run._record_start(opened)
     assert told == [(tmp_path / "tokenizer", None if source is None else Path(source) / "tokenizer", goes_on)]
+
+
+def context(config, cluster, goodput, watchdog, console=None):
+    """A run's context, for one process that writes nothing."""
+    phases = Phases(console)
+    phases.primary = False
+    return RunContext(config, config, cluster, phases, goodput, watchdog, None, Observers([]))
 
 
 EVALUATED, TASKS = ("eval", 9, {"eval_loss": 3.0}), ("tasks", 9, {"tasks": {}})
@@ -125,7 +137,10 @@ def test_preferences_are_evaluated_with_their_reference_by_a_start_with_no_steps
     )
     checkpoints = SimpleNamespace(memory=None, directory=tmp_path)
     data = SimpleNamespace(pipelines={})
-    opened = SimpleNamespace(config=config, directory=None, checkpoints=checkpoints, trains=trains, program=None, start=None, data=data)
+    directory = SimpleNamespace(path=tmp_path, primary=False)
+    opened = SimpleNamespace(
+        config=config, directory=directory, checkpoints=checkpoints, trains=trains, program=None, start=None, data=data
+    )
     calls = []
 
     def last(*_):
@@ -137,12 +152,9 @@ def test_preferences_are_evaluated_with_their_reference_by_a_start_with_no_steps
     monkeypatch.setattr(run, "_concluded", lambda _: concluded)
     monkeypatch.setattr(run, "attach_reference", lambda *_: calls.append("reference"))
     monkeypatch.setattr(run.deadline, "stacks_to", last)
-    phases, watchdog = SimpleNamespace(primary=False), SimpleNamespace(progress=SimpleNamespace(touch=None))
-    opened.directory = SimpleNamespace(path=tmp_path)
+    watchdog = SimpleNamespace(progress=SimpleNamespace(touch=None))
     with pytest.raises(InterruptedError):
-        run._run(
-            config, phases, None, None, None, None, SimpleNamespace(hosts=()), SimpleNamespace(write_to=lambda _: None), watchdog, None
-        )
+        run._run(context(config, SimpleNamespace(hosts=()), None, watchdog), None, None, None, SimpleNamespace(write_to=lambda _: None))
     assert calls == (["reference"] if attached else []) + ["trains"]
 
 
@@ -153,7 +165,8 @@ def test_the_last_save_is_watched_and_then_what_is_done_everywhere_is_on_record(
     watchdog = SimpleNamespace(progress=None, fired=False, stop=lambda: seen.append("unwatched"))
     checkpoints = SimpleNamespace(memory=None, close=lambda remove_copies: seen.append(goodput.current[0]))
     config = SimpleNamespace(checkpoint=SimpleNamespace(dir=None), run=SimpleNamespace(dir=str(tmp_path), name="r"), objective=None)
-    opened = SimpleNamespace(config=config, directory=SimpleNamespace(path=tmp_path), checkpoints=checkpoints, trains=False)
+    directory = SimpleNamespace(path=tmp_path, primary=False)
+    opened = SimpleNamespace(config=config, directory=directory, checkpoints=checkpoints, trains=False)
     for name, value in {
         "_on_all_hosts": lambda *_: None,
         "open_run": lambda *_: opened,
@@ -164,12 +177,10 @@ def test_the_last_save_is_watched_and_then_what_is_done_everywhere_is_on_record(
         monkeypatch.setattr(run, name, value)
     monkeypatch.setattr(run.deadline, "stacks_to", lambda _: None)
     monkeypatch.setattr(run.progress_file, "record", lambda **changes: seen.append(changes))
-    monkeypatch.setattr(
-        run.multihost, "max_over_processes", lambda code: seen.append(f"agreed in {goodput.current[0]}") or max(code, undone)
-    )
+    monkeypatch.setattr(run.agree, "max_over_processes", lambda code: seen.append(f"agreed in {goodput.current[0]}") or max(code, undone))
     here = SimpleNamespace(hosts=(), regrouping=lambda: "")
     log = SimpleNamespace(write_to=lambda _: None)
-    run._run(config, SimpleNamespace(primary=False), goodput, None, None, None, here, log, watchdog, None)
+    run._run(context(config, here, goodput, watchdog), None, None, None, log)
     assert seen == ["save", "agreed in save", "unwatched", {"regroup": False, "concluded": concluded}]
 
 
@@ -183,6 +194,7 @@ def test_what_the_model_writes_at_the_end_is_printed_and_kept_and_the_report_sho
         config=SimpleNamespace(samples=SimpleNamespace(prompts=["def "])),
         directory=directory,
         program=SimpleNamespace(evaluated=lambda _: state),
+        context=context(None, None, None, None, Console(file=said)),
     )
 
     def sample(*_):
@@ -193,7 +205,7 @@ def test_what_the_model_writes_at_the_end_is_printed_and_kept_and_the_report_sho
 
     monkeypatch.setattr(run.deadline, "allow", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(run.progress_file, "record", lambda **_: None)
-    run._conclude(opened, Console(file=said), SimpleNamespace(status="done", state=object(), step=7), sample, None)
+    run._conclude(opened, SimpleNamespace(status="done", state=object(), step=7), sample, None)
     assert seen == [True]
     assert ("<b>def </b>main():&lt;script&gt;" in directory.report.read_text()) == (failure is None)
     assert directory.samples.exists() == (failure is None)

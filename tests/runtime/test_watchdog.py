@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from maxlm.cluster import process_group
+from maxlm.cluster.environment import ProcessSpec
+from maxlm.cluster.message_socket import MessageSocket
+from maxlm.cluster.process_group import ProcessGroup, Report
 from maxlm.config.errors import ExitCode
 from maxlm.config.sections.watchdog import WatchdogConfig
-from maxlm.runtime import process_group, stacks, watchdog
-from maxlm.runtime.cluster_env import ProcessSpec
+from maxlm.runtime import stacks, watchdog
 from maxlm.runtime.hang import Frame, Operation, hung
-from maxlm.runtime.message_socket import MessageSocket
-from maxlm.runtime.process_group import ProcessGroup, Report
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Observers
@@ -45,10 +46,7 @@ def groups(monkeypatch):
     with socket.create_server(("localhost", 0)) as server:
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
-    ends = [MessageSocket(accepted, b"s" * 16, server=True), MessageSocket(client, b"s" * 16, server=False)]
-    for end in ends:
-        end.limit = 2**20
-        end.finish_handshake(time.monotonic() + 10)
+    ends = [MessageSocket(accepted), MessageSocket(client)]
     made = [ProcessGroup(ProcessSpec(2, n, "localhost:1", "a test"), ["host0", "host1"], {1 - n: ends[n]}) for n in (0, 1)]
     yield made
     for group in made:
@@ -96,7 +94,7 @@ def test_observers_that_hang_on_the_same_storage_do_not_keep_the_others_from_bei
     monkeypatch.setattr(groups[0], "end_all", lambda *how, **more: told.append((how[1], more)))
     monkeypatch.setattr(watchdog.os, "_exit", told.append)
     with Watchdog(LIMITS, groups[0]) as dog:
-        monkeypatch.setattr(dog, "_frame", lambda: Frame("", False, 0, False))
+        monkeypatch.setattr(dog, "_frame", lambda: Frame("", False, False))
         monkeypatch.setattr(dog, "_report", lambda *_, **__: never.wait(60))
         dog.observers = Observers([])
         behind = Operation(3, 2, "data_wait", 900, True)

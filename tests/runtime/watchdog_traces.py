@@ -85,15 +85,15 @@ def follow(lengths: np.ndarray) -> Found:
     limits, wrong, learned = Limits(WatchdogConfig()), 0, 0.0
     fixed, enough = int((lengths > PHASES["step"].first_s).sum()), PHASES["step"].enough
     for number, seconds in enumerate(lengths.tolist()):
-        if seconds > PHASES["step"].floor_s and seconds > limits.of("step"):  # never longer than the floor
+        if seconds > PHASES["step"].floor_s and seconds > limits.seconds("step"):  # never longer than the floor
             wrong += 1
-            limits.ended("step", limits.of("step"))
+            limits.ended("step", limits.seconds("step"))
             limits = Limits(WatchdogConfig(), json.loads(json.dumps(limits.to_json())))
         else:
             limits.observe({"step": seconds})
         if number == enough:
-            learned = limits.of("step")
-    return Found(wrong, learned, limits.of("step"), fixed)
+            learned = limits.seconds("step")
+    return Found(wrong, learned, limits.seconds("step"), fixed)
 
 
 def main(

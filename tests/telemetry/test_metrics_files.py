@@ -4,13 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from maxlm.config import load
-from maxlm.runtime.observing import observing
+from maxlm.runtime.run import _observing
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
@@ -129,7 +130,8 @@ def test_a_failed_rewind_leaves_the_old_file(run, monkeypatch, write):
 def test_another_process_than_the_primary_writes_nothing(tmp_path, record):
     run = RunDirectory.create(tmp_path, "r", primary=False)
     config = load("runs/quickstart", ["run.tensorboard=true"]).config
-    with observing(config, run, Console(quiet=True), primary=False) as observers:
+    context = SimpleNamespace(phases=SimpleNamespace(console=Console(quiet=True)))
+    with _observing(SimpleNamespace(config=config, directory=run, metrics_port=None, context=context), None) as observers:
         observers.on_step(record(1, balance=Balance.from_sums(0, **{name: np.ones(1) for name in SUMS}, load_E=np.ones((1, 2)))))
         observers.on_event(Event("eval", 1, data={"eval_loss": 2.0}))
         observers.on_event(Event("stop", 1))

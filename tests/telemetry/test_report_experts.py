@@ -10,8 +10,8 @@ from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import write_report
-from maxlm.telemetry.report.experts import BOUNDS, EVEN, LABELS, WIDTH, columns, heat, load_sentences
 from maxlm.telemetry.report.load import EMPTY, Loads, load_run
+from maxlm.telemetry.report.maps import BOUNDS, EVEN, LABELS, WIDTH, columns, heat, load_sentences
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
 

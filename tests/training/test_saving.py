@@ -24,7 +24,7 @@ from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import Draft
 from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
-from maxlm.data.wait_causes import Batches
+from maxlm.data.prefetch import Batches
 from maxlm.objectives import Sums, build_objective
 from maxlm.runtime.open_run import begin_anew
 from maxlm.runtime.run import EXIT_CODES
@@ -690,7 +690,7 @@ def test_the_time_of_failing_is_that_of_any_process(tmp_path, monkeypatch):
 
     def trains(step):
         """From now on another process cannot save, and its clock says that it is time to end; the clock of this one does not."""
-        monkeypatch.setattr(saving.multihost, "max_over_processes", lambda code: max(code, 1))
+        monkeypatch.setattr(saving.agree, "max_over_processes", lambda code: max(code, 1))
 
     with pytest.raises(UserError, match=r"3 saves in a row have failed; the last one: .* another process"):
         train_with(tmp_path, Script(), Events(), trains)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from corpora.quality import Messages, Row
 from maxlm.corpus.document import Document
-from maxlm.corpus.filters.language import LanguageFilter
-from maxlm.corpus.filters.settings import LanguageSettings
+from maxlm.corpus.filters.language import LanguageFilter, LanguageSettings
 
 # Locales of MediaWiki; the label that is right where it is not the locale's first part.
 LOCALES = str.split(

@@ -15,12 +15,12 @@ def _problems(config: Config, settings: NoiseScaleConfig) -> Problems:
     if config.train.microbatches == 1:
         rule = "compares microbatches with the whole batch, and train.microbatches = 1"
         yield "train.noise_scale", "set", rule, "use 2 microbatches or more"
-    beside = {
+    others = {
         "diloco": (config.diloco, "has a gradient for each worker, and none of the whole batch"),
         "compression": (config.compression, "changes the gradient of the whole batch"),
         "precision.loss_scale": (config.precision.scaling, "multiplies gradients"),
     }
-    for field, (section, rule) in beside.items():
+    for field, (section, rule) in others.items():
         if section is not None:
             yield "train.noise_scale", "set", f"does not go together with {field}, which {rule}", "remove one of them"
 

@@ -8,7 +8,7 @@ import numpy as np
 from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, cut
 from maxlm.corpus.decontaminate.index import SAME_SHARE, EvalIndex
 from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, clean, words
-from maxlm.corpus.document import Document, Removed, Value
+from maxlm.corpus.document import Document, Removed, Value, groups
 
 STAGE = "decontaminate"
 REASON = "contaminated"
@@ -47,15 +47,7 @@ class Decontaminator:
 
     def run(self, documents: Iterable[Document]) -> Iterator[Document | Removed]:
         """One result for each document, in order. Hashes many at once: the fastest way for short ones."""
-        group: list[Document] = []
-        size = 0
-        for document in documents:
-            group.append(document)
-            size += len(document.text) + 1
-            if size >= CHUNK:
-                yield from self.batch(group)
-                group, size = [], 0
-        if group:
+        for group in groups(documents, CHUNK - 1, each=1):
             yield from self.batch(group)
 
     def batch(self, documents: Sequence[Document]) -> list[Document | Removed]:

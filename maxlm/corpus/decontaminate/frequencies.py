@@ -16,7 +16,7 @@ from maxlm.config.paths import open_regular
 from maxlm.corpus.decontaminate.items import Item, read_items
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings
 from maxlm.corpus.decontaminate.tokens import I64, U64, HashTable, Words, clean, words
-from maxlm.corpus.document import Document
+from maxlm.corpus.document import Document, groups
 from maxlm.telemetry.atomic import replacing
 
 CHUNK = 1 << 18  # characters that are hashed at once: arrays of them stay in the cache
@@ -51,7 +51,7 @@ class Frequencies:
         table, counts, number = HashTable(empty.keys), empty.counts.copy(), 0
         limit = round(settings.sample_share * 2**64)
         sample = (document for document in documents if stable_hash(document.id) < limit)
-        for texts in chunks(document.text for document in sample):
+        for texts in ([document.text for document in group] for group in groups(sample, CHUNK - 1, each=1)):
             number += len(texts)
             pieces = [(owner, piece) for owner, text in enumerate(texts) for piece in cut(clean(text), PIECE, 64)]
             seen = []
@@ -80,7 +80,7 @@ class Frequencies:
             documents, counts = documents + other.documents, counts + other.counts
         return cls(first.items_digest, documents, first.keys, counts)
 
-    def of(self, hashes: U64) -> I64:
+    def lookup(self, hashes: U64) -> I64:
         """Counts of `hashes`; 0 for one that is not a key."""
         counts = np.zeros(len(hashes), np.int64)
         if len(self.keys):
@@ -113,20 +113,6 @@ def item_words(items: list[Item]) -> Words:
 def stable_hash(name: str) -> int:
     """64 bits that depend on `name` alone."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts to about CHUNK characters."""
-    group: list[str] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text) + 1
-        if size >= CHUNK:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def cut(text: str, size: int, overlap: int) -> list[str]:

@@ -44,7 +44,7 @@ class EvalIndex:
     """Items that can be told from other text, ready to be looked for.
 
     `names_K`: set and number of each item, in order; words `bound_K[k]` to `bound_K[k + 1]` are item k's, `segment_W` the text of the item
-    that each is from. `grams`: sorted hashes of informative n-grams, whose postings are `posting_bound[g]` to `posting_bound[g + 1]`: first
+    that each is from. `grams`: sorted hashes of rare n-grams, postings of gram g: `posting_bound[g]` to `posting_bound[g + 1]`: first
     word `word_P`, and weight of the run `value_P`. `left_out`: numbers of items that are not searched, by set and reason: `empty`,
     `duplicate` of an item before, `short` (no run of `ngram` words), `common` (nothing in it is rare). `seed_K`: weight of all runs that
     can be looked up, up to the item's evidence: options of a word or two are part of none. `slack_K`: words that a layout may put
@@ -83,7 +83,9 @@ class EvalIndex:
         weight_W = _weights(settings, frequencies, items, found)
         kept, chosen = [], []
         for item, (question, options) in zip(items, _ranges(items, found), strict=True):
-            words = _searched(settings, weight_W, question, options)
+            # The question's words must be found, and the options' as well where the question alone is short or common.
+            enough = len(question) >= settings.shortest and weight_W[question].sum() >= max(settings.evidence, 1e-9)
+            words = question if enough else np.concatenate([question, options])
             runs = np.bincount(found.owner_T[words]) if len(words) else np.zeros(1)
             if runs.max() < settings.ngram:
                 _leave_out(left_out, item, "short")
@@ -244,18 +246,12 @@ def _ranges(items: list[Item], found: Words) -> list[tuple[I64, I64]]:
     return [(np.arange(bounds[k], bounds[k + 1]), np.arange(bounds[n + k], bounds[n + k + 1])) for k in range(n)]
 
 
-def _searched(settings: DecontaminateSettings, weight_W: F64, question: I64, options: I64) -> I64:
-    """Words that must be found: the question's, and the options' as well where the question alone is short or common."""
-    enough = len(question) >= settings.shortest and weight_W[question].sum() >= max(settings.evidence, 1e-9)
-    return question if enough else np.concatenate([question, options])
-
-
 def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: list[Item], found: Words) -> F64:
     """Weight of each word: its inverse document frequency, 0 to 1, times the mean rarity of the n-grams that it is part of."""
     documents = frequencies.documents
     grams, first = found.grams(settings.ngram)
     common = max(settings.common_documents, settings.common_share * documents)
-    rarity = _rarity(frequencies.of(grams), common)
+    rarity = _rarity(frequencies.lookup(grams), common)
     item_T = np.zeros(len(found.hash_T), np.int64)
     for number, ranges in enumerate(_ranges(items, found)):
         for words in ranges:
@@ -274,7 +270,7 @@ def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: l
     if documents == 0:
         idf = np.ones(len(found.hash_T))
     else:
-        idf = np.log((documents + 1) / (np.minimum(frequencies.of(found.hash_T), documents) + 1)) / np.log(documents + 1)
+        idf = np.log((documents + 1) / (np.minimum(frequencies.lookup(found.hash_T), documents) + 1)) / np.log(documents + 1)
     for offset in range(settings.ngram):
         idf[first[repeated] + offset] = 0  # a name that an item repeats counts once
     return np.round(idf * np.where(counts > 0, sums / np.maximum(counts, 1), 1.0), 9)

@@ -9,12 +9,14 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from maxlm.config.fields import Section
 
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
-class EvalSet(BaseModel):
+class EvalSet(Section):
     """A file of items: JSONL, one object a line, with `fields`; or without `fields` plain text, one item a line. `.gz` is unpacked.
 
     `fields` hold the question, `options` the answers to choose from: strings, numbers or lists of them; "choices.text" is a field inside a
@@ -22,13 +24,12 @@ class EvalSet(BaseModel):
     quote as well, such as a passage to read, does not belong here.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     path: str = Field(min_length=1)
     fields: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
 
-class DecontaminateSettings(BaseModel):
+class DecontaminateSettings(Section):
     """Settings of the search: the sets that are looked for, and how much of an item must be found.
 
     A document is removed if a passage of it holds `threshold` of an item's weight and 0.7 of that share of its words. Items of fewer than
@@ -42,8 +43,7 @@ class DecontaminateSettings(BaseModel):
     common ones, and told by the options.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    sets: dict[str, EvalSet] = {}
+    sets: dict[str, EvalSet] = Field(default={})
     ngram: int = Field(default=3, ge=2, le=13)
     threshold: Share = 0.5
     short_threshold: Share = 0.65

@@ -2,46 +2,46 @@
 
 Documents are numbered in keep order: by source as `prefer` names them, longest text first, then smallest id by its bytes. The document that
 stays is the first of its cluster in this order, so nothing depends on the order of files, of rows or of threads. A cluster is a connected
-component of the graph whose edges are exact copies (equal hashes) and near copies (candidates of at least one band that pass verification,
+component of a graph of exact copies (equal hashes) and near copies (candidates of at least one band that pass verification,
 if it is on). In a band's group of equal hashes, with verification, each document is compared with the `window` ones before and after it in
 keep order; without it, all are joined. Of documents with one URL, all but the first go before that: no text is compared with theirs.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from maxlm.config.errors import UserError, as_user_error, shorten
-from maxlm.corpus.dedup.components import connect
+from maxlm.config.errors import UserError, shorten, system_errors
 from maxlm.corpus.dedup.database import BATCH_ROWS, Database
 from maxlm.corpus.dedup.minhash import jaccard
 from maxlm.corpus.dedup.settings import DedupSettings, VerifySettings
-from maxlm.corpus.dedup.signatures import open_signatures, read_columns
+from maxlm.corpus.dedup.signatures import read_columns
 from maxlm.corpus.dedup.writing import parquet
 
 VERIFY_VALUES = 1 << 21  # sample values compared at once
 
 REMOVED = pa.schema([("id", pa.string()), ("cluster", pa.string()), ("kept", pa.string()), ("kind", pa.string()), ("size", pa.int64())])
+# Each node hands its larger neighbours to the smallest node among itself and all its neighbours. `parent` < `child` in every link, so
+# the larger neighbours of a node are its children.
+_LARGE_STAR = """
+CREATE TABLE next AS
+SELECT DISTINCT links.child, least(links.parent, up.root) AS parent FROM links
+LEFT JOIN (SELECT child, min(parent) AS root FROM links GROUP BY child) up ON up.child = links.parent
+"""
+# Each node hands its smaller neighbours and itself to the smallest of them.
+_SMALL_STAR = """
+CREATE TABLE next AS
+SELECT child, parent FROM (
+  SELECT links.parent AS child, root AS parent FROM links JOIN (SELECT child, min(parent) AS root FROM links GROUP BY child) USING (child)
+  WHERE links.parent <> root
+  UNION
+  SELECT child, min(parent) FROM links GROUP BY child)
+"""
 
 
-@dataclass(frozen=True)
-class ClusterSummary:
-    """Counts of one clustering: documents read, removed as exact and as near copies, pairs compared and found to be near."""
-
-    documents: int
-    exact: int
-    near: int
-    clusters: int
-    candidates: int
-    pairs: int
-
-
-def cluster(
-    files: Sequence[Path], output: Path, settings: DedupSettings, *, work: Path, memory_mb: int = 512, threads: int = 2
-) -> ClusterSummary:
+def cluster(files: Sequence[Path], output: Path, settings: DedupSettings, *, work: Path, memory_mb: int = 512, threads: int = 2) -> None:
     """Find the copies among the documents of `files` and write those to remove to `output`, atomically: Parquet with REMOVED, sorted by id.
 
     `cluster` is the smallest id of the cluster and `kept` the id of the document that stays; `kind` is "url" if an earlier document in keep
@@ -49,23 +49,14 @@ def cluster(
     among them. `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
     """
     for path in files:
-        open_signatures(path, settings).close()
+        next(read_columns(path, settings, ["id"]), None)  # refuses a wrong file before any work is done
     with Database(work, memory_mb, threads) as database:
         _number(database, files, settings)
         _copies(database, settings)
-        candidates = _near(database, files, settings)
-        pairs = database.number("SELECT count(*) FROM edges")
-        connect(database)
+        _near(database, files, settings)
+        _connect(database)
         _removed(database)
         _write(database, output)
-        return ClusterSummary(
-            documents=database.number("SELECT count(*) FROM ranked"),
-            exact=database.number("SELECT count(*) FROM removed WHERE kind = 'exact'"),
-            near=database.number("SELECT count(*) FROM removed WHERE kind = 'near'"),
-            clusters=database.number("SELECT count(DISTINCT root) FROM removed"),
-            candidates=candidates,
-            pairs=pairs,
-        )
 
 
 def _number(database: Database, files: Sequence[Path], settings: DedupSettings) -> None:
@@ -115,11 +106,11 @@ def _equal(database: Database, kind: str, query: str) -> None:
         last, known = np.array([lo[-1], hi[-1], first[-1].astype(np.uint64)], np.uint64), True
 
 
-def _near(database: Database, files: Sequence[Path], settings: DedupSettings) -> int:
-    """Table `edges`: pairs (low, high) of near copies. Returns the number of candidate pairs."""
+def _near(database: Database, files: Sequence[Path], settings: DedupSettings) -> None:
+    """Table `edges`: pairs (low, high) of near copies."""
     database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")
     if settings.minhash is None:
-        return 0
+        return
     verify = settings.minhash.verify
     database.run("CREATE TABLE bands (hash UBIGINT, node BIGINT)")
     firsts = "SELECT CASE WHEN copies.node IS NULL THEN ranked.node ELSE -1 END FROM ranked LEFT JOIN copies USING (node) ORDER BY place"
@@ -137,7 +128,6 @@ def _near(database: Database, files: Sequence[Path], settings: DedupSettings) ->
         _verify(database, files, settings, verify)
     else:
         database.run("INSERT INTO edges SELECT low, high FROM candidates")
-    return database.number("SELECT count(*) FROM candidates")
 
 
 def _candidates(database: Database, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -157,22 +147,19 @@ def _candidates(database: Database, window: int) -> Iterator[tuple[np.ndarray, n
 
 
 def _verify(database: Database, files: Sequence[Path], settings: DedupSettings, verify: VerifySettings) -> None:
-    """Move candidates whose samples show the similarity asked for to `edges`."""
+    """Move candidates with the similarity asked for, by their samples, to `edges`."""
     database.run("CREATE TABLE wanted AS SELECT low AS node FROM candidates UNION SELECT high FROM candidates")
     database.run("CREATE TABLE samples (node BIGINT, start BIGINT, size BIGINT)")
     wanted = "SELECT CASE WHEN wanted.node IS NULL THEN -1 ELSE ranked.node END FROM ranked LEFT JOIN wanted USING (node) ORDER BY place"
     store, start = database.folder / "samples.bin", 0
-    try:
-        with store.open("wb") as file:
-            for lists, nodes in _alongside(database, wanted, files, settings, "sample"):
-                sizes = np.diff(lists.offsets.to_numpy())
-                keep = nodes >= 0
-                file.write(np.ascontiguousarray(lists.values.to_numpy()[np.repeat(keep, sizes)]).data)
-                ends = start + np.cumsum(sizes[keep])
-                database.insert("samples", {"node": nodes[keep], "start": ends - sizes[keep], "size": sizes[keep].astype(np.int64)})
-                start = int(ends[-1]) if len(ends) else start
-    except OSError as error:
-        raise as_user_error(error) from error
+    with system_errors(), store.open("wb") as file:
+        for lists, nodes in _alongside(database, wanted, files, settings, "sample"):
+            sizes = np.diff(lists.offsets.to_numpy())
+            keep = nodes >= 0
+            file.write(np.ascontiguousarray(lists.values.to_numpy()[np.repeat(keep, sizes)]).data)
+            ends = start + np.cumsum(sizes[keep])
+            database.insert("samples", {"node": nodes[keep], "start": ends - sizes[keep], "size": sizes[keep].astype(np.int64)})
+            start = int(ends[-1]) if len(ends) else start
     query = (
         "SELECT low, high, a.start, a.size, b.start, b.size FROM candidates "
         "JOIN samples a ON a.node = low JOIN samples b ON b.node = high ORDER BY low, high"
@@ -184,7 +171,7 @@ def _verify(database: Database, files: Sequence[Path], settings: DedupSettings, 
 
 
 def _similarities(store: Path, spans: list[np.ndarray], size: int) -> np.ndarray:
-    """Jaccard similarity of pairs whose samples lie at (start, size, start, size) in `store`."""
+    """Jaccard similarity of pairs with samples at (start, size, start, size) in `store`."""
     costs = np.cumsum(spans[1] + spans[3])
     out, begin = np.zeros(len(costs)), 0
     while begin < len(costs):
@@ -203,7 +190,7 @@ def _similarities(store: Path, spans: list[np.ndarray], size: int) -> np.ndarray
 def _alongside(
     database: Database, query: str, files: Sequence[Path], settings: DedupSettings, column: str
 ) -> Iterator[tuple[pa.ListArray, np.ndarray]]:
-    """A list column of the signatures, and beside it the numbers that `query` gives in order of arrival."""
+    """A list column of the signatures, each row with the number that `query` gives in order of arrival."""
     numbers = (array for (array,) in database.arrays(query))
     rest = np.zeros(0, np.int64)
     for path in files:
@@ -215,6 +202,27 @@ def _alongside(
             lists = table.column(0).combine_chunks()
             yield lists, joined[: len(table)]
             rest = joined[len(table) :]
+
+
+def _connect(database: Database) -> None:
+    """Make table `labels` (node, root) from `edges` (low, high; low < high): for each node of an edge but the smallest of its component,
+    that smallest node. Alternating large-star and small-star (Kiveris et al. 2014, doi 10.1145/2670979.2670997): a union-find needs memory
+    for every node; here each round is a sort and a join on disk, and O(log^2 n) rounds end in stars.
+    """
+    database.run("CREATE TABLE links AS SELECT DISTINCT high AS child, low AS parent FROM edges")
+    while not _is_stars(database):
+        for step in (_LARGE_STAR, _SMALL_STAR):
+            database.run(step)
+            database.run("DROP TABLE links")
+            database.run("ALTER TABLE next RENAME TO links")
+    database.run("CREATE TABLE labels AS SELECT child AS node, parent AS root FROM links")
+
+
+def _is_stars(database: Database) -> bool:
+    """Every node has one parent, and no parent has one."""
+    if database.number("SELECT count(*) - count(DISTINCT child) FROM links"):
+        return False
+    return not database.number("SELECT count(*) FROM links SEMI JOIN (SELECT child AS parent FROM links) USING (parent)")
 
 
 def _removed(database: Database) -> None:

@@ -35,7 +35,7 @@ def split_words(
 ) -> tuple[np.ndarray, Offsets, Hashes, Offsets]:
     """Characters with one space after each run of words; how many each document has; hashes of the words; their offsets (D + 1).
 
-    `characters`: those of all documents, each followed by a space, SPACE being the only separator; one with `flag` is a word by itself.
+    `characters`: all documents, each followed by a space, SPACE being the only separator; one with `flag` is a word by itself.
     The hash of a word is mixed() of the sum over its characters of character * BASE^place.
     """
     kept, lengths = np.empty(characters.size, characters.dtype), np.zeros(offsets.size, np.int64)

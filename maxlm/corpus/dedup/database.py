@@ -10,7 +10,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from maxlm.config.errors import UnavailableError, UserError, as_user_error
+from maxlm.config.errors import UnavailableError, UserError, system_errors
+from maxlm.corpus.dedup.writing import parquet
 
 BATCH_ROWS = 1 << 17
 
@@ -23,11 +24,9 @@ class Database:
 
     def __init__(self, folder: Path, memory_mb: int, threads: int) -> None:
         with contextlib.ExitStack() as stack:
-            try:
+            with system_errors():
                 folder.mkdir(parents=True, exist_ok=True)
                 self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
-            except OSError as error:
-                raise as_user_error(error) from error
             config: dict[str, str | bool | int | float | list[str]] = {
                 "memory_limit": f"{memory_mb}MB",
                 "threads": threads,
@@ -74,6 +73,12 @@ class Database:
                 yield pa.Table.from_batches([batch])
         finally:
             cursor.close()
+
+    def write(self, sql: str, schema: pa.Schema, path: Path) -> None:
+        """Write the rows of a query to a Parquet file with `schema`, atomically."""
+        with parquet(path, schema) as writer:
+            for table in self.tables(sql):
+                writer.write_table(table.rename_columns(schema.names).cast(schema))
 
     def arrays(self, sql: str) -> Iterator[list[np.ndarray]]:
         """Rows of a query of numbers: one array for each column."""

@@ -17,8 +17,8 @@ import pyarrow as pa
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.settings import FORMAT, RepeatSettings
 from maxlm.corpus.dedup.words import hash_words
-from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, groups, parquet, row_groups
-from maxlm.corpus.document import Document
+from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, lists, parquet, row_groups
+from maxlm.corpus.document import Document, groups
 
 Unit = Literal["lines", "paragraphs"]
 
@@ -55,14 +55,13 @@ def without(text: str, positions: Collection[int], unit: Unit) -> str:
 
 def write_occurrences(
     documents: Iterable[Document], path: Path, settings: RepeatSettings, unit: Unit, priority: Priority = BY_LENGTH
-) -> int:
-    """Write the hashes of a shard's lines to `path`, atomically, and return the number of documents. Raises UserError."""
+) -> None:
+    """Write the hashes of a shard's lines to `path`, atomically. Raises UserError."""
     schema, count = OCCURRENCES.with_metadata({METADATA: _key(settings, unit).encode()}), 0
     with parquet(path, schema, compression={"id": "zstd"}, use_dictionary=False) as writer:
         for group in groups(documents, GROUP_CHARS, each=64):
             writer.write_table(_occurrences(group, count, settings, unit, priority).cast(schema))
             count += len(group)
-    return count
 
 
 def find_repeated(
@@ -74,9 +73,9 @@ def find_repeated(
     work: Path,
     memory_mb: int = 512,
     threads: int = 2,
-) -> int:
+) -> None:
     """Write for each shard of `files` which lines to remove, atomically: Parquet with REMOVED_LINES, one row for each document that loses
-    some, in the order of the shard. Returns the number of lines. `work`: a folder for temporary files. Raises UserError.
+    some, in the order of the shard. `work`: a folder for temporary files. Raises UserError.
     """
     with Database(work, memory_mb, threads) as database:
         database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, priority BIGINT)")
@@ -102,8 +101,11 @@ def find_repeated(
             before = int(lo[-1]), int(hi[-1])
             database.insert("removed", {"shard": shards[later], "row": rows[later], "position": positions[later]})
         for shard, path in enumerate(outputs):
-            _write(database, shard, path)
-        return database.number("SELECT count(*) FROM removed")
+            query = (
+                f"SELECT removed.row, any_value(id), list(position ORDER BY position) FROM removed "  # noqa: S608
+                f"JOIN documents USING (shard, row) WHERE shard = {shard} GROUP BY removed.row ORDER BY removed.row"
+            )
+            database.write(query, REMOVED_LINES, path)
 
 
 def _key(settings: RepeatSettings, unit: Unit) -> str:
@@ -120,16 +122,15 @@ def _occurrences(group: list[Document], start: int, settings: RepeatSettings, un
     hashes = np.zeros((len(texts), 2), np.uint64)
     for places, words in hash_words(texts):
         hashes[places] = words.exact
-    offsets = pa.array(np.append(0, np.cumsum([len(numbers) for numbers in positions])).astype(np.int32))
-    flat = np.array([number for numbers in positions for number in numbers], np.int32)
+    found = lists([np.array(numbers, np.int32) for numbers in positions], np.int32)
     return pa.table(
         {
             "row": np.arange(start, start + len(group)),
             "id": pa.array([document.id for document in group], pa.string()),
             "priority": np.array([priority(document) for document in group], np.int64),
-            "positions": pa.ListArray.from_arrays(offsets, pa.array(flat)),
-            "lo": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 0])),
-            "hi": pa.ListArray.from_arrays(offsets, pa.array(hashes[:, 1])),
+            "positions": found,
+            "lo": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 0])),
+            "hi": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 1])),
         }
     )
 
@@ -142,13 +143,3 @@ def _insert(database: Database, shard: int, table: pa.Table) -> None:
     counts = np.diff(columns["lo"].offsets.to_numpy())
     flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
     database.insert("lines", {"shard": np.repeat(shards, counts), "row": np.repeat(rows, counts), **flat})
-
-
-def _write(database: Database, shard: int, output: Path) -> None:
-    query = (
-        f"SELECT removed.row, any_value(id), list(position ORDER BY position) FROM removed "  # noqa: S608
-        f"JOIN documents USING (shard, row) WHERE shard = {shard} GROUP BY removed.row ORDER BY removed.row"
-    )
-    with parquet(output, REMOVED_LINES) as writer:
-        for table in database.tables(query):
-            writer.write_table(table.rename_columns(REMOVED_LINES.names).cast(REMOVED_LINES))

@@ -52,7 +52,9 @@ def samples(ngrams: np.ndarray, offsets: np.ndarray, size: int) -> tuple[np.ndar
     keys = keys[np.append(True, keys[1:] != keys[:-1])] if len(keys) else keys
     bounds = np.searchsorted(keys, np.arange(len(offsets), dtype=np.uint64) << np.uint64(32))
     counts = np.minimum(np.diff(bounds), size)
-    return keys[_spans(bounds[:-1], counts)].astype(np.uint32), np.append(0, np.cumsum(counts))
+    ends = np.cumsum(counts)
+    index = np.repeat(bounds[:-1] - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+    return keys[index].astype(np.uint32), np.append(0, ends)
 
 
 def jaccard(left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray], size: int) -> np.ndarray:
@@ -71,9 +73,3 @@ def jaccard(left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.nda
     union = np.minimum(np.diff(bounds), np.where(np.maximum(np.diff(left[1]), np.diff(right[1])) < size, np.diff(bounds), size))
     agree = np.append(0, np.cumsum(twice))
     return (agree[bounds[:-1] + union] - agree[bounds[:-1]]) / np.maximum(union, 1)
-
-
-def _spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated index ranges [start, start + length)."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -3,18 +3,14 @@
 import json
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from maxlm.config.fields import Section
 
 FORMAT = 3  # of the signature files and of the rules that make them: raise it when any hash would change
 
 
-class Frozen(BaseModel):
-    """A section: unknown keys and changes are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class VerifySettings(Frozen):
+class VerifySettings(Section):
     """Comparison of candidate pairs by their sets of n-grams before they count as near copies.
 
     Exact for documents of up to `sample` different n-grams; above that the Jaccard similarity is estimated from the `sample` smallest
@@ -27,7 +23,7 @@ class VerifySettings(Frozen):
     window: Annotated[int, Field(ge=1, le=1024)] = 16  # neighbours, in keep order, that a document is compared with in one band's group
 
 
-class MinHashSettings(Frozen):
+class MinHashSettings(Section):
     """MinHash with banding: two documents are candidates when all `rows` of a band agree, with probability 1 - (1 - J^rows)^bands.
 
     20 bands of 8 rows find 97.5% of the pairs at J = 0.8; FineWeb's 14 bands of 8 (arXiv 2406.17557, section 3.4) find 92.4%.
@@ -40,14 +36,14 @@ class MinHashSettings(Frozen):
     verify: VerifySettings | None = VerifySettings()
 
 
-class RepeatSettings(Frozen):
+class RepeatSettings(Section):
     """Lines or paragraphs that occur in more than `max_documents` documents are removed from all but one of them."""
 
     min_length: Annotated[int, Field(ge=1)] = 20  # characters; a shorter one is never removed
     max_documents: Annotated[int, Field(ge=1)] = 6
 
 
-class SubstringSettings(Frozen):
+class SubstringSettings(Section):
     """Runs of `min_words` words or more that stand elsewhere in the corpus, too, are removed wherever they are not the first.
 
     50: the tokens of Lee et al. 2022 (arXiv 2107.06499, section 4.1), who removed such runs of BPE tokens by a suffix array.
@@ -56,7 +52,7 @@ class SubstringSettings(Frozen):
     min_words: Annotated[int, Field(ge=10, le=1000)] = 50  # in scripts without spaces, characters
 
 
-class DedupSettings(Frozen):
+class DedupSettings(Section):
     """The deduplication stage. A part that is null (or false) is not run.
 
     Of copies the one stays that comes first in keep order: by source, in the order of `prefer` and before sources that it does not name,

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from maxlm.config.errors import UserError, as_user_error, error_kind, shorten
 from maxlm.corpus.dedup.minhash import band_hashes, ngram_hashes, samples
 from maxlm.corpus.dedup.settings import FORMAT, DedupSettings, signature_key
 from maxlm.corpus.dedup.words import hash_words
-from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, groups, parquet
-from maxlm.corpus.document import Document
+from maxlm.corpus.dedup.writing import BY_LENGTH, HASHES, Priority, lists, parquet, row_groups
+from maxlm.corpus.document import Document, groups
 from maxlm.corpus.urls import is_url, url_key
 
 METADATA = b"maxlm.dedup"
@@ -35,16 +33,14 @@ SCHEMA = pa.schema(
     ]
 )
 
-_ENCODING: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
-
 
 def signatures(documents: Sequence[Document], settings: DedupSettings, priority: Priority = BY_LENGTH) -> pa.Table:
     """Signatures of some documents, in their order: a table with SCHEMA."""
     texts = [document.text for document in documents]
     urls = np.array([_url_hash(document) if settings.url else (0, 0) for document in documents], np.uint64).reshape(-1, 2)
     exact = np.zeros((len(texts), 2), np.uint64)
-    bands: list[Any] = [_NO_BANDS] * len(texts)
-    sample: list[Any] = [_NO_SAMPLE] * len(texts)
+    bands: list[Any] = [np.zeros(0, np.uint64)] * len(texts)
+    sample: list[Any] = [np.zeros(0, np.uint32)] * len(texts)
     for positions, words in hash_words(texts):
         exact[positions] = words.exact
         if settings.minhash is None:
@@ -64,59 +60,29 @@ def signatures(documents: Sequence[Document], settings: DedupSettings, priority:
         pa.array(urls[:, 1]),
         pa.array(exact[:, 0]),
         pa.array(exact[:, 1]),
-        _lists(bands, np.uint64),
-        _lists(sample, np.uint32),
+        lists(bands, np.uint64),
+        lists(sample, np.uint32),
     ]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
-def write_signatures(documents: Iterable[Document], path: Path, settings: DedupSettings, priority: Priority = BY_LENGTH) -> int:
-    """Write the signatures of a shard to `path`, atomically, and return the number of documents.
+def write_signatures(documents: Iterable[Document], path: Path, settings: DedupSettings, priority: Priority = BY_LENGTH) -> None:
+    """Write the signatures of a shard to `path`, atomically.
 
     The bytes depend on the documents, their order and the settings alone. Raises UserError.
     """
-    stored = json.dumps({"format": FORMAT, "settings": signature_key(settings)}).encode()
-    count = 0
-    with parquet(path, SCHEMA.with_metadata({METADATA: stored}), **_ENCODING) as writer:
+    with parquet(path, SCHEMA.with_metadata({METADATA: _key(settings).encode()}), **HASHES) as writer:
         for group in groups(documents, GROUP_CHARS, rows=GROUP_ROWS):
             writer.write_table(signatures(group, settings, priority).replace_schema_metadata(None))
-            count += len(group)
-    return count
 
 
-def open_signatures(path: Path, settings: DedupSettings) -> pq.ParquetFile:
-    """Open a file of signatures. Raises UserError if it is damaged, or was made by other settings or another format."""
-    try:
-        file = pq.ParquetFile(path)
-    except OSError as error:
-        raise as_user_error(error) from error
-    except pa.ArrowException as error:
-        raise UserError(f"{shorten(str(path))}: not a whole Parquet file ({error}); make the signatures again.") from None
-    metadata = file.schema_arrow.metadata or {}
-    if METADATA not in metadata:
-        raise UserError(f"{shorten(str(path))}: not a file of signatures.")
-    try:
-        stored = dict(json.loads(metadata[METADATA]))
-    except (ValueError, TypeError, RecursionError):
-        stored = {}
-    if (number := stored.get("format")) != FORMAT:
-        raise UserError(f"{shorten(str(path))}: signatures of format {number}, and this version reads {FORMAT}: make them again.")
-    if stored.get("settings") != signature_key(settings):
-        raise UserError(
-            f"{shorten(str(path))}: signatures made with {stored.get('settings')}, and the settings are {signature_key(settings)}: "
-            "use the same settings, or make the signatures again."
-        )
-    return file
+def read_columns(path: Path, settings: DedupSettings, columns: list[str]) -> Iterator[pa.Table]:
+    """Columns of a file of signatures, one row group at a time. Raises UserError: it is damaged, or of other settings or another format."""
+    return row_groups(path, METADATA, _key(settings), columns)
 
 
-def read_columns(path: Path, settings: DedupSettings, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Columns of a file of signatures, one row group at a time. Raises UserError."""
-    with open_signatures(path, settings) as file:
-        for group in range(file.num_row_groups):
-            try:
-                yield file.read_row_group(group, columns=list(columns), use_threads=False)
-            except (pa.ArrowException, OSError) as error:
-                raise error_kind(error)(f"{shorten(str(path))}: damaged signatures ({error}); make them again.") from None
+def _key(settings: DedupSettings) -> str:
+    return json.dumps({"format": FORMAT, "settings": signature_key(settings)})
 
 
 def _url_hash(document: Document) -> tuple[int, int]:
@@ -125,13 +91,3 @@ def _url_hash(document: Document) -> tuple[int, int]:
     key = url_key(url) if isinstance(url, str) and is_url(url) else ""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest() if key else bytes(16)
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-def _lists(rows: list[Any], dtype: type) -> pa.ListArray:
-    offsets = np.append(0, np.cumsum([len(row) for row in rows])).astype(np.int32)
-    values = np.concatenate(rows) if rows else np.zeros(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(dtype, copy=False)))
-
-
-_NO_BANDS = np.zeros(0, np.uint64)
-_NO_SAMPLE = np.zeros(0, np.uint32)

@@ -1,7 +1,7 @@
 """Runs of words that stand in the corpus more than once: found on disk, and removed wherever they are not the first.
 
 A suffix array finds what two places have in common from its first to its last word (Lee et al. 2022, arXiv 2107.06499), in memory of
-several times the corpus. The runs of at least `min_words` words that it finds are those whose windows of `min_words` words are the same, so
+several times the corpus. The runs of at least `min_words` words that it finds consist of equal windows of `min_words` words, so
 the hashes of all windows, sorted on disk, find them in bounded memory. The first place of a window is that in the first document in keep
 order (`DedupSettings`), and there the first. Of all other places every word goes, but for those that a place shares
 with the first one, which it overlaps where text repeats itself. So of each window one place stays whole at most, and every word that goes
@@ -23,7 +23,7 @@ from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import FORMAT, SubstringSettings
 from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
-from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, parquet, row_groups
+from maxlm.corpus.dedup.writing import BY_LENGTH, HASHES, Priority, lists, parquet, row_groups
 from maxlm.corpus.document import Document
 
 METADATA = b"maxlm.dedup.substrings"
@@ -44,15 +44,14 @@ WINDOWS = pa.schema(
 REMOVED_RUNS = pa.schema([("row", pa.int64()), ("id", pa.string()), ("firsts", pa.list_(pa.int64())), ("ends", pa.list_(pa.int64()))])
 
 
-def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings, priority: Priority = BY_LENGTH) -> int:
-    """Write the hashes of a shard's windows to `path`, atomically, and return the number of documents. Raises UserError."""
-    schema, count = WINDOWS.with_metadata({METADATA: _key(settings).encode()}), 0
-    encoding: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
-    with parquet(path, schema, **encoding) as writer:
+def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings, priority: Priority = BY_LENGTH) -> None:
+    """Write the hashes of a shard's windows to `path`, atomically. Raises UserError."""
+    schema = WINDOWS.with_metadata({METADATA: _key(settings).encode()})
+    with parquet(path, schema, **HASHES) as writer:
         rows: list[dict[str, Any]] = []
         size = 0
         for number, document in enumerate(documents):
-            hashes, count = window_hashes(document.text, settings.min_words), number + 1
+            hashes = window_hashes(document.text, settings.min_words)
             for first in range(0, max(len(hashes), 1), AT_ONCE):
                 some = hashes[first : first + AT_ONCE]
                 rows.append({"row": number, "id": document.id, "priority": priority(document), "first": first, "windows": some})
@@ -62,14 +61,13 @@ def write_windows(documents: Iterable[Document], path: Path, settings: Substring
                     rows, size = [], 0
         if rows:
             writer.write_table(_table(rows, schema))
-    return count
 
 
 def find_runs(
     files: Sequence[Path], outputs: Sequence[Path], settings: SubstringSettings, *, work: Path, memory_mb: int = 512, threads: int = 2
-) -> int:
+) -> None:
     """Write for each shard of `files` which words to remove, atomically: Parquet with REMOVED_RUNS, one row for each document that loses
-    some, in the order of the shard; runs from a word to before another, ascending and apart. Returns the number of runs. `work`: a folder
+    some, in the order of the shard; runs from a word to before another, ascending and apart. `work`: a folder
     for temporary files, several times as large as the files of windows. Raises UserError.
     """
     with Database(work, memory_mb, threads) as database:
@@ -86,8 +84,11 @@ def find_runs(
             nodes = (firsts >> SHIFT).astype(np.int64)
             database.insert("runs", {"node": nodes, "first": (firsts & WORD).astype(np.int64), "last": (ends & WORD).astype(np.int64)})
         for shard, path in enumerate(outputs):
-            _write(database, shard, path)
-        return database.number("SELECT count(*) FROM runs")
+            query = (
+                "SELECT row, any_value(id), list(first ORDER BY first), list(last ORDER BY first) FROM runs "  # noqa: S608
+                f"JOIN ranked USING (node) WHERE shard = {shard} GROUP BY row ORDER BY row"
+            )
+            database.write(query, REMOVED_RUNS, path)
 
 
 def cut(text: str, firsts: Sequence[int], ends: Sequence[int]) -> tuple[str, str]:
@@ -116,8 +117,7 @@ def window_hashes(text: str, size: int) -> np.ndarray:
 
 def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
     columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in ("row", "id", "priority", "first")]
-    offsets = np.append(0, np.cumsum([len(row["windows"]) for row in rows])).astype(np.int32)
-    windows = pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate([row["windows"] for row in rows])))
+    windows = lists([row["windows"] for row in rows], np.uint64)
     return pa.Table.from_arrays([*columns, windows.cast(schema.field("windows").type)], schema=schema)
 
 
@@ -179,13 +179,3 @@ def _joined(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         begin, reach = starts[-1], reached[-1]
     if begin is not None:
         yield np.array([begin]), np.array([reach])
-
-
-def _write(database: Database, shard: int, output: Path) -> None:
-    query = (
-        "SELECT row, any_value(id), list(first ORDER BY first), list(last ORDER BY first) FROM runs "  # noqa: S608
-        f"JOIN ranked USING (node) WHERE shard = {shard} GROUP BY row ORDER BY row"
-    )
-    with parquet(output, REMOVED_RUNS) as writer:
-        for table in database.tables(query):
-            writer.write_table(table.rename_columns(REMOVED_RUNS.names).cast(REMOVED_RUNS))

@@ -25,7 +25,7 @@ LONGEST = 1 << 22  # characters of a document that are split into words: near co
 
 @dataclass(frozen=True)
 class Words:
-    """Hashes of the words of D documents: those of document d are `hashes[offsets[d]:offsets[d + 1]]`."""
+    """Hashes of the words of D documents; document d has `hashes[offsets[d]:offsets[d + 1]]`."""
 
     hashes: np.ndarray  # uint64
     offsets: np.ndarray  # int64, D + 1
@@ -57,7 +57,9 @@ def hash_words(texts: Sequence[str]) -> Iterator[tuple[list[int], Words]]:
         for index in long:
             block.texts[index] = block.texts[index][:LONGEST]
         characters, offsets = _fold(block)
-        words = _hash_block(characters, offsets, block.ascii)
+        flag = np.uint32(SINGLE_ASCII if block.ascii else SINGLE)
+        kept, lengths, hashes, bounds = split_words(characters, offsets, flag, np.uint64(scalar_mix(1)))
+        words = Words(hashes, bounds, _exact_hashes(kept, lengths, block.ascii))
         for index in np.flatnonzero(np.diff(words.offsets) == 0).tolist():
             if index not in digests:
                 digests[index] = hashlib.blake2b(
@@ -127,12 +129,6 @@ def _fold(block: _Block) -> tuple[np.ndarray, np.ndarray]:
         return np.frombuffer(joined.encode("ascii").translate(_ascii_table()), np.uint8), offsets
     points = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
     return _table()[points], offsets
-
-
-def _hash_block(characters: np.ndarray, offsets: np.ndarray, is_ascii: bool) -> Words:
-    flag = np.uint32(SINGLE_ASCII if is_ascii else SINGLE)
-    kept, lengths, hashes, bounds = split_words(characters, offsets, flag, np.uint64(scalar_mix(1)))
-    return Words(hashes, bounds, _exact_hashes(kept, lengths, is_ascii))
 
 
 def _digest(text: str) -> bytes:

@@ -1,11 +1,12 @@
-"""Parquet files that are there whole or not at all and say what they were made with, and groups of documents to fill them with."""
+"""Parquet files that are there whole or not at all and say what they were made with."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,11 +30,19 @@ class Priority:
 
 
 BY_LENGTH = Priority()
+HASHES: dict[str, Any] = {"compression": {"id": "zstd"}, "use_dictionary": False, "write_statistics": False}  # hashes do not compress
+
+
+def lists(rows: Sequence[np.ndarray], dtype: type) -> pa.ListArray:
+    """Arrays as a column of lists."""
+    offsets = np.append(0, np.cumsum([len(row) for row in rows])).astype(np.int32)
+    values = np.concatenate(rows) if rows else np.zeros(0, dtype)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(dtype, copy=False)))
 
 
 @contextlib.contextmanager
 def parquet(path: Path, schema: pa.Schema, **options: Any) -> Iterator[pq.ParquetWriter]:
-    """A writer whose file replaces `path` when the block ends without an error. `options`: of ParquetWriter.
+    """Write a Parquet file that replaces `path` when the block ends without an error. `options`: of ParquetWriter.
 
     Raises UserError: the file cannot be written, or a document's id is not valid Unicode.
     """
@@ -47,7 +56,7 @@ def parquet(path: Path, schema: pa.Schema, **options: Any) -> Iterator[pq.Parque
 
 
 def row_groups(path: Path, name: bytes, made_with: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Tables of a file whose schema says `made_with` under `name`. Raises UserError: it says otherwise, or is damaged."""
+    """Row groups of a file with `made_with` under `name` in its schema. Raises UserError: it says otherwise, or is damaged."""
     try:
         with pq.ParquetFile(path) as file:
             stored = (file.schema_arrow.metadata or {}).get(name, b"").decode(errors="replace")
@@ -62,17 +71,3 @@ def row_groups(path: Path, name: bytes, made_with: str, columns: list[str] | Non
         raise as_user_error(error) from error
     except pa.ArrowException as error:
         raise UserError(f"{shorten(str(path))}: not a whole Parquet file ({error}); make it again.") from None
-
-
-def groups(documents: Iterable[Document], characters: int, each: int = 0, rows: int | None = None) -> Iterator[list[Document]]:
-    """Documents in lists that end where they hold more than `characters`, or `rows` documents. `each`: characters added for a document."""
-    group: list[Document] = []
-    size = 0
-    for document in documents:
-        group.append(document)
-        size += len(document.text) + each
-        if len(group) == rows or size > characters:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

@@ -13,7 +13,7 @@ from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import SECONDS, Progress
 from maxlm.corpus.tasks import Task, largest_first
 
-ATTEMPTS = 3  # at a task whose process was killed
+ATTEMPTS = 3  # at a task after its process was killed
 
 
 class LocalExecutor:

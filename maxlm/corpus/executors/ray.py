@@ -1,4 +1,4 @@
-"""Run tasks on a Ray cluster, whose nodes share the folders of the input and the output.
+"""Run tasks on a Ray cluster. Its nodes share the folders of the input and the output.
 
 These are plain tasks of Ray: datatrove's Ray executor runs them in a process pool inside an actor, and waits for ever when a process of the
 pool is killed (seen with 0.10.1).
@@ -18,11 +18,11 @@ from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.settings import RaySettings
 from maxlm.corpus.tasks import Task, largest_first
 
-ATTEMPTS = 3  # at a task whose process or node was lost
+ATTEMPTS = 3  # at a task that lost its process or node
 
 
 class RayExecutor:
-    """Tasks of Ray. One whose process or node is lost begins again, on any node."""
+    """Tasks of Ray. A task that loses its process or node begins again, on any node."""
 
     def __init__(self, settings: RaySettings, workers: int | None, say: Callable[[str], None]) -> None:
         self.settings, self.workers, self.say = settings, workers, say
@@ -31,7 +31,7 @@ class RayExecutor:
         """Search over the whole corpus before pass `number`, in one task."""
         self._connect()
         threads = self.settings.combine_cpus
-        self._get(self._remote(threads, plan.settings.run.memory_mb / 1024).remote(_combine, str(Path.cwd()), plan, number, threads))
+        self._get(self._remote(threads, plan.settings.run.memory_mb / 1024).remote(combine, str(Path.cwd()), plan, number, threads))
 
     def run_tasks(self, plan: Plan, number: int, tasks: list[Task]) -> None:
         """Run `tasks` of pass `number`, at most `run.workers` at once. Raises UserError: what a task raises, or if nodes are lost."""
@@ -44,7 +44,7 @@ class RayExecutor:
         while waiting or running:
             while waiting and (self.workers is None or len(running) < self.workers):
                 task = by_number[waiting.pop(0)]
-                running[remote.remote(_run_task, folder, shared, number, task)] = task
+                running[remote.remote(run_task, folder, shared, number, task)] = task
             done, _ = ray.wait(list(running), num_returns=1)
             for one in done:
                 progress.add(running.pop(one), self._get(one))
@@ -82,11 +82,3 @@ def _call(function: Callable[..., Any], folder: str, *args: Any) -> Any:
             f"ray: {folder} is not on node {os.uname().nodename}; all nodes must share the folders of the corpus."
         ) from error
     return function(*args)
-
-
-def _run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
-    return run_task(plan, number, task)
-
-
-def _combine(plan: Plan, number: int, threads: int) -> None:
-    combine(plan, number, threads)

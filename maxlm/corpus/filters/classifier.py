@@ -2,13 +2,23 @@
 FineWeb2 and CCNet publish them.
 """
 
+from pydantic import Field
+
 from maxlm.config.errors import UserError, shorten
+from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.language import load_fasttext
-from maxlm.corpus.filters.protocol import removed, replace_text
-from maxlm.corpus.filters.settings import ClassifierSettings
+from maxlm.corpus.filters.protocol import Fraction, removed, replace_text
 
 EVERY = -1  # labels
+
+
+class ClassifierSettings(Section):
+    """A classifier of fastText, as `fasttext supervised` trains it and others publish theirs."""
+
+    model: str = Field(min_length=1, description="Path of a fastText model (.bin or .ftz).")
+    label: str = Field(min_length=1, description="The wanted label, without __label__.")
+    min_score: Fraction = Field(0.5, description="Probability of this label that a document has at least.")
 
 
 class ClassifierFilter:

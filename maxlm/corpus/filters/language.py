@@ -5,25 +5,49 @@ import unicodedata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from maxlm.config.errors import UserError, shorten
+from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.language_tags import covered, has_script, label_of, primary_language
-from maxlm.corpus.filters.protocol import removed, replace_text
-from maxlm.corpus.filters.settings import LanguageSettings
+from maxlm.corpus.filters.protocol import Fraction, removed, replace_text
+from maxlm.documents.text import optional
 
 Identify = Callable[[str], list[tuple[str, float]]]  # text -> codes (or a model's labels) and probabilities, the likeliest first
 LIKELY = 5  # languages that an identifier names
 UNKNOWN = "und"  # ISO 639-2: undetermined
 
 
+class LanguageSettings(Section):
+    """Language identification."""
+
+    keep: tuple[str, ...] = Field(
+        (),
+        description="Codes of ISO 639 of the languages that stay, perhaps with a script (zh-Hant, sr-Latn); empty: all stay and are only "
+        "labelled. A macrolanguage covers its members: zh yue and wuu, no nb and nn, sh sr, hr and bs.",
+    )
+    min_score: Fraction = Field(0.65, description="Probability that the language must have.")
+    backend: Literal["fasttext", "py3langid"] = Field("py3langid", description="fasttext needs `model`; py3langid brings its own.")
+    model: str | None = Field(None, description="Path of a fastText model, for example lid.176.ftz.")
+    sample_characters: int = Field(600, ge=100, description="Characters that are looked at: from the beginning, the middle and the end.")
+
+    @model_validator(mode="after")
+    def _tags_and_model(self) -> "LanguageSettings":
+        for tag in self.keep:
+            covered(tag)
+        if (self.backend == "fasttext") != (self.model is not None):
+            raise ValueError("`model` is the path of a fastText model; give it with backend: fasttext, and only there")
+        return self
+
+
 class LanguageFilter:
-    """Label each document with its language, and keep those of chosen ones. Metadata `language`, `language_score`.
+    """Label each document with its language, and keep documents in chosen languages. Metadata `language`, `language_score`.
 
     A document stays if its language is covered by a tag of `keep` (`language_tags.covered`) and the probabilities of all covered languages
     add up to `min_score`: Bosnian, Croatian and Serbian are hard to tell apart, and together they are not. docs/corpus.md has what was
@@ -73,7 +97,7 @@ def sample_text(text: str, characters: int) -> str:
 
 def load_fasttext(path: str, setting: str) -> Any:
     """The fastText model at `path`, which is `setting`.model. Raises UserError: it is missing or none, or the package is."""
-    library = _import("fasttext", "fasttext-predict", setting)
+    library = optional("fasttext", setting, "fasttext-predict")
     if not Path(path).is_file():
         raise UserError(f"{shorten(path)}: no such file; {setting}.model is the path of a fastText model, for example lid.176.ftz.")
     try:
@@ -94,7 +118,7 @@ def _fasttext(path: str) -> Identify:
 
 
 def _py3langid() -> Identify:
-    module = _import("py3langid.langid", "py3langid")
+    module = optional("py3langid.langid", "language")
     return NaiveBayes(module.LanguageIdentifier.from_model_file(module.MODEL_FILE, norm_probs=True))
 
 
@@ -161,12 +185,3 @@ def find_language(
         shares[names[j]] += share
         total += share
     return shares / total
-
-
-def _import(module: str, package: str, setting: str = "language") -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UserError(f"{setting} needs the package {package}: pip install {package}.") from None

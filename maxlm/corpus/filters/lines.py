@@ -4,16 +4,24 @@ import re
 from itertools import compress
 
 import numpy as np
+from pydantic import Field
 
+from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed, cut_text
-from maxlm.corpus.filters import scan, thresholds
+from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.lists import read_entries
-from maxlm.corpus.filters.protocol import removed, replace_text
-from maxlm.corpus.filters.settings import BoilerplateSettings, C4Settings
+from maxlm.corpus.filters.protocol import Fraction, removed, replace_text
 from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
 
 CITATION = re.compile(r"\[(?:\d{1,3}|edit|citation needed)\]")
-COUNTER = re.compile(rf"[\d.,]{{1,12}}\s?[kKmM]?\s{{0,3}}(?:{'|'.join(thresholds.REFINEDWEB_COUNTERS)})s?")
+# RefinedWeb, line-wise corrections (Penedo et al. 2023, arXiv 2306.01116, section 3.2 and appendix G.2).
+COUNTERS = ("like", "share", "comment", "retweet", "repost", "quote", "bookmark", "upvote", "downvote", "download", "view", "follower")
+SHORT_WORDS = 10  # a line of at most so many words is removed where it matches one of the three lists below
+LINE_STARTS = ("sign-in", "sign in", "log in", "subscribe to", "skip to content", "share this", "click here")
+LINE_ENDS = ("read more...", "read more", "read more…", "sign up", "all rights reserved.", "all rights reserved")
+LINE_PARTS = ("items in cart", "add to cart", "back to top")
+MAX_UPPERCASE = 0.5  # "mainly composed of uppercase characters": fraction of letters
+COUNTER = re.compile(rf"[\d.,]{{1,12}}\s?[kKmM]?\s{{0,3}}(?:{'|'.join(COUNTERS)})s?")
 NUMERICAL_SIGNS = ".,:;%€$£+/()#-"
 NUMERICAL = re.compile(rf"[\d\s{re.escape(NUMERICAL_SIGNS)}]+")
 
@@ -34,6 +42,26 @@ class Phrases:
         return scan.has_any(np.frombuffer(data, np.uint8), self.rows, self.lengths) or any(phrase in data for phrase in self.short)
 
 
+class C4Settings(Section):
+    """C4's rules for lines and pages (arXiv 1910.10683, section 2.2). Bad words are a filter of their own."""
+
+    terminal_punctuation: bool = Field(
+        True, description="Remove lines that do not end with a terminal mark (FineWeb leaves this rule out)."
+    )
+    min_words_in_line: int = Field(5, ge=0, description="Remove lines with fewer words.")
+    max_word_length: int = Field(1000, ge=1, description="Remove lines with a word of more characters.")
+    line_phrases: tuple[str, ...] = Field(
+        ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies"),
+        description="Remove lines that contain one of these (case of ASCII letters does not count).",
+    )
+    page_phrases: tuple[str, ...] = Field(
+        ("lorem ipsum",), description="Remove documents that contain one of these (case of ASCII letters does not count)."
+    )
+    curly_bracket: bool = Field(True, description="Remove documents that contain a curly bracket.")
+    citations: bool = Field(True, description="Remove Wikipedia's citation marks, such as [3] and [citation needed].")
+    min_sentences: int = Field(3, ge=0, description="Sentences that what is left has at least.")
+
+
 class C4Filter:
     """C4's rules for lines and pages (Raffel et al. 2020, arXiv 1910.10683, section 2.2).
 
@@ -45,7 +73,8 @@ class C4Filter:
     def __init__(self, settings: C4Settings) -> None:
         self.settings = settings
         self.line_phrases = [phrase.encode().lower() for phrase in settings.line_phrases]
-        self.page_phrases = [(phrase.encode().lower(), _page_reason(phrase)) for phrase in settings.page_phrases]
+        reasons = {"lorem ipsum": "c4_lorem_ipsum"}
+        self.page_phrases = [(phrase.encode().lower(), reasons.get(phrase, "c4_page_phrase")) for phrase in settings.page_phrases]
         self.phrases = Phrases([*self.line_phrases, *(phrase for phrase, _ in self.page_phrases)])
 
     def __call__(self, document: Document) -> Document | Removed:
@@ -55,7 +84,7 @@ class C4Filter:
         for phrase, reason in self.page_phrases if has_phrase else ():
             if phrase in lower:
                 return removed(document, self.name, reason)
-        if settings.curly_bracket and thresholds.C4_CURLY_BRACKET in document.text:
+        if settings.curly_bracket and "{" in document.text:
             return removed(document, self.name, "c4_curly_bracket")
         kept_L = self._kept(statistics, has_phrase)
         sentences = int(statistics.lines[kept_L, scan.SENTENCES].sum())
@@ -83,8 +112,12 @@ class C4Filter:
         return kept_L
 
 
-def _page_reason(phrase: str) -> str:
-    return f"c4_{phrase.replace(' ', '_')}" if phrase in thresholds.C4_PAGE_PHRASES else "c4_page_phrase"
+class BoilerplateSettings(Section):
+    """Lines that are not part of the text are removed (RefinedWeb, arXiv 2306.01116, G.2)."""
+
+    files: tuple[str, ...] = Field((), description="UTF-8 files of lines that are removed wherever they are a whole line, in any case.")
+    patterns: bool = Field(True, description="Remove lines that RefinedWeb's patterns describe: counters, menus, mostly uppercase.")
+    max_removed_words: Fraction = Field(0.05, description="Fraction of words in removed lines above which the document is removed.")
 
 
 class BoilerplateFilter:
@@ -98,7 +131,7 @@ class BoilerplateFilter:
     def __init__(self, settings: BoilerplateSettings) -> None:
         self.settings = settings
         self.listed = frozenset(" ".join(entry.lower().split()) for path in settings.files for entry in read_entries(path))
-        phrases = (*thresholds.REFINEDWEB_LINE_STARTS, *thresholds.REFINEDWEB_LINE_ENDS, *thresholds.REFINEDWEB_LINE_PARTS)
+        phrases = (*LINE_STARTS, *LINE_ENDS, *LINE_PARTS)
         self.phrases = np.zeros((len(phrases) if settings.patterns else 0, 1 + max(map(len, phrases))), np.uint32)
         for row, phrase in zip(self.phrases, phrases, strict=False):
             row[: len(phrase)] = TextStatistics(phrase).codes
@@ -124,9 +157,9 @@ class BoilerplateFilter:
         lines = statistics.lines
         kept_L = np.ones(len(lines), bool)
         if self.settings.patterns:
-            kept_L = lines[:, scan.UPPERCASE] <= thresholds.REFINEDWEB_MAX_UPPERCASE * lines[:, scan.LETTERS]
+            kept_L = lines[:, scan.UPPERCASE] <= MAX_UPPERCASE * lines[:, scan.LETTERS]
             kept_L &= lines[:, scan.WORDS] != 1
-        short = thresholds.REFINEDWEB_SHORT_WORDS
+        short = SHORT_WORDS
         found_L = scan.find_candidates(statistics.codes, lines, *scan.tables(), self.phrases, self.signs, short, self.table)
         kept_L &= found_L != scan.SURE
         for number, start, end in zip(*_columns(lines, (found_L == scan.MAYBE) & kept_L), strict=True):
@@ -140,11 +173,7 @@ def is_pattern(line: str) -> bool:
     words = TextStatistics(line).n_words
     if words == 1 or NUMERICAL.fullmatch(line) or COUNTER.fullmatch(line):
         return True
-    return words <= thresholds.REFINEDWEB_SHORT_WORDS and (
-        line.startswith(thresholds.REFINEDWEB_LINE_STARTS)
-        or line.endswith(thresholds.REFINEDWEB_LINE_ENDS)
-        or any(part in line for part in thresholds.REFINEDWEB_LINE_PARTS)
-    )
+    return words <= SHORT_WORDS and (line.startswith(LINE_STARTS) or line.endswith(LINE_ENDS) or any(part in line for part in LINE_PARTS))
 
 
 def keep_lines(statistics: TextStatistics, kept_L: np.ndarray) -> str:

@@ -1,14 +1,15 @@
 """Rules with lists given as files: bad words, domains, URLs."""
 
 import numpy as np
+from pydantic import Field
 
 from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.config.fields import Section
 from maxlm.config.paths import read_file
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.protocol import removed
 from maxlm.corpus.filters.scan import Hashes
-from maxlm.corpus.filters.settings import BadWordsSettings, UrlSettings
 from maxlm.corpus.filters.statistics import TextStatistics, statistics_of
 from maxlm.corpus.urls import split_url
 
@@ -25,6 +26,13 @@ def read_entries(path: str) -> list[str]:
         raise as_user_error(error) from None
     lines = (line.strip() for line in text.split("\n"))
     return [line for line in lines if line and not line.startswith("#")]
+
+
+class BadWordsSettings(Section):
+    """Documents with listed words are removed."""
+
+    files: tuple[str, ...] = Field(min_length=1, description="UTF-8 files, a word or phrase in each line; # begins a comment.")
+    max_matches: int = Field(0, ge=0, description="Occurrences that a document may have.")
 
 
 class BadWordsFilter:
@@ -60,8 +68,17 @@ class BadWordsFilter:
         return any(tuple(hashes_T[position : position + len(entry)].tolist()) == entry for entry in entries)
 
 
+class UrlSettings(Section):
+    """Documents from a listed `url` (metadata) are removed."""
+
+    domain_files: tuple[str, ...] = Field((), description="UTF-8 files, a domain in each line; its subdomains are meant, too.")
+    url_files: tuple[str, ...] = Field(
+        (), description="UTF-8 files, a URL in each line, without regard to scheme, www., query and fragment."
+    )
+
+
 class UrlFilter:
-    """Documents whose metadata `url` is listed, or is of a listed domain or a subdomain of one. Documents without a URL stay."""
+    """Remove documents from a listed URL, or from a listed domain or a subdomain (metadata `url`). Documents without a URL stay."""
 
     name = "urls"
 

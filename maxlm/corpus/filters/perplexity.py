@@ -3,11 +3,15 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from maxlm.config.errors import UserError, error_kind, shorten
+from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.protocol import Scorer, removed, replace_text
-from maxlm.corpus.filters.settings import PerplexitySettings
+from maxlm.documents.text import optional
 
 BITS_PER_DIGIT = math.log2(10)  # KenLM's scores are log10
 
@@ -19,10 +23,7 @@ class KenlmScorer:
     """
 
     def __init__(self, path: str, tokens: str = "words") -> None:
-        try:
-            import kenlm
-        except ImportError:
-            raise UserError("perplexity.kenlm needs the package kenlm: pip install kenlm.") from None
+        kenlm = optional("kenlm", "perplexity.kenlm", "kenlm")
         if not Path(path).is_file():
             raise UserError(f"{shorten(path)}: no such file; perplexity.kenlm is the path of a KenLM model.")
         try:
@@ -33,11 +34,12 @@ class KenlmScorer:
 
     def score(self, texts: Sequence[str]) -> list[float]:
         """Bits per UTF-8 byte of each text; 0.0 for one without words."""
-        return [self._bits(text) / max(len(text.encode("utf-8", "surrogatepass")), 1) for text in texts]
-
-    def _bits(self, text: str) -> float:
-        units = (kenlm_units(line, self.characters) for line in text.split("\n"))
-        return -BITS_PER_DIGIT * sum(self.model.score(line) for line in units if line)
+        scores = []
+        for text in texts:
+            units = (kenlm_units(line, self.characters) for line in text.split("\n"))
+            bits = -BITS_PER_DIGIT * sum(self.model.score(line) for line in units if line)
+            scores.append(bits / max(len(text.encode("utf-8", "surrogatepass")), 1))
+        return scores
 
 
 def kenlm_units(line: str, characters: bool) -> str:
@@ -46,8 +48,25 @@ def kenlm_units(line: str, characters: bool) -> str:
     return " ".join("▁".join(words)) if characters else " ".join(words)
 
 
+class PerplexitySettings(Section):
+    """Bits per byte under a language model, within bounds."""
+
+    checkpoint: str | None = Field(None, description="A model of ours: folder of a run or of an imported model, or a Hugging Face folder.")
+    kenlm: str | None = Field(None, description="Path of a KenLM model instead.")
+    tokens: Literal["words", "characters"] = Field("words", description="Units of the KenLM model.")
+    max_bits_per_byte: float = Field(gt=0, description="Documents above it are removed: garbage, shuffled text.")
+    min_bits_per_byte: float = Field(0.0, ge=0, description="Documents below it are removed: templates, repetition.")
+    sample_characters: int = Field(8192, ge=100, description="Characters at the beginning of a document that are scored.")
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if (self.checkpoint is None) == (self.kenlm is None):
+            raise ValueError("checkpoint or kenlm names the model that scores; set one of them")
+        return self
+
+
 class PerplexityFilter:
-    """Documents whose bits per byte are out of bounds. Metadata `bits_per_byte`. Shuffled text is found by this filter alone."""
+    """Remove documents with bits per byte out of bounds. Metadata `bits_per_byte`. Shuffled text is found by this filter alone."""
 
     name = "perplexity"
 
@@ -61,14 +80,14 @@ class PerplexityFilter:
 
     def filter_many(self, documents: Sequence[Document]) -> list[Document | Removed]:
         """The same for several documents, scored together."""
+        results: list[Document | Removed] = []
+        low, high = self.settings.min_bits_per_byte, self.settings.max_bits_per_byte
         scores = self.scorer.score([document.text[: self.settings.sample_characters] for document in documents])
-        return [self._judge(document, score) for document, score in zip(documents, scores, strict=True)]
-
-    def _judge(self, document: Document, score: float) -> Document | Removed:
-        score = round(float(score), 4)
-        settings = self.settings
-        if not score <= settings.max_bits_per_byte:  # not a number is too high
-            return removed(document, self.name, "perplexity_too_high", value=score, limit=settings.max_bits_per_byte)
-        if score < settings.min_bits_per_byte:
-            return removed(document, self.name, "perplexity_too_low", value=score, limit=settings.min_bits_per_byte)
-        return replace_text(document, document.text, bits_per_byte=score)
+        for document, score in zip(documents, (round(float(one), 4) for one in scores), strict=True):
+            if not score <= high:  # not a number is too high
+                results.append(removed(document, self.name, "perplexity_too_high", value=score, limit=high))
+            elif score < low:
+                results.append(removed(document, self.name, "perplexity_too_low", value=score, limit=low))
+            else:
+                results.append(replace_text(document, document.text, bits_per_byte=score))
+        return results

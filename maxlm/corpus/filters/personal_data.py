@@ -8,15 +8,22 @@ import re
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 
+from pydantic import Field
+
+from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.phones import WORD_BEGINS, WORD_ENDS, find_phones
 from maxlm.corpus.filters.secret_keys import find_keys
-from maxlm.corpus.filters.settings import PersonalDataSettings
 from maxlm.corpus.filters.statistics import statistics_of
 
 Span = tuple[int, int]  # of characters
 Find = Callable[[str, int], Iterator[Span]]  # text and its hints -> places from left to right, without overlap
+# Fullwidth digits, letters and signs of Japanese and Chinese texts, each of which stands for one character of ASCII.
+FULLWIDTH = re.compile("[０-９Ａ-Ｚａ-ｚ]")
+NARROW = {
+    code: code - 0xFEE0 for code in (*range(0xFF10, 0xFF1A), *range(0xFF20, 0xFF3B), *range(0xFF41, 0xFF5B), *map(ord, "＋－（）．／"))
+}
 LONGEST_LOCAL_PART = 64  # characters before the @ (RFC 5321, 4.5.3.1.1)
 LOCAL_PART_CHARACTERS = frozenset("._%+-'&")
 
@@ -33,6 +40,7 @@ LOGIN_AFTER = re.compile(r":[\w~/.]|\(|/\w|\[(?:[-:\d'\"]|[a-z_]\w{0,15}\])")  #
 # A product of arrays or an attribute in a program (q@k.mT, a@self.weight.data, A@b.re, pose@camera.center)
 PRODUCT = re.compile(
     r"(?:[A-Za-z_]@[A-Za-z_]\.(?!(?:com|org|edu|gov)\Z)\w+|(?:.*@)?self\..*|.*[a-z][A-Z]\w*"
+    r"|(?:\w*_)?(?:rotation|translation|transform|matrix|pose|basis|weights?|projection|vector)@[A-Za-z_]\w*\.(?!(?:com|org|edu|gov|net)\Z)\w+"
     r"|[A-Za-z_]\w*@\w+\.(?:center|data|zero|read|call|save|search|map|now|here|open))\Z"
 )
 MESSAGE_ID = re.compile(r"(?:message-id|in-reply-to|references|msgid|mid):?[^\n]{0,80}<?\Z|\bid <\Z", re.IGNORECASE)
@@ -208,6 +216,19 @@ KINDS: dict[str, tuple[str, tuple[Find, ...]]] = {  # setting -> placeholder and
 }
 
 
+class PersonalDataSettings(Section):
+    """Personal data are replaced by placeholders: <EMAIL>, <IP_ADDRESS>, <PHONE>, <IBAN>, <CARD>, <KEY>."""
+
+    email: bool = Field(True, description="E-mail addresses; logins (user@host:path) stay.")
+    ip: bool = Field(True, description="Public IPv4 and IPv6 addresses; private, loopback, reserved and documentation addresses stay.")
+    phone: bool = Field(
+        True, description="Telephone numbers of a numbering plan: international, North American, in national groups, and labelled (Tel.)."
+    )
+    iban: bool = Field(True, description="Bank account numbers with right check digits (ISO 13616).")
+    card: bool = Field(True, description="Payment card numbers with a right check digit, in groups or after a word for a card.")
+    key: bool = Field(True, description="Private keys, tokens and passwords of known form, passwords in URLs.")
+
+
 class PersonalDataFilter:
     """Mask e-mail and public IP addresses, telephone, account and card numbers, and keys. Metadata `masked_email` and so on: number."""
 
@@ -223,7 +244,9 @@ class PersonalDataFilter:
             changed = False
             for name, placeholder, searches in self.kinds:
                 for find in searches:
-                    text, n = substitute(text, find(text, hints), placeholder)
+                    wide = not text.isascii() and FULLWIDTH.search(text) is not None
+                    spans = find(text.translate(NARROW), scan.ALL_HINTS) if wide else find(text, hints)
+                    text, n = substitute(text, spans, placeholder)
                     if n:
                         counts[name], changed = counts.get(name, 0) + n, True
             hints = scan.ALL_HINTS

@@ -22,6 +22,7 @@ TRUNK = re.compile(  # national numbers of other countries in groups: 0 and an a
 NUMBER = re.compile(rf"(?<![\w.,+-])\+?\(?\d{{1,9}}\)?{_GROUPS}{{0,7}}(?![^\W_])")
 LABEL = re.compile(
     rf"(?:{WORD_BEGINS}(?:((?:(?:mobile|cell(?:ular)?)[ _-]?)?(?:tele)?phones?|t[eé]l[eé]phones?|tel[eé]fonos?|telefones?|telefon|telefoon"
+    r"|contact[ _-](?:nos?|numbers?|nr)"
     r"|(?:tele)?fax(?:es)?|whatsapp|hotline|helpline|t[eé]ls?|tlf|tfno|тел|телефон\w{0,3}|факс|τηλ|τηλέφωνο|هاتف)"
     r"|(mobile|mobil|mobiel|m[oó]vil|celular|cellulare|cell|gsm|ph)|handy|portable|call|dial)(?:\(s\))?"
     rf"{WORD_ENDS}|(電話|电话|手机|手機|携帯|传真|傳真|전화|휴대폰))"
@@ -140,6 +141,8 @@ def _labelled(text: str) -> Iterator[tuple[int, int]]:
             continue
         word, mobile, between = label[1] or label[3], label[2], label[4]
         explicit = EXPLICIT.fullmatch(between) is not None
+        if not explicit and text[label.start() - 1 : label.start()] == "_":
+            continue  # an identifier such as new_fax, of a program
         marked = word is not None and (explicit or not between.strip(" \t"))
         if PAIR.fullmatch(number) and not explicit and (word or "").lower() not in ABBREVIATIONS:
             continue

@@ -1,11 +1,14 @@
 """Filters of documents: what each one is, and how a list of them runs."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Annotated, Any, Protocol, TypeGuard
+
+from pydantic import Field
 
 from maxlm.corpus.document import Document, Removed, Value, tag
 
 EXAMPLE_CHARACTERS = 300
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Filter(Protocol):

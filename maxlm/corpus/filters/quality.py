@@ -5,15 +5,17 @@ from functools import lru_cache
 from importlib.resources import files
 
 import numpy as np
+from pydantic import Field, model_validator
 
+from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.language_tags import primary_language
-from maxlm.corpus.filters.protocol import removed
-from maxlm.corpus.filters.settings import FineWebSettings, GopherQualitySettings, GopherRepetitionSettings, LengthSettings
+from maxlm.corpus.filters.protocol import Fraction, removed
 from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of, word_hashes
 
 Broken = tuple[str, float, float]  # reason, value, limit
+Rule = tuple[bool, str, float, float]  # True where it is broken, and then why
 UNSPACED_LANGUAGES = ("ja", "zh")  # languages with stop words of one character and no spaces
 
 
@@ -22,6 +24,22 @@ def shipped_stop_words() -> dict[str, tuple[str, ...]]:
     """Stop words by language, from stop_words.txt."""
     lines = files(__package__).joinpath("stop_words.txt").read_text("utf-8").splitlines()
     return {words[0]: tuple(words[1:]) for words in map(str.split, lines) if words[0] != "#"}
+
+
+class LengthSettings(Section):
+    """Bounds of a document's length."""
+
+    min_characters: int = Field(1, ge=0, description="Characters that a document has at least.")
+    max_characters: int | None = Field(None, ge=1, description="Characters that a document has at most; null: no limit.")
+    min_words: int = Field(0, ge=0, description="Words that a document has at least; in scripts without spaces, characters.")
+    max_words: int | None = Field(None, ge=1, description="Words that a document has at most; null: no limit.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "LengthSettings":
+        for least, most in ((self.min_characters, self.max_characters), (self.min_words, self.max_words)):
+            if most is not None and most < least:
+                raise ValueError(f"the most, {most}, is less than the least, {least}; raise it, or lower the least")
+        return self
 
 
 class LengthFilter:
@@ -33,19 +51,37 @@ class LengthFilter:
         self.settings = settings
 
     def __call__(self, document: Document) -> Document | Removed:
-        settings, characters = self.settings, len(document.text)
-        broken: Broken | None = None
-        if characters < settings.min_characters:
-            broken = "length_too_few_characters", characters, settings.min_characters
-        elif settings.max_characters is not None and characters > settings.max_characters:
-            broken = "length_too_many_characters", characters, settings.max_characters
-        elif settings.min_words or settings.max_words is not None:
-            words = statistics_of(document.text).n_words
-            if words < settings.min_words:
-                broken = "length_too_few_words", words, settings.min_words
-            elif settings.max_words is not None and words > settings.max_words:
-                broken = "length_too_many_words", words, settings.max_words
-        return verdict(self.name, document, broken)
+        settings = self.settings
+        sizes = [("characters", len(document.text), settings.min_characters, settings.max_characters)]
+        if settings.min_words or settings.max_words is not None:
+            sizes.append(("words", statistics_of(document.text).n_words, settings.min_words, settings.max_words))
+        for unit, size, least, most in sizes:
+            if size < least:
+                return verdict(self.name, document, (f"length_too_few_{unit}", size, least))
+            if most is not None and size > most:
+                return verdict(self.name, document, (f"length_too_many_{unit}", size, most))
+        return document
+
+
+class GopherQualitySettings(Section):
+    """Gopher's quality rules (arXiv 2112.11446, A.1.1). A word stands between white space; in scripts without spaces, a character does."""
+
+    min_words: int = Field(50, ge=0, description="Words that a document has at least.")
+    max_words: int = Field(100_000, ge=1, description="Words that a document has at most.")
+    min_mean_word_length: float = Field(3.0, ge=0, description="Characters of a word, mean, at least.")
+    max_mean_word_length: float = Field(10.0, gt=0, description="Characters of a word, mean, at most.")
+    max_hash_ratio: float = Field(0.1, ge=0, description="Hash signs for each word, at most.")
+    max_ellipsis_ratio: float = Field(0.1, ge=0, description="Ellipses for each word, at most.")
+    max_bullet_lines: Fraction = Field(0.9, description="Fraction of lines that begin with a bullet, at most.")
+    max_ellipsis_lines: Fraction = Field(0.3, description="Fraction of lines that end with an ellipsis, at most.")
+    min_alphabetic_words: Fraction = Field(0.8, description="Fraction of words with a letter, at least.")
+    min_stop_words: int = Field(2, ge=0, description="Different stop words that a document has at least.")
+    stop_words: dict[str, tuple[str, ...]] = Field(
+        {"en": ("the", "be", "to", "of", "and", "that", "have", "with")},
+        description="Stop words by language, as ISO 639-1 (en-us and eng in metadata are en), and the lists of stop_words.txt for 36 more. "
+        "A document in a language (metadata) without a list is not judged by this rule; one without a language is judged by all "
+        "lists given here together.",
+    )
 
 
 class GopherQualityFilter:
@@ -72,32 +108,35 @@ class GopherQualityFilter:
     def _counts(self, statistics: TextStatistics) -> Broken | None:
         settings = self.settings
         words, characters, with_letter, hash_signs, ellipses, spaced = statistics.counts
-        if words < settings.min_words:
-            return "gopher_too_few_words", words, settings.min_words
-        if words > settings.max_words:
-            return "gopher_too_many_words", words, settings.max_words
-        n = max(words, 1)
-        if 0 < words <= 2 * spaced and not settings.min_mean_word_length <= characters / spaced <= settings.max_mean_word_length:
-            low = characters / spaced < settings.min_mean_word_length
-            return "gopher_mean_word_length", characters / spaced, settings.min_mean_word_length if low else settings.max_mean_word_length
-        if hash_signs / n > settings.max_hash_ratio:
-            return "gopher_hash_signs", hash_signs / n, settings.max_hash_ratio
-        if ellipses / n > settings.max_ellipsis_ratio:
-            return "gopher_ellipses", ellipses / n, settings.max_ellipsis_ratio
-        if words and with_letter / n < settings.min_alphabetic_words:
-            return "gopher_alphabetic_words", with_letter / n, settings.min_alphabetic_words
-        return None
+        n, mean, is_spaced = max(words, 1), characters / max(spaced, 1), 0 < words <= 2 * spaced
+        alphabetic = with_letter / n
+        return first_broken(
+            (words < settings.min_words, "gopher_too_few_words", words, settings.min_words),
+            (words > settings.max_words, "gopher_too_many_words", words, settings.max_words),
+            (is_spaced and mean < settings.min_mean_word_length, "gopher_mean_word_length", mean, settings.min_mean_word_length),
+            (is_spaced and mean > settings.max_mean_word_length, "gopher_mean_word_length", mean, settings.max_mean_word_length),
+            (hash_signs / n > settings.max_hash_ratio, "gopher_hash_signs", hash_signs / n, settings.max_hash_ratio),
+            (ellipses / n > settings.max_ellipsis_ratio, "gopher_ellipses", ellipses / n, settings.max_ellipsis_ratio),
+            (
+                words > 0 and alphabetic < settings.min_alphabetic_words,
+                "gopher_alphabetic_words",
+                alphabetic,
+                settings.min_alphabetic_words,
+            ),
+        )
 
     def _lines(self, statistics: TextStatistics) -> Broken | None:
-        flags, settings = statistics.flags, self.settings
-        n = max(flags.size, 1)
-        bullets = int(np.count_nonzero(flags & scan.BEGINS_WITH_BULLET)) / n
-        if bullets > settings.max_bullet_lines:
-            return "gopher_bullet_lines", bullets, settings.max_bullet_lines
-        ellipses = int(np.count_nonzero(flags & scan.ENDS_WITH_ELLIPSIS)) / n
-        if ellipses > settings.max_ellipsis_lines:
-            return "gopher_ellipsis_lines", ellipses, settings.max_ellipsis_lines
-        return None
+        flags = statistics.flags
+        bullets, ellipses = (int(np.count_nonzero(flags & flag)) for flag in (scan.BEGINS_WITH_BULLET, scan.ENDS_WITH_ELLIPSIS))
+        return self.broken_lines(bullets, ellipses, max(flags.size, 1))
+
+    def broken_lines(self, bullets: int, ellipses: int, n: int) -> Broken | None:
+        """The rule that `n` lines break, of which some begin with a bullet and some end with an ellipsis."""
+        most_bullets, most_ellipses = self.settings.max_bullet_lines, self.settings.max_ellipsis_lines
+        return first_broken(
+            (bullets / n > most_bullets, "gopher_bullet_lines", bullets / n, most_bullets),
+            (ellipses / n > most_ellipses, "gopher_ellipsis_lines", ellipses / n, most_ellipses),
+        )
 
     def _stop_words(self, statistics: TextStatistics, language: object) -> Broken | None:
         wanted = self.all_stop_words if language is None else self._of_language(str(language))
@@ -119,6 +158,28 @@ class GopherQualityFilter:
         """Stop words of a document's language: of the very tag, or else of its language without region and script."""
         exact = self.stop_words.get(tag)
         return exact if exact is not None else self.primary_stop_words.get(primary_language(tag))
+
+
+class GopherRepetitionSettings(Section):
+    """Gopher's repetition rules (arXiv 2112.11446, table A1): fractions above which a document is removed."""
+
+    max_duplicate_lines: Fraction = Field(0.3, description="Lines that repeat an earlier one.")
+    max_duplicate_paragraphs: Fraction = Field(0.3, description="Paragraphs that repeat an earlier one.")
+    max_duplicate_line_characters: Fraction = Field(0.2, description="Characters in such lines.")
+    max_duplicate_paragraph_characters: Fraction = Field(0.2, description="Characters in such paragraphs.")
+    max_top_ngram: dict[int, Fraction] = Field(
+        {2: 0.2, 3: 0.18, 4: 0.16}, description="By length in words (2 to 4): characters in the most frequent n-gram."
+    )
+    max_duplicate_ngram: dict[int, Fraction] = Field(
+        {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.1},
+        description="By length in words (5 to 10): characters in n-grams that repeat an earlier one.",
+    )
+
+    @model_validator(mode="after")
+    def _lengths(self) -> "GopherRepetitionSettings":
+        if not set(self.max_top_ngram) <= {2, 3, 4} or not set(self.max_duplicate_ngram) <= {5, 6, 7, 8, 9, 10}:
+            raise ValueError("n-grams have 2 to 4 words in max_top_ngram and 5 to 10 in max_duplicate_ngram; give no other length")
+        return self
 
 
 class GopherRepetitionFilter:
@@ -164,6 +225,21 @@ class GopherRepetitionFilter:
         return statistics.repetition
 
 
+class FineWebSettings(Section):
+    """FineWeb's three rules (arXiv 2406.17557, section 3.6)."""
+
+    max_unpunctuated: Fraction = Field(0.12, description="Removed where this fraction of lines or less ends with punctuation.")
+    min_short_lines: Fraction = Field(0.67, description="Removed where this fraction of lines or more is short.")
+    short_line: int = Field(30, ge=1, description="Characters below which a line is short.")
+    min_duplicate_line_characters: Fraction = Field(
+        0.1,
+        description="Removed where this fraction of characters or more is in duplicate lines.",
+    )
+    max_newlines_per_word: float | None = Field(
+        None, ge=0, description="Newlines for each word, at most: lists. rules: fineweb has 0.3, the paper has no such rule; null: off."
+    )
+
+
 class FineWebFilter:
     """FineWeb's rules (Penedo et al. 2024, arXiv 2406.17557, section 3.6), on lines with text."""
 
@@ -174,24 +250,31 @@ class FineWebFilter:
 
     def __call__(self, document: Document) -> Document | Removed:
         settings, statistics = self.settings, statistics_of(document.text)
-        flags, lines = statistics.flags, statistics.lines
+        flags, lines, duplicates = statistics.flags, statistics.lines, statistics.duplicates
         n = max(flags.size, 1)
-        broken: Broken | None = None
         punctuated = int(np.count_nonzero(flags & scan.ENDS_WITH_MARK)) / n
         lengths = lines[:, scan.END] - lines[:, scan.START]
         short = int(np.count_nonzero((lengths > 0) & (lengths < settings.short_line))) / n
-        repeated = statistics.duplicates[scan.REPEATED_LINE_CHARACTERS] / max(statistics.duplicates[scan.LINE_CHARACTERS], 1)
-        if punctuated <= settings.max_unpunctuated:
-            broken = "fineweb_line_punctuation", punctuated, settings.max_unpunctuated
-        elif short >= settings.min_short_lines:
-            broken = "fineweb_short_lines", short, settings.min_short_lines
-        elif repeated >= settings.min_duplicate_line_characters:
-            broken = "fineweb_duplicate_line_characters", repeated, settings.min_duplicate_line_characters
-        elif settings.max_newlines_per_word is not None:
-            newlines = document.text.count("\n") / max(statistics.n_words, 1)
-            if newlines > settings.max_newlines_per_word:
-                broken = "fineweb_newlines", newlines, settings.max_newlines_per_word
-        return verdict(self.name, document, broken)
+        repeated = duplicates[scan.REPEATED_LINE_CHARACTERS] / max(duplicates[scan.LINE_CHARACTERS], 1)
+        newlines, least = document.text.count("\n") / max(statistics.n_words, 1), settings.min_duplicate_line_characters
+        rules = (
+            (punctuated <= settings.max_unpunctuated, "fineweb_line_punctuation", punctuated, settings.max_unpunctuated),
+            (short >= settings.min_short_lines, "fineweb_short_lines", short, settings.min_short_lines),
+            (repeated >= least, "fineweb_duplicate_line_characters", repeated, least),
+            too_many_newlines(newlines, settings),
+        )
+        return verdict(self.name, document, first_broken(*rules))
+
+
+def too_many_newlines(share: float, settings: FineWebSettings) -> Rule:
+    """The rule of newlines for each word, which is off without a limit."""
+    most = settings.max_newlines_per_word
+    return most is not None and share > most, "fineweb_newlines", share, most or 0.0
+
+
+def first_broken(*rules: Rule) -> Broken | None:
+    """Reason, value and limit of the first of `rules` that is broken."""
+    return next((rule[1:] for rule in rules if rule[0]), None)
 
 
 def verdict(stage: str, document: Document, broken: Broken | None) -> Document | Removed:

@@ -9,15 +9,28 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maxlm.corpus.document import Document, Removed, cut_text
-from maxlm.corpus.filters import scan, thresholds
+from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.lines import C4Filter
 from maxlm.corpus.filters.protocol import Filter, removed, replace_text
-from maxlm.corpus.filters.quality import Broken, FineWebFilter, GopherQualityFilter, GopherRepetitionFilter, verdict
+from maxlm.corpus.filters.quality import (
+    Broken,
+    FineWebFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    first_broken,
+    too_many_newlines,
+    verdict,
+)
 from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of
 
+# Fields of settings as FineWeb's program (examples/fineweb.py of datatrove) and datatrove's defaults have them, where the papers differ.
+THRESHOLDS: dict[str, dict[str, object]] = {
+    "c4": {"terminal_punctuation": False, "min_words_in_line": 3, "min_sentences": 5},
+    "fineweb": {"min_duplicate_line_characters": 0.01, "max_newlines_per_word": 0.3},
+}
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
-_ENDS = re.escape(thresholds.SENTENCE_ENDS)
-_WIDE_ENDS = re.escape("".join(mark for mark in thresholds.SENTENCE_ENDS if ord(mark) > 0x7F and mark != "…"))
+_ENDS = re.escape(scan.SENTENCE_ENDS)
+_WIDE_ENDS = re.escape("".join(mark for mark in scan.SENTENCE_ENDS if ord(mark) > 0x7F and mark != "…"))
 SENTENCE = re.compile(rf"\S.*?(?:[{_WIDE_ENDS}][^\w\s]*|[{_ENDS}][^\w\s]*(?=\s)|$)")  # of a line
 
 
@@ -33,36 +46,22 @@ class ReleasedGopherQuality(GopherQualityFilter):
     def _counts(self, statistics: TextStatistics) -> Broken | None:
         settings, text = self.settings, statistics.text
         n, (words, characters, with_letter) = max(statistics.pieces[0].size, 1), statistics.pieces[3].tolist()
-        if words < settings.min_words:
-            return "gopher_too_few_words", words, settings.min_words
-        if words > settings.max_words:
-            return "gopher_too_many_words", words, settings.max_words
-        mean = characters / max(words, 1)
-        if mean < settings.min_mean_word_length:
-            return "gopher_mean_word_length", mean, settings.min_mean_word_length
-        if mean > settings.max_mean_word_length:
-            return "gopher_mean_word_length", mean, settings.max_mean_word_length
-        if text.count("#") / n > settings.max_hash_ratio:
-            return "gopher_hash_signs", text.count("#") / n, settings.max_hash_ratio
-        ellipses = (text.count("...") + text.count("…")) / n
-        if ellipses > settings.max_ellipsis_ratio:
-            return "gopher_ellipses", ellipses, settings.max_ellipsis_ratio
-        return self._lines(statistics) or (
-            ("gopher_alphabetic_words", with_letter / n, settings.min_alphabetic_words)
-            if with_letter / n < settings.min_alphabetic_words
-            else None
+        mean, hash_signs, ellipses = characters / max(words, 1), text.count("#") / n, (text.count("...") + text.count("…")) / n
+        broken = first_broken(
+            (words < settings.min_words, "gopher_too_few_words", words, settings.min_words),
+            (words > settings.max_words, "gopher_too_many_words", words, settings.max_words),
+            (mean < settings.min_mean_word_length, "gopher_mean_word_length", mean, settings.min_mean_word_length),
+            (mean > settings.max_mean_word_length, "gopher_mean_word_length", mean, settings.max_mean_word_length),
+            (hash_signs > settings.max_hash_ratio, "gopher_hash_signs", hash_signs, settings.max_hash_ratio),
+            (ellipses > settings.max_ellipsis_ratio, "gopher_ellipses", ellipses, settings.max_ellipsis_ratio),
         )
+        least, alphabetic = settings.min_alphabetic_words, with_letter / n
+        return broken or self._lines(statistics) or first_broken((alphabetic < least, "gopher_alphabetic_words", alphabetic, least))
 
     def _lines(self, statistics: TextStatistics) -> Broken | None:
-        settings, lines = self.settings, statistics.text.splitlines()
-        n = max(len(lines), 1)
-        bullets = sum(line.lstrip().startswith(thresholds.RELEASED_BULLETS) for line in lines) / n
-        if bullets > settings.max_bullet_lines:
-            return "gopher_bullet_lines", bullets, settings.max_bullet_lines
-        ellipses = sum(line.rstrip().endswith(("...", "…")) for line in lines) / n
-        if ellipses > settings.max_ellipsis_lines:
-            return "gopher_ellipsis_lines", ellipses, settings.max_ellipsis_lines
-        return None
+        lines = statistics.text.splitlines()
+        bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
+        return self.broken_lines(bullets, sum(line.rstrip().endswith(("...", "…")) for line in lines), max(len(lines), 1))
 
 
 class ReleasedGopherRepetition(GopherRepetitionFilter):
@@ -75,14 +74,11 @@ class ReleasedGopherRepetition(GopherRepetitionFilter):
 
     def _lines(self, statistics: TextStatistics) -> Broken | None:
         settings, text = self.settings, statistics.text
-        for name, parts, most, most_characters in (
-            (
-                "paragraph",
-                re.split(r"\n{2,}", text.strip()),
-                settings.max_duplicate_paragraphs,
-                settings.max_duplicate_paragraph_characters,
-            ),
-            ("line", re.split(r"\n+", text), settings.max_duplicate_lines, settings.max_duplicate_line_characters),
+        paragraphs = settings.max_duplicate_paragraphs, settings.max_duplicate_paragraph_characters
+        lines = settings.max_duplicate_lines, settings.max_duplicate_line_characters
+        for name, parts, (most, most_characters) in (
+            ("paragraph", re.split(r"\n{2,}", text.strip()), paragraphs),
+            ("line", re.split(r"\n+", text), lines),
         ):
             repeated, characters = _duplicates(parts)
             if repeated / len(parts) > most:
@@ -103,19 +99,16 @@ class ReleasedFineWeb(FineWebFilter):
         settings, text = self.settings, document.text
         lines = [line for line in text.split("\n") if line.strip()]
         n, marks = max(len(lines), 1), scan.released_terminals()
-        punctuated = sum(line[-1] in marks for line in lines) / n
-        if punctuated < settings.max_unpunctuated or not lines:
-            return verdict(self.name, document, ("fineweb_line_punctuation", punctuated, settings.max_unpunctuated))
-        short = sum(len(line) <= settings.short_line for line in lines) / n
-        if short > settings.min_short_lines:
-            return verdict(self.name, document, ("fineweb_short_lines", short, settings.min_short_lines))
-        repeated = _duplicates(lines)[1] / (len(text) - text.count("\n"))
-        if repeated > settings.min_duplicate_line_characters:
-            return verdict(self.name, document, ("fineweb_duplicate_line_characters", repeated, settings.min_duplicate_line_characters))
+        punctuated, short = sum(line[-1] in marks for line in lines) / n, sum(len(line) <= settings.short_line for line in lines) / n
+        repeated, least = _duplicates(lines)[1] / max(len(text) - text.count("\n"), 1), settings.min_duplicate_line_characters
         newlines = text.count("\n") / max(statistics_of(text).pieces[0].size, 1)
-        if settings.max_newlines_per_word is not None and newlines > settings.max_newlines_per_word:
-            return verdict(self.name, document, ("fineweb_newlines", newlines, settings.max_newlines_per_word))
-        return document
+        rules = (
+            (punctuated < settings.max_unpunctuated or not lines, "fineweb_line_punctuation", punctuated, settings.max_unpunctuated),
+            (short > settings.min_short_lines, "fineweb_short_lines", short, settings.min_short_lines),
+            (repeated > least, "fineweb_duplicate_line_characters", repeated, least),
+            too_many_newlines(newlines, settings),
+        )
+        return verdict(self.name, document, first_broken(*rules))
 
 
 class ReleasedC4(C4Filter):
@@ -129,7 +122,7 @@ class ReleasedC4(C4Filter):
             line, words = original.strip(), original.split()
             if settings.citations and "[" in line:
                 line = CITATION.sub("", line)
-            unpunctuated = settings.terminal_punctuation and (not line.endswith(thresholds.RELEASED_LINE_ENDS) or line.endswith("..."))
+            unpunctuated = settings.terminal_punctuation and (not line.endswith((".", "?", "!", '"', "'")) or line.endswith("..."))
             if unpunctuated or len(words) < settings.min_words_in_line or max(map(len, words), default=0) > settings.max_word_length:
                 gone.append(original)
                 continue
@@ -137,7 +130,7 @@ class ReleasedC4(C4Filter):
             for phrase, reason in page_phrases:
                 if phrase in lower:
                     return removed(document, self.name, reason)
-            if settings.curly_bracket and thresholds.C4_CURLY_BRACKET in line and "javascript" not in lower:
+            if settings.curly_bracket and "{" in line and "javascript" not in lower:
                 return removed(document, self.name, "c4_curly_bracket")
             if any(phrase in lower for phrase in line_phrases):
                 gone.append(original)
@@ -161,8 +154,5 @@ def _duplicates(parts: list[str]) -> tuple[int, int]:
 
 
 RELEASED: dict[str, Callable[..., Filter]] = {
-    "c4": ReleasedC4,
-    "gopher_quality": ReleasedGopherQuality,
-    "gopher_repetition": ReleasedGopherRepetition,
-    "fineweb": ReleasedFineWeb,
+    one.name: one for one in (ReleasedC4, ReleasedGopherQuality, ReleasedGopherRepetition, ReleasedFineWeb)
 }

@@ -34,8 +34,8 @@ TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("dop_v1_", re.compile(r"dop_v1_(?<!\wdop_v1_)[a-f0-9]{64}(?!\w)")),
     ("dckr_pat_", re.compile(r"dckr_pat_(?<!\wdckr_pat_)[\w-]{27}(?![\w-])")),
     ("AccountKey=", re.compile(r"AccountKey=([A-Za-z0-9+/]{86}==)")),  # Azure storage
+    ("eyJ", re.compile(r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,1000}(?![\w-])")),  # JSON web token
 )
-JSON_WEB_TOKEN = re.compile(r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,1000}(?![\w-])")
 AWS_SECRET = re.compile(
     r"(?<![A-Za-z0-9/+_.-])(?=[^\n]{0,39}[a-z])(?=[^\n]{0,39}[A-Z])(?=[^\n]{0,39}\d)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_-])"
 )
@@ -59,14 +59,12 @@ PLACEHOLDER = re.compile(
 def find_keys(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, int]]:
     """Private keys, tokens, passwords in URLs and assigned ones, from left to right."""
     spans = [*_private_keys(text)]
-    if "eyJ" in text:
-        spans += _secrets(JSON_WEB_TOKEN, text)
     if "://" in text and "@" in text:
-        spans += [match.span(2) for match in URL_PASSWORD.finditer(text) if not _is_placeholder(match[2]) and match[2] != match[1]]
+        spans += [match.span(2) for match in URL_PASSWORD.finditer(text) if not PLACEHOLDER.fullmatch(match[2]) and match[2] != match[1]]
     if hints & scan.HINT_TOKEN:
         for literal, pattern in TOKENS:
             if literal in text:
-                spans += _secrets(pattern, text)
+                spans += [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
         lower = text.lower()
         if any(word in lower for word in AWS_WORDS):
             for match in AWS_SECRET.finditer(text):
@@ -81,20 +79,12 @@ def find_keys(text: str, hints: int = scan.ALL_HINTS) -> Iterator[tuple[int, int
             done = end
 
 
-def _secrets(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
-    return (match.span(match.lastindex or 0) for match in pattern.finditer(text))
-
-
-def _is_placeholder(secret: str) -> bool:
-    return PLACEHOLDER.fullmatch(secret) is not None
-
-
 def _is_secret(value: str) -> bool:
     """True for an assigned value with two digits or more, or padded base64, that is no word with a number, no number and no placeholder."""
     digits = sum(map(str.isdigit, value))
     return (
         (digits >= 2 or value.endswith("="))
-        and not _is_placeholder(value)
+        and not PLACEHOLDER.fullmatch(value)
         and not re.fullmatch(r"[A-Za-z]+(?:[-_/][A-Za-z]+)*[-_/]?\d{1,4}|\d[\d-]*", value)
     )
 

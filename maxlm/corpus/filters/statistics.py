@@ -35,6 +35,7 @@ class TextStatistics:
 
     @lazy
     def codes(self) -> CodePoints:
+        """Code points of the text."""
         return np.frombuffer(self.text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint32, copy=False)
 
     @lazy
@@ -48,10 +49,12 @@ class TextStatistics:
 
     @property
     def hashes_W(self) -> Hashes:
+        """Hashes of the words."""
         return self._words_and_lines[0]
 
     @property
     def n_words(self) -> int:
+        """Number of words."""
         return self.counts[scan.N_WORDS]
 
     @property
@@ -95,7 +98,7 @@ _last = TextStatistics("")  # of the text asked for last: filters that follow ea
 
 
 def statistics_of(text: str) -> TextStatistics:
-    """Statistics of `text`; those of the last text are kept."""
+    """Statistics of `text`; the last text's are kept."""
     global _last
     last = _last
     if last.text is not text:

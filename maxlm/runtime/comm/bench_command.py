@@ -15,11 +15,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from maxlm.cluster import cluster
 from maxlm.config import Config, load, rules
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
 from maxlm.parallel.mesh import build_mesh, lay_mesh
-from maxlm.runtime import cluster
 from maxlm.runtime.comm.arguments import split_config
 from maxlm.runtime.comm.measure import OPERATIONS, Row, actual, fitting_sizes, measure
 from maxlm.runtime.comm.sizes import LARGEST_ON_CPU, format_seconds, format_size, three_digits

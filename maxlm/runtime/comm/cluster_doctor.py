@@ -16,14 +16,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from maxlm.cluster import agree, cluster
+from maxlm.cluster.cluster import Cluster
+from maxlm.cluster.environment import process_label
 from maxlm.config.errors import UserError
-from maxlm.runtime import cluster
-from maxlm.runtime.cluster import Cluster
-from maxlm.runtime.cluster_env import process_label
 from maxlm.runtime.comm.measure import OPERATIONS, RUN_SECONDS, RUNS, Operation, Row, fitting_sizes, measure, timed_loop, times_by_process
 from maxlm.runtime.comm.sizes import format_seconds, format_size
 from maxlm.runtime.doctor import Finding, Report, as_text
-from maxlm.runtime.host_allgather import allgather, allgather_text
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 
 SLOW = 1.5  # times as long as the median of the others
@@ -72,7 +71,7 @@ def diagnose_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
             "--cluster: there is one process, and nothing to compare it with: start the same command on every host, "
             "with coordinator=HOST:PORT process_count=N process_id=I where no launcher says them."
         )
-    kinds = allgather_text(jax.local_devices()[0].device_kind)
+    kinds = agree.agree(jax.local_devices()[0].device_kind)
     names = [process_label(host, number) for number, host in enumerate(here.hosts)]
     counts = Counter(device.process_index for device in jax.devices())
     devices = [f"{counts[number]} x {kind}" for number, kind in enumerate(kinds)]
@@ -92,12 +91,12 @@ def diagnose_cluster(here: Cluster, say: Callable[[str], None]) -> Report:
 
 
 def device_findings(names: Sequence[str], devices: Sequence[str]) -> Iterator[Finding]:
-    """Report hosts whose devices differ from the majority's; all hosts if there is none."""
+    """Report hosts with other devices than the majority; all hosts if there is none."""
     ((usual, count), *_) = Counter(devices).most_common()
     for name, found in zip(names, devices, strict=True):
         fix = "see `maxlm doctor` there, and that it is started as the others are"
         if 2 * count <= len(names):
-            yield Finding("devices", "problem", f"{name} has {found}, and no kind is that of most hosts", fix)
+            yield Finding("devices", "problem", f"{name} has {found}, and most hosts have no kind in common", fix)
         elif found != usual:
             yield Finding("devices", "problem", f"{name} has {found}, and {count} other{'s' * (count > 1)} {usual}", fix)
     if count == len(names):
@@ -154,7 +153,7 @@ def measure_hosts(names: Sequence[str]) -> list[Figures]:
     copied = COPIED.get(jax.default_backend(), LARGE_COPIED)
     flops = _rate_alone(_multiply, np.full((side, side), side**-1.0, np.float32), 2 * side**3)
     copies = _rate_alone(_rewrite, np.zeros(copied // 4, np.float32), 2 * copied)
-    local = allgather(np.array([flops, copies], np.float32))
+    local = agree.gather(np.array([flops, copies], np.float32))
     return [
         Figures("matmul", "FLOP/s a device", tuple(local[:, 0].tolist())),
         Figures("memory", "B/s a device", tuple(local[:, 1].tolist())),

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import jax
 
+from maxlm.cluster import agree, cluster
+from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config
 from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError
 from maxlm.hardware.chips import chip_of
 from maxlm.parallel import build_mesh
-from maxlm.runtime import cluster
-from maxlm.runtime.cluster import Cluster
 from maxlm.runtime.consistency import check_devices
-from maxlm.runtime.host_allgather import allgather_text
 from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
 from maxlm.runtime.open_data import open_data_on_all_hosts
 from maxlm.telemetry.formatting import duration
@@ -65,7 +64,7 @@ def run(config: Config, named: Mapping[str, str], steps: int, out: Path | None, 
         check_devices(config, jax.devices())
         with fits.explain_out_of_memory("training"):
             found = measure(config, here, steps, phases)
-        rows = [json.loads(line) for line in allgather_text(json.dumps([use.to_json() for use in found.uses]))]
+        rows = agree.agree([use.to_json() for use in found.uses])
     if phases.primary:
         _print(config, found, [LinkUse.from_json(row) for part in rows for row in part], here, out, as_json=as_json)
     return 0
@@ -113,7 +112,7 @@ def _samplers(here: Cluster) -> tuple[list[Sampler], bool | None]:
 
 
 def _check(config: Config) -> None:
-    """Raise ConfigError for an objective whose batches need more than the data."""
+    """Raise ConfigError for an objective that needs more than the data for its batches."""
     if config.objective is not None and config.objective.kind == "dpo":
         rule, fix = "needs the figures of a reference model, which this command does not compute", "use sft, which sends the same"
         raise ConfigError("objective.kind", "dpo", rule, fix)

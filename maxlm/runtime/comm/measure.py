@@ -1,6 +1,6 @@
 """Collectives, each as a loop in one compiled program, and their timing: the median of several runs, on the clock of the slowest process.
 
-Sizes and bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so figures are comparable.
+Sizes and bandwidths are defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so figures are comparable.
 """
 
 import math
@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
+from maxlm.cluster import agree
 from maxlm.hardware.host import host_memory
-from maxlm.runtime import host_allgather
 
 RUN_SECONDS, LONG_SECONDS = 0.1, 1.0  # duration of a run: the target, and above which fewer are made
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 3000  # in a run; the first one touches new pages
@@ -176,19 +176,19 @@ def times_by_process(run: TimedLoop) -> np.ndarray:
         took = _slowest(run(count))
     count = max(count, MIN_ITERATIONS)
     times = [run(count) / count for _ in range(LONG_RUNS if took > LONG_SECONDS else RUNS)]
-    return host_allgather.allgather(np.array(times, np.float32))
+    return agree.gather(np.array(times, np.float32))
 
 
 def fitting_sizes(mesh: Mesh, sizes: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Return those of `sizes`, in bytes, that fit the memory of every device; `names`: the host of each process."""
+    """Return the `sizes`, in bytes, that fit the memory of every device; `names`: the host of each process."""
     sharing = jax.local_device_count() * names.count(names[jax.process_index()])
     free = min(_free_memory(device, sharing) for device in mesh.local_devices)
-    free = float(host_allgather.allgather(np.array([free], np.float32)).min())
+    free = float(agree.gather(np.array([free], np.float32)).min())
     return [size for size in sizes if COPIES * size <= free]
 
 
 def _slowest(seconds: float) -> float:
-    return float(host_allgather.allgather(np.array([seconds], np.float32)).max())
+    return float(agree.gather(np.array([seconds], np.float32)).max())
 
 
 def _free_memory(device: jax.Device, sharing: int) -> float:

@@ -8,7 +8,7 @@ const PLACES = 300, SAMPLES = 201;                   // of the running median: w
 const LISTED = 12;                                   // lines under the pointer
 const CLICK = 5;                                     // pixels that a pointer moves before it selects a range
 const COLORS = 8, DASHES = [[], [9, 4], [2, 4]];     // as in load.py
-const HEAT_WIDTH = 1000;                             // as in experts.py
+const HEAT_WIDTH = 1000;                             // as in maps.py
 const AXES = {step: 'step', tokens: 'tokens', seconds: 'time since the first start'};
 const TIMES = [[86400, 'd'], [3600, 'h'], [60, 'min'], [1, 's']];
 const TICKS = Array.from({length: 20}, (_, i) => 10 ** (i - 4)).flatMap(power => [power, 2 * power, 5 * power]);  // distances of two ticks

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxlm.telemetry.device_memory import MEMORY, PEAK
 from maxlm.telemetry.formatting import WAIT_CAUSES, sentence
-from maxlm.telemetry.report import experts
+from maxlm.telemetry.report import maps
 from maxlm.telemetry.report.charts import FEW_RUNS, Line, chart, json_block, knots, metric_lines
 from maxlm.telemetry.report.load import EMPTY, Run, Series
 
@@ -196,7 +196,7 @@ def held_out_sets(runs: Sequence[Run]) -> dict[str, str]:
 
 def _declared(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
     """(title, unit, lines) of each metric that the runs declare, but for those that have a chart elsewhere."""
-    charted = {"loss", *(key for _, _, key, _ in CHARTS), *experts.CHARTED}
+    charted = {"loss", *(key for _, _, key, _ in CHARTS), *maps.CHARTED}
     for name, declared in {name: item for run in runs for name, item in run.metrics.items()}.items():
         if name in charted:
             continue

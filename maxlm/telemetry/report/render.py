@@ -18,7 +18,7 @@ from maxlm.telemetry.formatting import count, duration, energy, figure, money, p
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.pages import Cell, table
-from maxlm.telemetry.report import curves, experts, layers, results, samples
+from maxlm.telemetry.report import curves, maps, results, samples
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run
 from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, notes_of, status_of
@@ -45,7 +45,7 @@ def render(runs: Sequence[Run], version: str = "") -> str:
     labels = [str(run.path) if names.count(run.name) > 1 else run.name for run in runs]
     runs = [replace(run, label=label, number=number) for number, (run, label) in enumerate(zip(runs, labels, strict=True))]
     points = points_per_line(runs)
-    about_experts, about_layers = experts.section(runs, points), layers.section(runs)
+    about_experts, about_layers = maps.experts_section(runs, points), maps.layers_section(runs)
     css = "".join(map(_packaged, ("vendor/uplot.css", "page.css", *["heat.css"] * bool(about_experts or about_layers))))
     goodput, events = _by_run("Wall time", runs, _goodput), _by_run("Events", runs, _events)
     texts = _by_run("Samples", runs, lambda run: samples.block(run.samples))
