@@ -9,25 +9,24 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import itertools
 import json
 import logging
-import re
-import stat
-import time
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, manifest, orbax_logging
+from maxlm.checkpoint import digest, manifest
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
+from maxlm.checkpoint.folder import CheckpointFolder
 from maxlm.checkpoint.memory import MemoryCopies
-from maxlm.checkpoint.reader import STATE, check_metadata, holds, read_checkpoint
+from maxlm.checkpoint.reader import STATE, read_checkpoint
 from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
@@ -39,17 +38,14 @@ from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.transient import first_line, is_storage_error, is_transient, retried
 
 _log = logging.getLogger(__name__)
+_LIBRARIES = ("orbax", "tensorstore", "uvloop")
+_LOG_CHARS = 300  # of a line of another library
 STORE = "checkpoint"  # source of a state that was not in memory
 _CHECKED_OLDER = 8  # checkpoints older than the restored one whose steps are checked
 _PROBE_BYTES = 1 << 20
 _LEAST_PART = 4 << 20  # bytes of a replicated leaf that a replica writes; of a smaller one the first replica writes all
 _READERS = 8  # manifests that are read at a time
-_REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove what a failed save has left, and the pause after each
-_ASIDE = "aside"  # folder for checkpoints newer than the one a run resumed from
-_GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # what processes tell each other; a failure may pass if that of one of them may
-_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the name of a checkpoint
-_COMMITTED = "commit_success.txt"
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is running or was killed
+_GOOD, _FAILED, _MAY_PASS = 0, 1, 2  # outcomes of processes, which agree on the largest: a save is retried if any failure is transient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,38 +77,35 @@ class _Pending:
 class Checkpoints:
     """Saves and restores states under one directory (a folder or `gs://...`).
 
-    `identity` is what a checkpoint must share with this run to be continued (field -> value). Reading never writes:
+    `identity`: fields and values that a checkpoint must share with this run to be continued. Reading never writes:
     the directory is created, cleaned of unfinished saves and tidied by the first `save`.
     """
 
     def __init__(self, directory: Path | str, config: CheckpointConfig, identity: dict[str, str]) -> None:
-        orbax_logging.install()
+        _quieten_orbax()
         absolute = str(directory) if is_remote(str(directory)) else Path(directory).absolute()
         self.directory: ocp.path.Path = ocp.options.FileOptions().path_class(absolute)
+        self.folder = CheckpointFolder(self.directory)
         self._config = config
         self.identity = dict(identity)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Pending | None = None
         self._unreported: int | None = None  # step of a save that `ended` has not returned
-        self._resumed_at: int | None = None  # a restored step whose successors are still in the directory
-        self._spoilt: int | None = None  # step of a damaged checkpoint in whose place a copy in memory was restored
+        self._resumed_at: int | None = None  # a restored step; newer checkpoints are still in the directory
+        self._damaged_step: int | None = None  # step of a damaged checkpoint that a copy in memory replaced
         self._healthy: dict[int, bool] = {}  # marks of checkpoints, by step
-        self._keeps_listing = False
-        self._listing: tuple[list[int], list[str]] | None = None  # steps and strays
         self.last_failure: CheckpointError | None = None  # of the newest save that failed, if no later one succeeded
-        self.failed_in_a_row = 0  # saves, up to the newest whose end is known; the same in all processes
+        self.failed_in_a_row = 0  # saves, up to the newest that has ended; the same in all processes
         self.check_owner: Callable[[], None] = lambda: None  # raises once another start of the run owns the directory
         self.memory: MemoryCopies | None = None  # copies in host memory, which `latest` and `restore` prefer where they are newer
 
-    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0, secret: bytes = b"") -> None:
-        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0;
-        `secret`: that all processes share, or nothing.
-        """
-        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner, secret=secret)
+    def add_memory(self, config: MemoryCheckpointsConfig, hosts: Sequence[str] = (), owner: int = 0) -> None:
+        """Also use copies in host memory. `hosts`: the host of each process; `owner`: the process that starts this one again, or 0."""
+        self.memory = MemoryCopies(config, self.directory, self.identity, hosts=hosts, owner=owner)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints this process sees, oldest first. Raises UnreachableError."""
-        return self._listed()[0]
+        return self.folder.listing()[0]
 
     def saved_steps(self) -> list[int]:
         """`steps` of process 0, in all processes. Raises UnavailableError in all."""
@@ -130,12 +123,12 @@ class Checkpoints:
 
     def strays(self) -> list[str]:
         """Entries of the directory with a number in their names that are not committed checkpoints, each with the reason."""
-        return self._listed()[1]
+        return self.folder.listing()[1]
 
     def positions(self) -> dict[int, dict[str, Any]]:
-        """Step -> data position of every checkpoint whose manifest process 0 can read, and of a copy in memory of another step.
+        """Return step -> data position of every checkpoint with a manifest that process 0 can read, and of a copy in memory.
 
-        Raises UnavailableError in all processes: without one of them nobody knows whether training has gone back behind it.
+        Raises UnavailableError in all processes: a missing one may be a step that training has gone back behind.
         """
         self._settle()
         copy = self._copy()
@@ -179,13 +172,13 @@ class Checkpoints:
         made = [] if is_remote(str(self.directory)) else [folder for folder in folders if not folder.exists()]
         error: Exception | None = None
         try:
-            self._probe(_PROBE_BYTES)
+            self.folder.probe(_PROBE_BYTES)
         except Exception as failure:  # any: clients of buckets raise kinds of their own, and the other processes must learn of it
             error = failure
         own = _GOOD if error is None else _MAY_PASS if self._may_pass(error) else _FAILED
         worst = agree.max_over_processes(own)
         if worst != _GOOD:
-            for folder in made if error is not None else ():  # what another process has filled stays
+            for folder in made if error is not None else ():  # a folder that another process has filled stays
                 with contextlib.suppress(OSError):
                     folder.rmdir()
             reason = "another process cannot write there" if error is None else getattr(error, "strerror", None) or first_line(error)
@@ -207,13 +200,6 @@ class Checkpoints:
         except UnreachableError:
             return True
 
-    def _probe(self, size: int) -> None:
-        """Write and remove a file of so many bytes. Raises OSError, or what a client of buckets raises."""
-        probe = self.directory / f".probe-{jax.process_index()}"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(size))
-        probe.unlink()
-
     def save(self, step: int, state: Any, data_position: dict[str, Any]) -> bool:
         """Start a save in the background; False if `step` is saved already. `state` may be donated as soon as this returns.
 
@@ -228,8 +214,8 @@ class Checkpoints:
         leaves = named_leaves(state)
         needed = bytes_here(leaves)
         saved: list[int] = []
-        with self._in_all(step, needed):  # what is wrong is found here, as far as possible: below, processes wait for each other
-            self._probe(1)
+        with self._in_all(step, needed):  # faults are found here, as far as possible: below, processes wait for each other
+            self.folder.probe(1)
             saved = self.steps()
         self._set_newer_aside(saved, functools.partial(self._in_all, step, needed))
         if step in agree.from_process_0(saved):
@@ -299,7 +285,7 @@ class Checkpoints:
     def restore(self, abstract_state: Any, step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
         """Restore the newest undamaged checkpoint or copy in memory, or exactly `step`, onto the shardings of `abstract_state` (any mesh).
 
-        `unfit`: steps whose checkpoints are passed over, with reasons; the same in all processes. It is not about copies in memory.
+        `unfit`: steps of checkpoints to pass over, with reasons; the same in all processes. Copies in memory are not passed over.
 
         Verified against its digests; damaged ones are left where they are, logged, and listed in `skipped`, as are strays. The first save
         afterwards moves checkpoints newer than the restored one into `aside/`. Raises CheckpointError if all are damaged (naming each), if
@@ -308,10 +294,10 @@ class Checkpoints:
         """
         copy = self._copy() if step is None else None
         restored = self._restore(abstract_state, step, self.identity, unfit or {}, copy)
-        self._resumed_at, self._spoilt = restored.step, None if restored.source == STORE else restored.step
+        self._resumed_at, self._damaged_step = restored.step, None if restored.source == STORE else restored.step
         if self.memory is not None:
             self.memory.forget_newer(restored.step)
-            restored = dataclasses.replace(restored, skipped=(*self.memory.take_said(), *restored.skipped))
+            restored = dataclasses.replace(restored, skipped=(*self.memory.drain_warnings(), *restored.skipped))
         return restored
 
     def restore_entries(self, abstract_state: dict[str, Any], step: int | None = None, unfit: Mapping[int, str] | None = None) -> Restored:
@@ -394,46 +380,11 @@ class Checkpoints:
             return None
 
     def _listed_by_process_0(self) -> tuple[list[int], list[str]]:
-        """Steps and strays of process 0 in all: one that sees none would begin anew beside those that restore. Raises UnavailableError in
-        all processes.
+        """Return the steps and strays that process 0 sees, in all processes: with listings of their own, one process might begin anew and
+        the others restore. Raises UnavailableError in all processes.
         """
-        steps, strays = agree.on_process_0(self._listed, f"listing {self.directory}")
+        steps, strays = agree.on_process_0(self.folder.listing, f"listing {self.directory}")
         return steps, strays
-
-    @contextlib.contextmanager
-    def one_listing(self) -> Iterator[None]:
-        """Within it the directory is listed once, for as long as nobody writes there: in a bucket that is a request a checkpoint."""
-        self._keeps_listing = True
-        try:
-            yield
-        finally:
-            self._keeps_listing, self._listing = False, None
-
-    def _listed(self) -> tuple[list[int], list[str]]:
-        """`steps` and `strays`, which the caller may change."""
-        listing = self._listing or self._list()
-        self._listing = listing if self._keeps_listing else None
-        return list(listing[0]), list(listing[1])
-
-    def _list(self) -> tuple[list[int], list[str]]:
-        steps, strays = [], []
-        try:
-            names: list[str] = []
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # `is_dir` is False if the storage fails
-                names = [entry.name for entry in self.directory.iterdir()]
-            for name in sorted(names):
-                if not _STEP.fullmatch(name):
-                    if any(char.isdigit() for char in name) and _UNFINISHED not in name and not name.startswith("."):
-                        strays.append(f"{name} is not the name of a checkpoint")
-                elif reason := _unlisted(self.directory, int(name)):
-                    strays.append(f"{name} is not a committed checkpoint: {reason}")
-                else:
-                    steps.append(int(name))
-        except Exception as error:
-            if not is_storage_error(error):
-                raise
-            raise UnreachableError(f"{self.directory} cannot be listed: {first_line(error)}.") from error
-        return sorted(steps), strays
 
     def _deferred_manifest(
         self, step: int, leaves: dict[str, jax.Array], data_position: dict[str, Any], sums: "Future[digest.Sums]"
@@ -479,8 +430,8 @@ class Checkpoints:
             raise self._failed(failure)
 
     def _agreed(self, error: Exception | None, step: int, needed: int, elsewhere: str) -> CheckpointError | None:
-        """The failure of a save, if any process has met an `error`: in all of them one that may pass, if that of one may. `elsewhere`: what
-        to say in a process that met none.
+        """Return the failure of a save in all processes, if any of them has met an `error`; it is transient in all if it is in one.
+        `elsewhere`: message in a process without an error.
         """
         failure = None if error is None else self._explain(error, step, needed)
         worst = agree.max_over_processes(_severity(failure))
@@ -505,7 +456,7 @@ class Checkpoints:
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         if jax.process_index() == 0:
-            self._remove_unfinished()
+            self.folder.remove_unfinished()
         context = ocp.Context()
         # Weights hardly compress (8%), and zstd takes the cores the data pipeline needs: measured, a save takes three times as long.
         context.array.saving.use_compression = False
@@ -521,28 +472,6 @@ class Checkpoints:
             preservation_policy=retention(self._config, self._was_healthy),
         )
 
-    def _remove_unfinished(self) -> None:
-        """Remove what saves that failed or were killed have left, tried again while a thread of such a save still writes there.
-
-        Not left to Orbax: its thread may be at it when a writer is closed already, and meet a checkpoint that is moved or written by then;
-        and in a bucket it removes every folder without a mark, also those that are none of ours.
-        """
-        problems: list[str] = []
-        for _ in range(_REMOVALS):
-            try:
-                left = [entry for entry in self.directory.iterdir() if _is_unfinished(self.directory, entry)]
-            except Exception as error:
-                if not is_storage_error(error):
-                    raise
-                problems = [first_line(error)]
-            else:
-                if not left:
-                    return
-                problems = [*filter(None, map(_remove, left))]
-            time.sleep(_REMOVAL_SECONDS)
-        if problems:
-            _log.warning("%s still holds what unfinished saves have left, which takes room: %s", self.directory, "; ".join(problems))
-
     def _was_healthy(self, step: int) -> bool | None:
         """Mark of a checkpoint; None if it cannot be read, now or at all."""
         if step not in self._healthy and (described := self._described(step)) is not None:
@@ -550,7 +479,7 @@ class Checkpoints:
         return self._healthy.get(step)
 
     def _reopen_writer(self) -> None:
-        """Replace the writer; the new one removes what a failed save left on the disk."""
+        """Replace the writer; the new one removes failed saves from the disk."""
         if self._writer is not None:
             with contextlib.suppress(Exception):  # it repeats the failure that is already reported
                 self._writer.close()
@@ -561,83 +490,60 @@ class Checkpoints:
     def _set_newer_aside(self, saved: list[int], in_all: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """Move checkpoints newer than the restored one into `aside/`: damaged ones, and steps that this run will take again.
 
-        Older ones with damaged metadata too: Orbax saves no other beside them. `saved`: all steps; those that are moved leave it.
+        Older ones with damaged metadata too: with them in the directory, Orbax saves no other. `saved`: all steps; moved ones leave it.
         """
         resumed_at = self._resumed_at
         if resumed_at is None:
             return
         newer: list[int] = []
         with in_all():
-            newer = [step for step in saved if step > resumed_at or step == self._spoilt or not _lists(self.directory, step)]
+            newer = [step for step in saved if step > resumed_at or step == self._damaged_step or not self.folder.is_readable(step)]
         newer = agree.from_process_0(newer)
         with in_all():
             for step in newer if jax.process_index() == 0 else ():
-                self._set_aside(step, resumed_at)
+                self.check_owner()
+                self.folder.set_aside(step, resumed_at)
         saved[:] = [step for step in saved if step not in newer]
         self._resumed_at = None
         if newer and self._writer is not None:
             self._writer.reload()
 
-    def _set_aside(self, step: int, resumed_at: int) -> None:
-        self.check_owner()
-        folder, aside, in_bucket = self.directory / str(step), self.directory / _ASIDE, is_remote(str(self.directory))
-        aside.mkdir(parents=True, exist_ok=True)
-        if in_bucket:  # which has no folder without a file, and without this one a program of Orbax's takes it for an unfinished save
-            (aside / _COMMITTED).write_text("checkpoints that training went back behind")
-        taken = {entry.name for entry in aside.iterdir()}
-        names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
-        target = aside / next(name for name in names if name not in taken)
-        committed = (folder / _COMMITTED).read_bytes() if in_bucket else b""
-        if in_bucket:  # file after file is moved there: after a kill, what is left is no checkpoint
-            (folder / _COMMITTED).unlink()
-        folder.rename(target)
-        if in_bucket:
-            (target / _COMMITTED).write_bytes(committed)
-        _log.warning("%s/%s moved to %s: the run resumed from %s", self.directory, step, target, resumed_at)
-
 
 def _severity(failure: CheckpointError | None) -> int:
-    """Kind of a failure, as processes tell each other. Ordered: the maximum over processes is that of all."""
+    """Return the kind of a failure. Ordered: the largest over processes is the kind in all."""
     if failure is None:
         return _GOOD
     return _MAY_PASS if isinstance(failure, UnreachableError) else _FAILED
 
 
-def _unlisted(directory: ocp.path.Path, step: int) -> str:
-    """Reason that the entry named `step` is not a committed checkpoint; "" if it is one. Raises what the storage raises if it fails:
-    `is_dir`, and Orbax's own search, find none then, and training would go back in silence.
+@functools.cache
+def _quieten_orbax() -> None:
+    """Filter the loggers that Orbax uses: it prints pages of tracebacks for one full disk, and then raises the error. Filter Python's
+    warnings about its coroutines that were never awaited, too.
     """
-    folder = directory / str(step)
-    if is_remote(str(directory)):  # on a disk the renaming of the folder is the commit
-        return "" if holds(folder / _COMMITTED) else "its save was not finished"
-    try:
-        return "" if stat.S_ISDIR(Path(folder).stat().st_mode) else "it is not a folder"
-    except FileNotFoundError:
-        return "it is gone"
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_shorten)
+    before = sys.unraisablehook
+
+    def log_or_print(unraisable: Any) -> None:
+        """Log exceptions of coroutines that Orbax drops when one of many reads fails, in place of printing them."""
+        source = unraisable.object
+        code = source.cr_code.co_filename if isinstance(source, CoroutineType) else ""
+        text = f"{code} {type(source).__module__} {unraisable.err_msg} {unraisable.exc_value}"
+        if any(library in text for library in _LIBRARIES) or "Event loop is closed" in text:
+            _log.debug("ignored: %s", text[:_LOG_CHARS].split("\n", maxsplit=1)[0])
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = log_or_print
 
 
-def _is_unfinished(directory: ocp.path.Path, entry: ocp.path.Path) -> bool:
-    """True for a folder that a save has begun and not committed. Raises what the storage raises if it fails."""
-    if is_remote(str(directory)):
-        return bool(_STEP.fullmatch(entry.name)) and entry.is_dir() and bool(_unlisted(directory, int(entry.name)))
-    return _UNFINISHED in entry.name and stat.S_ISDIR(Path(entry).lstat().st_mode)
-
-
-def _remove(folder: ocp.path.Path) -> str:
-    """Remove a folder and return its name with the error of the storage, if there is one; else ""."""
-    try:
-        folder.rmtree()
-    except Exception as error:
-        if not is_storage_error(error):
-            raise
-        return f"{folder.name}: {first_line(error)}"
-    return ""
-
-
-def _lists(directory: ocp.path.Path, step: int) -> bool:
-    """True if Orbax can read its metadata of this checkpoint; it saves no other beside one it cannot read."""
-    try:
-        check_metadata(directory / str(step))
-    except DamagedError:
+def _shorten(record: logging.LogRecord) -> bool:
+    """Shorten a record of Orbax to one line, and drop exceptions: one is raised to the caller, the others are of other leaves."""
+    if not any(library in f"{record.pathname} {record.getMessage()}" for library in _LIBRARIES):
+        return True
+    if record.exc_info or "exception was never retrieved" in record.getMessage():
         return False
+    message = record.getMessage().strip().split("\n")[0]
+    record.msg, record.args = message[:_LOG_CHARS], ()
     return True

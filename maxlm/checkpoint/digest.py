@@ -25,7 +25,7 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]  # name of the leaf -> two uint32 
 
 
 def digest(tree: Any) -> dict[str, tuple[int, int]]:
-    """Name of each leaf -> its two sums, integers below 2^32. Waits for the devices."""
+    """Compute the digest of a tree: name of each leaf -> its two sums, integers below 2^32. Waits for the devices."""
     return fetch(start(named_leaves(tree)))
 
 
@@ -55,7 +55,7 @@ def _by_place(leaves: Mapping[str, Any]) -> tuple[NamedSharding | None, dict[str
 
 
 def fetch(sums: Sums) -> dict[str, tuple[int, int]]:
-    """The sums as integers, once the devices have them. Safe in any thread: it only copies."""
+    """Return the sums as integers, once the devices have them. Safe in any thread: it only copies."""
     return {name: (_integer(plain), _integer(weighted)) for name, (plain, weighted) in sums.items()}
 
 
@@ -92,7 +92,7 @@ def _sums_in_pieces(pieces: int, array: jax.Array) -> tuple[jax.Array, jax.Array
 
 @jax.jit  # so that leaves of one shape, such as a parameter and its moments, are traced once
 def leaf_sums(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two sums of one array, while a program is traced; inside a `jax.shard_map` those of a device's own shard."""
+    """Return the two sums of one array, while a program is traced; inside a `jax.shard_map`, the sums of a device's own shard."""
     words = _words(array)
     zero = jnp.uint32(0)
     # One reduce of both sums: 20 times faster on a CPU than two `jnp.sum`, and only scalars cross the mesh.

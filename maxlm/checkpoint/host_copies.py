@@ -1,12 +1,11 @@
 """Copies of this host's part of the state, in a folder of its memory or local disk: `FOLDER/maxlm-UID/RUN/STEP-PROCESS/`.
 
 Each holds `data`, the tiles one after another, and `manifest.json`, which describes the whole state as a checkpoint's manifest does,
-and the tiles in `data`, each with its checksum and whether a peer has sent it; and `proven`, once tags have shown that these arrived as
-they were sent. A copy is written under another name and renamed when it is complete. Nobody else on the machine may read or write here.
-RUN is a random number that the run has stored beside its checkpoints: no other run's copies are read.
+and the tiles in `data`, each with its checksum and whether a peer has sent it. A copy is written under another name and renamed when it is
+complete. Other users of the machine may not read or write here. RUN is a random number that the run has stored next to its checkpoints: no
+other run's copies are read.
 
-Processes mark the folder as in use by locked files with random names: they may be in containers that share it, each with process numbers
-of its own.
+Processes mark the folder as in use by locked files with random names: containers that share it have process numbers of their own.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from maxlm.config.errors import ConfigError, UserError
 from maxlm.hardware.host import process_namespace, process_started
 
 FIELD = "memory_checkpoints.folder"
-_DATA, _MANIFEST, _PROVEN = "data", "manifest.json", "proven"
+_DATA, _MANIFEST = "data", "manifest.json"
 _COPY = re.compile(r"([0-9]{1,10})-([0-9]{1,6})")
 _DRAFT, _LEASE, _NEW = ".draft-", ".lease-", ".new-"
 _STARTING_S = 60.0  # that a folder without any mark may belong to a process which is about to mark it
@@ -60,11 +59,6 @@ class HostCopy:
     folder: Path
     layout: str
     tiles: dict[Tile, Stored]
-    proven: bool
-
-    def is_proven(self, tile: Tile) -> bool:
-        """True if a tile is this process's own, or if its tag has shown that it is what the peer had."""
-        return self.proven or not self.tiles[tile].received
 
     def read(self, tile: Tile) -> np.ndarray:
         """Bytes of a tile as uint8. Raises OSError, DamagedError."""
@@ -77,12 +71,13 @@ class HostCopy:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The whole state of a copy: what a checkpoint's manifest says, and the tiles of each leaf."""
+    """The whole state of a copy: a checkpoint's manifest, and the tiles of each leaf."""
 
     described: Manifest
     tilings: dict[str, Tiling]
 
     def to_text(self) -> str:
+        """Return the layout as JSON for `parse`."""
         return json.dumps({"manifest": self.described.to_text(), "tiles": {name: one.tile for name, one in self.tilings.items()}})
 
     @property
@@ -95,7 +90,7 @@ class Layout:
 
 
 def parse(text: str) -> Layout:
-    """The layout in `text`. Raises DamagedError."""
+    """Parse the layout in `text`. Raises DamagedError."""
     try:
         body = json.loads(text)
         described = manifest.parse(body["manifest"])
@@ -116,7 +111,7 @@ class RunFolder:
         self._lease: IO[str] | None = None
 
     def copies(self) -> tuple[list[HostCopy], list[str]]:
-        """The complete copies, newest first, and why others are not used. Reads no tile."""
+        """Return the complete copies, newest first, and the reasons that others are not used. Reads no tile."""
         found, problems = [], []
         folders = self._folders()
         try:
@@ -132,12 +127,12 @@ class RunFolder:
         return found, problems
 
     def claim(self, owner: int) -> None:
-        """Make the folder, mark it as in use by this process and by `owner` (the process that starts it again, or 0), and remove those of
-        runs that nobody uses any more, and unfinished copies. Raises ConfigError, OSError.
+        """Make the folder and mark it as in use by this process and by `owner` (the process that starts it again, or 0). Remove unfinished
+        copies, and the folders of runs that have ended. Raises ConfigError, OSError.
         """
         try:
             self._make(owner)
-        except FileNotFoundError:  # a run that started at the same time took the new folder for one that nobody uses
+        except FileNotFoundError:  # a run that started at the same time took the new folder for an abandoned one
             self._make(owner)
         for other in self._all.iterdir():
             if other != self.path and other.is_dir() and not other.is_symlink() and not _is_new(other) and not _in_use(other):
@@ -160,12 +155,8 @@ class RunFolder:
         """Remove a copy, if it is there."""
         _remove(self.path / f"{step}-{process}")
 
-    def mark_proven(self, step: int, process: int) -> None:
-        """Record that tags have shown the received tiles of a copy to be what was sent. Raises OSError."""
-        (self.path / f"{step}-{process}" / _PROVEN).touch()
-
     def free_bytes(self) -> int:
-        """Bytes that copies of this run can take: those that are free, and those that its copies take now."""
+        """Return the bytes that copies of this run can take: free ones, and the ones that its copies take now."""
         taken = sum(file.stat().st_size for folder in self._folders() for file in folder.iterdir())  # of other processes on this host too
         return shutil.disk_usage(self.path).free + taken
 
@@ -178,7 +169,7 @@ class RunFolder:
         return Draft(self.path / f"{_DRAFT}{self._token}")
 
     def release(self, *, remove: bool) -> None:
-        """Give up the mark of this process, if it has one; with `remove` the copies go with the last process on this host that has."""
+        """Remove the mark of this process; with `remove` the last process of this host that has a mark removes the copies, too."""
         if self._lease is not None:
             self._lease_of(self._token).unlink(missing_ok=True)
             self._lease.close()
@@ -264,7 +255,7 @@ class Draft:
         self._folder.rename(target)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished copy."""
         with contextlib.suppress(OSError):
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -277,7 +268,7 @@ def _open(folder: Path) -> HostCopy:
         if body.pop("sha256") != _checksum(body):
             raise DamagedError("its manifest does not match its checksum")
         tiles = {(name, tile): Stored(*place) for name, places in body["tiles"].items() for tile, *place in places}
-        copy = HostCopy(folder, body["layout"], tiles, (folder / _PROVEN).exists())
+        copy = HostCopy(folder, body["layout"], tiles)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError("its manifest is unreadable") from error
     end = max((place.offset + place.size for place in tiles.values()), default=0)
@@ -327,7 +318,7 @@ def _is_locked(lease: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, which nobody takes for a copy meanwhile."""
+    """Remove a folder; while its files are deleted it has another name, so no process takes it for a copy."""
     gone = folder.with_name(f"{_DRAFT}{secrets.token_hex(8)}")
     try:
         folder.rename(gone)

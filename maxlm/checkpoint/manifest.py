@@ -18,7 +18,7 @@ from maxlm.config.paths import irregular, is_remote
 
 NAME = "manifest"
 _FILE = "manifest.json"
-_FORMAT = 2  # 1, until 28 November 2026, did not record which version of maxlm wrote it
+_FORMAT = 2
 NEXT_STEP = "next_step"  # entry of a data position: the number of the next batch
 STEP_LEAF = "step"  # leaf of the state: how many batches it has consumed
 
@@ -40,12 +40,7 @@ class Manifest:
     identity: dict[str, str]
     data_position: dict[str, Any]
     leaves: dict[str, Leaf]
-    maxlm: str = ""  # version that wrote it
-
-    @property
-    def writer(self) -> str:
-        """Version that wrote it, for a message."""
-        return f"maxlm {self.maxlm}" if self.maxlm else "an earlier maxlm (0.1.0 of before 28 November 2026, checkpoint format 1)"
+    maxlm: str = maxlm.__version__  # version that wrote it
 
     def disagreement(self, folder: str) -> str:
         """Name the steps where the folder's name, the manifest, the data position and the state differ; "" if they agree.
@@ -63,12 +58,12 @@ class Manifest:
 
     def to_text(self) -> str:
         """JSON with a checksum. Raises TypeError for a `data_position` that is not JSON."""
-        body = {"format": _FORMAT, **dataclasses.asdict(self), "maxlm": maxlm.__version__}
+        body = {"format": _FORMAT, **dataclasses.asdict(self)}
         return json.dumps({**body, "sha256": _checksum(body)}, indent=1)
 
 
 def parse(text: str) -> Manifest:
-    """Parse a manifest. Raises DamagedError if it is not what was written, CheckpointError if a newer maxlm wrote it."""
+    """Parse a manifest. Raises DamagedError if its bytes have changed, CheckpointError if it has another format."""
     try:
         body = json.loads(text)
         checksum, version = body.pop("sha256"), body.pop("format")
@@ -77,11 +72,10 @@ def parse(text: str) -> Manifest:
         raise DamagedError("its manifest is unreadable") from error
     if not matches:
         raise DamagedError("its manifest does not match its checksum")
-    if version not in (1, _FORMAT):
-        newer = f"maxlm {body.get('maxlm', '')}".strip()
+    if version != _FORMAT:
         raise CheckpointError(
-            f"the checkpoint is of format {version}, written by {newer}, and this is maxlm {maxlm.__version__}, which reads formats 1 and "
-            f"{_FORMAT}: use that version, or a later one"
+            f"the checkpoint is of format {version}, written by maxlm {body.get('maxlm', 'of an unknown version')}, and this is maxlm "
+            f"{maxlm.__version__}, which reads format {_FORMAT}: use that version"
         )
     leaves = {name: Leaf(leaf["dtype"], tuple(leaf["shape"]), tuple(leaf["digest"])) for name, leaf in body.pop("leaves").items()}
     return Manifest(leaves=leaves, **body)

@@ -1,4 +1,4 @@
-"""Copies of the state in host memory: this process's part, and that of a peer, so that neither a crash nor a lost host costs many steps.
+"""Copies of the state in host memory: this process's part, and its peer's part, so that neither a crash nor a lost host costs many steps.
 
 The main thread only starts copies on the devices; a background thread brings them to the host and writes them to a `host_copies.RunFolder`,
 where they outlive this process. All processes take part in every copy, in the same order, because a peer's part is sent by a collective.
@@ -7,6 +7,7 @@ where they outlive this process. All processes take part in every copy, in the s
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import secrets
@@ -19,14 +20,12 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from maxlm.checkpoint import digest, host_copies, recovery, tags
+from maxlm.checkpoint import digest, host_copies, recovery
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.host_copies import RunFolder
-from maxlm.checkpoint.interval import steps_between
 from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
-from maxlm.checkpoint.tags import Written
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.cluster import agree
 from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
@@ -36,17 +35,17 @@ from maxlm.config.transient import first_line, retried
 from maxlm.hardware.host import available_memory, host_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
-_RUN = ".memory-run"  # file beside the checkpoints: the number of the run, their directory, and its inode if it is a local one
+_RUN = ".memory-run"  # file among the checkpoints: the number of the run, their directory, and its inode if it is a local one
 _DIGITS = 7  # of each part of it that processes exchange as an integer
 _NUMBER = re.compile(f"[0-9a-f]{{{4 * _DIGITS}}}")
 _FIRST_GAP, _GAP = 2, 8  # steps before the first copy, and between the next ones, from which times are measured
-_UNMEASURED = 3  # copies until a time is agreed that is not that of the first one, which compiles
-_TOLD = 8  # lines of each host about copies that are not used
+_UNMEASURED = 3  # copies until a time is agreed that does not include compilation
+_MAX_WARNINGS = 8  # of each host, about copies that are not used
 _COMPLETE = 2  # copies at a time: the last complete one, and the one that is written
 
 
 class MemoryCopies:
-    """Makes, finds and removes the copies of one run. `directory`: that of its checkpoints; `hosts`: the host of each process."""
+    """Makes, finds and removes the copies of one run. `directory`: of its checkpoints; `hosts`: the host of each process."""
 
     def __init__(
         self,
@@ -56,26 +55,25 @@ class MemoryCopies:
         *,
         hosts: Sequence[str] = (),
         owner: int = 0,
-        secret: bytes = b"",
     ) -> None:
-        """`owner`: the process that starts this one again if it dies, or 0; `secret`: that the processes of the run share."""
+        """`owner`: the process that starts this one again if it dies, or 0."""
         self.config, self._directory, self._identity = config, directory, dict(identity)
         self._hosts = tuple(hosts) or ("",) * jax.process_count()
-        self._owner, self._secret = owner, secret
+        self._owner = owner
         self._folder: RunFolder | None = None
         self._snapshots: Snapshots | None = None
         self._job: CopyJob | None = None
         self._complete = -1  # step of the newest copy that all processes know to be complete
-        self._written = Written()  # the newest copy of this attempt that is complete here
+        self._written = -1  # step of the newest copy of this attempt that is complete here
         self._copies = 0
         self._next: int | None = None  # step of the next copy, unless the interval is given
-        self._agreed = np.zeros(3, np.int32)  # as `_measured`, some copies ago: the largest of all processes
+        self._agreed = [0, 0, 0]  # as `_measured`, some copies ago: the largest of all processes
         self._searched = False
-        self._left: RunFolder | None = None  # that of an attempt before
+        self._left: RunFolder | None = None  # the folder of an attempt before
         self._found: Found | None = None  # before the first copy
         self._ended, self._at = 0.0, 0  # when the newest copy was started, and its step
         self._measured = (0, 0, 0)  # microseconds: training was blocked, milliseconds: the copy took, microseconds: a step
-        self._said: list[str] = []  # why copies were not used, at this host
+        self._warnings: list[str] = []  # reasons that copies were not used, at this host
         self.blocked_s = 0.0  # for all copies together
         self.failure = ""  # of the first copy that was not written, until it is taken
         self._failing = self._small = False
@@ -89,19 +87,19 @@ class MemoryCopies:
         return step >= self._next
 
     def newest(self) -> Found | None:
-        """The newest copy that is complete and undamaged over all processes, as it was before the first `save`; None afterwards."""
+        """Return the newest copy that is complete and undamaged over all processes, before the first `save`; None afterwards."""
         if self._copies:
             return None
         if not self._searched and (run := self._run(make=False)):
             self._left = RunFolder(self.config.folder, run)
             self._left.mark(self._owner)  # before it is read: runs that start now must not remove it
-            self._found = recovery.find(self._left, self._identity, self._say, self._secret)
+            self._found = recovery.find(self._left, self._identity, self._say)
         self._searched = True
         return self._found
 
     def restore(self, wanted: dict[str, jax.ShapeDtypeStruct]) -> Loaded | None:
-        """The arrays of `newest`, on the shardings of `wanted`. None if there is none, or if its bytes are not those that were written:
-        then `newest` is the one before it.
+        """Load the arrays of `newest` onto the shardings of `wanted`. None without a copy, or if its bytes have changed: then `newest` is
+        the previous copy.
         """
         found = self.newest()
         if found is None:
@@ -113,11 +111,11 @@ class MemoryCopies:
             return None
 
     def pass_over(self, reason: str) -> None:
-        """Go on with the copy before `newest`, which there is: then that is the newest. All processes call it."""
+        """Discard `newest` and fall back to the previous copy (collective)."""
         found = self.newest()
         assert self._left is not None and found is not None, "it was found there"
         self._say(f"the copy of step {found.step} in memory is not used: {reason}")
-        self._found = recovery.find(self._left, self._identity, self._say, self._secret, before=found.step)
+        self._found = recovery.find(self._left, self._identity, self._say, before=found.step)
 
     def prepare(self, abstract_state: Any, processes_here: int) -> None:
         """Claim the folder, and check that two copies fit. Raises ConfigError; UnavailableSettingError if they may fit later."""
@@ -156,8 +154,8 @@ class MemoryCopies:
             self._remove_newer(step)
             self._complete = self.newest_step if self.newest_step < step else -1  # the same in all processes
         self._time_step(step, began)
-        agreed = tags.start_agreement(self._complete, self._written, self._measured, snapshots.to)
-        job = self._job = CopyJob(self._claimed(), step, self._written, agreed, self._secret)
+        agreed = agree.start_largest(np.array([-max(self._complete, self._written), *self._measured], np.int32))
+        job = self._job = CopyJob(self._claimed(), step, agreed)
         try:
             self._start(job, snapshots, leaves)
             job.finish(digest.start(leaves), snapshots, self._identity, position)
@@ -191,9 +189,9 @@ class MemoryCopies:
             )
             _log.warning("%s", self.failure)
 
-    def take_said(self) -> list[str]:
-        """Return why copies were not used, at all hosts, once. All processes call it."""
-        mine, self._said = self._said[:_TOLD], []
+    def drain_warnings(self) -> list[str]:
+        """Return the reasons that copies were not used, at all hosts, once (collective)."""
+        mine, self._warnings = self._warnings[:_MAX_WARNINGS], []
         everywhere = agree.agree(mine)
         others = [
             f"{self._hosts[number]}: {line}" for number, lines in enumerate(everywhere) for line in lines if line not in everywhere[0]
@@ -201,7 +199,7 @@ class MemoryCopies:
         return [*everywhere[0], *others]
 
     def take_failure(self) -> str:
-        """Return once why a copy was not written; "" if all were, or if the reason is that of the copy before."""
+        """Return the reason that a copy was not written, once; "" if all were, or if the copy before failed for the same reason."""
         failure, self.failure = self.failure, ""
         return failure
 
@@ -210,7 +208,7 @@ class MemoryCopies:
         if self._copies:
             self._settle()
             self._remove_newer(step + 1)
-            self._next, self._complete, self._written, self._at = None, -1, Written(), -1
+            self._next, self._complete, self._written, self._at = None, -1, -1, -1
 
     def discard(self, reason: str = "") -> None:
         """Forget `newest`: it cannot be used."""
@@ -221,7 +219,7 @@ class MemoryCopies:
     @property
     def newest_step(self) -> int:
         """Step of the newest copy that this process knows to be complete; -1: none."""
-        return max(self._complete, self._written.step, -1 if self._found is None else self._found.step)
+        return max(self._complete, self._written, -1 if self._found is None else self._found.step)
 
     def close(self, *, remove: bool = True) -> None:
         """Wait for the copy that is being written. With `remove` the copies go too: the run has ended in order."""
@@ -233,20 +231,19 @@ class MemoryCopies:
         self._folder = None
 
     def _run(self, *, make: bool) -> str:
-        """Number of the run, the same in all processes; "" if it has none yet, or if it cannot be read or written."""
+        """Return the number of the run, the same in all processes; "" if it has none yet, or if it cannot be read or written."""
         file, number = self._directory / _RUN, ""
         if jax.process_index() == 0:
             try:
-                number = retried(functools.partial(_number_in, file), f"reading {file}")
-                if make:
-                    number = _with_directory(file, number)
+                number = retried(functools.partial(_read_number, file), f"reading {file}")
+                number = number or (_new_number(file) if make else "")
             except Exception as error:  # any: clients of buckets raise kinds of their own, and the other processes wait below
                 _log.warning("%s: copies in memory that were made before are not used: %s", file, first_line(error))
                 number = ""
         return agree.from_process_0(number)
 
     def _say(self, line: str) -> None:
-        self._said.append(line)
+        self._warnings.append(line)
         _log.warning("%s", line)
 
     def _claimed(self) -> RunFolder:
@@ -267,7 +264,7 @@ class MemoryCopies:
 
     def _check_space(self, folder: RunFolder, needed: int) -> None:
         """Raise ConfigError unless two copies of `needed` bytes fit into the folder, and into memory if it is one; UnavailableSettingError
-        where they would without what others have there now.
+        where they would without the files that others have there now.
         """
         free = folder.free_bytes()
         if _COMPLETE * needed > free:
@@ -291,8 +288,8 @@ class MemoryCopies:
         job, self._job = self._job, None
         if job is None:
             return
-        agreed = job.join()
-        self._complete, self._written, failure = agreed.complete, job.written, job.refused
+        complete, *self._agreed = job.join()
+        self._complete, self._written, failure = -int(complete), job.step if job.complete else -1, ""
         if job.error is not None:
             failure = f"the copy of step {job.step:,} was not written in {self.config.folder}: {first_line(job.error)}"
         if failure and not self._failing:
@@ -300,7 +297,6 @@ class MemoryCopies:
             _log.warning("%s", self.failure)
         self._failing = bool(failure)
         self._measured = (self._measured[0], int(min(job.seconds, 2e6) * 1e3), self._measured[2])
-        self._agreed = agreed.figures
 
     def _gap(self) -> int:
         """Steps until the next copy. The same in all processes, since it follows from figures on which they agree."""
@@ -322,8 +318,25 @@ class MemoryCopies:
                 _log.warning("%s", self.failure)
 
 
-def _number_in(file: ocp.path.Path) -> str:
-    """The number of the run in `file`; "" if there is none, or if it is damaged or that of a directory which this one was copied from: both
+def daly(save_s: float, mtbf_s: float) -> float:
+    """Return the seconds of work between two saves that block it for `save_s`, at one failure every `mtbf_s` on average.
+
+    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22:303, equation 37), whose first term,
+    sqrt(2 save_s mtbf_s), is Young's (CACM 17:530, 1974).
+    """
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
+def steps_between(save_s: float, written_s: float, step_s: float, mtbf_s: float) -> int:
+    """`daly` in steps of `step_s`, and no fewer than the background takes for `written_s`, so that no save waits for the one before."""
+    return max(1, math.ceil(max(daly(max(save_s, 1e-6), mtbf_s), written_s) / max(step_s, 1e-6)))
+
+
+def _read_number(file: ocp.path.Path) -> str:
+    """Return the number of the run; "" if there is none, if it is damaged, or if this directory is a copy of the one it was made in: both
     are logged. Raises what the storage raises.
     """
     try:
@@ -331,52 +344,28 @@ def _number_in(file: ocp.path.Path) -> str:
         number, *lines = file.read_bytes().decode(errors="replace").strip().split("\n")
     except FileNotFoundError:
         return ""
-    if not _NUMBER.fullmatch(number):
+    if not _NUMBER.fullmatch(number) or len(lines) != 2:
         _log.warning("%s is damaged: copies in memory that were made before are not used", file)
         return ""
-    if not _is_of(file.parent, lines):
-        why = "was made in %s, which this directory was copied from: copies in memory are those of the run there, and are not used"
+    if lines[1] != _directory_lines(file.parent)[1]:
+        why = "was made in %s, which this directory was copied from: copies in memory belong to the run there, and are not used"
         _log.warning(f"%s {why}", file, lines[0])
         return ""
     return number
 
 
-def _is_of(directory: ocp.path.Path, lines: Sequence[str]) -> bool:
-    """True if `lines`, of `_directory_lines`, are those of `directory`, which may since have been renamed, or mounted elsewhere. Earlier
-    versions wrote none, or the path only.
-    """
-    own = _directory_lines(directory)
-    return lines[1:] == own[1:] if len(lines) == len(own) > 1 else lines[:1] in ([], own[:1])
-
-
 def _directory_lines(directory: ocp.path.Path) -> list[str]:
-    """The address of a directory, and its inode if it is a local one, which stays when it is renamed and which a copy has not."""
-    path = str(directory)
-    if is_remote(path):
-        return [ascii(path)]
-    path = os.path.realpath(path)
-    return [ascii(path), f"inode {Path(path).stat().st_ino}"]
+    """Return the address of a directory, and its identity: its inode, which a copy of the directory has not, or in a bucket its address."""
+    path = str(directory) if is_remote(str(directory)) else os.path.realpath(directory)
+    return [ascii(path), ascii(path) if is_remote(path) else f"inode {Path(path).stat().st_ino}"]
 
 
-def _with_directory(file: ocp.path.Path, number: str) -> str:
-    """Write `number`, or a new one for "", with the directory of `file` unless it is there; return it. Raises what the storage raises, but
-    not where only the directory is missing.
-    """
+def _new_number(file: ocp.path.Path) -> str:
+    """Write a new number with the directory of `file`, whole or not at all; return it. Raises what the storage raises."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([number or secrets.token_hex(2 * _DIGITS), *_directory_lines(file.parent), ""])
-    try:
-        if not number or file.read_bytes().decode(errors="replace") != text:
-            _write_whole(file, text)
-    except Exception as error:  # any: clients of buckets raise kinds of their own
-        if not number:
-            raise
-        _log.info("%s: its directory is not added to it: %s", file, first_line(error))
-    return text.partition("\n")[0]
-
-
-def _write_whole(file: ocp.path.Path, text: str) -> None:
-    """Write a file so that a crash or a full disk leaves the one before; buckets do it anyway."""
+    number = secrets.token_hex(2 * _DIGITS)
     draft = file if is_remote(str(file)) else file.with_name(f"{file.name}.draft")
-    draft.write_text(text)
+    draft.write_text("\n".join([number, *_directory_lines(file.parent), ""]))
     if draft is not file:
         draft.replace(file)
+    return number

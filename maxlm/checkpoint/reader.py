@@ -1,6 +1,5 @@
 """Read one checkpoint: refuse it if it belongs to another run, and verify its arrays."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,18 +10,15 @@ from maxlm.checkpoint import manifest
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
-from maxlm.checkpoint.tree_paths import MODEL_STATE, OPTIMIZER, OPTIONAL, PARAMS
+from maxlm.checkpoint.tree_paths import OPTIONAL, PARAMS
 from maxlm.cluster import agree
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, some
 from maxlm.config.paths import is_remote
 from maxlm.config.transient import first_line, is_out_of_memory, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
 _METADATA = "_CHECKPOINT_METADATA"  # times and items of a checkpoint, written by Orbax
 _LISTED = "_METADATA"  # names, shapes and dtypes of the arrays, written by Orbax
-EARLIER = "an earlier maxlm"
-WITH_THAT = "continue that run with the maxlm that wrote it, or export it there (`maxlm export`) and import the export here"
-_SHOWN = 3  # differences named in a message; the rest are counted
 
 
 def read_checkpoint(
@@ -44,10 +40,10 @@ def read_checkpoint(
             raise DamagedError(reason)
         retried(lambda: check_metadata(folder), f"reading {folder}")
         if identity is not None:
-            check_identity(saved.identity, identity, str(folder), saved.leaves)
+            check_identity(saved.identity, identity, str(folder))
         absent = {name: leaf for name, leaf in wanted.items() if name.startswith(OPTIONAL) and name not in saved.leaves}
         wanted = {name: leaf for name, leaf in wanted.items() if name not in absent}
-        check_leaves(saved.leaves, wanted, str(folder), whole=identity is not None, writer=saved.writer)
+        check_leaves(saved.leaves, wanted, str(folder), saved.maxlm, whole=identity is not None)
         arrays = retried(lambda: _load(folder, wanted), f"reading {folder}")
     except Exception as error:  # any: damage raises many kinds of errors, and the other processes must learn of it
         problem = error
@@ -95,7 +91,7 @@ def _load(folder: ocp.path.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dic
         raise DamagedError(f"{STATE}/{_LISTED} is missing")
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    # Orbax would wait at a barrier, until it times out, for a process whose files are damaged; `_agree` is immediate.
+    # Orbax would wait at a barrier, until it times out, for a process that finds damaged files; `_agree` is immediate.
     context.multiprocessing.primary_host = jax.process_index()
     context.multiprocessing.active_processes = {jax.process_index()}
     with context:
@@ -125,72 +121,34 @@ def _agree(folder: ocp.path.Path, problem: Exception | None) -> None:
     raise kind(f"{folder} could not be read: {reason}; try again when the cause is gone. Nothing was changed.") from problem
 
 
-EMA_LEAVES = "updater.ema."
-RECORDED_LATER = ("optimizer.beta2",)  # fields of identities that older checkpoints lack
-
-
-def check_identity(saved: dict[str, str], current: dict[str, str], where: str, leaves: Iterable[str] = ()) -> None:
-    """Raise CheckpointError naming the first fields that differ, with both values. `where` names the checkpoint. What an earlier maxlm did
-    not record is not compared: `leaves` of the state tell whether it kept a moving average.
-    """
-    unrecorded = {*RECORDED_LATER, *(["ema"] if any(name.startswith(EMA_LEAVES) for name in leaves) else [])} - set(saved)
+def check_identity(saved: dict[str, str], current: dict[str, str], where: str) -> None:
+    """Raise CheckpointError naming the first fields that differ, with both values. `where` names the checkpoint."""
     differing = [
         f"{field} is {saved.get(field, 'not set')} there and {current.get(field, 'not set')} here"
         for field in [*current, *(field for field in saved if field not in current)]
-        if saved.get(field) != current.get(field) and field not in unrecorded
+        if saved.get(field) != current.get(field)
     ]
     if differing:
         raise CheckpointError(
-            f"{where} was written by another experiment: {_some(differing)}; use another run.name, or go back to the settings of that one."
+            f"{where} was written by another experiment: {some(differing)}; use another run.name, or go back to the settings of that one."
         )
 
 
-def check_leaves(
-    saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, *, whole: bool, writer: str = EARLIER
-) -> None:
+def check_leaves(saved: dict[str, Leaf], wanted: dict[str, jax.ShapeDtypeStruct], where: str, version: str, *, whole: bool) -> None:
     """Raise CheckpointError naming leaves that are missing or have another shape or dtype, and if `whole`, leaves not in `wanted`
-    (optional ones may be). `writer`: the version that wrote it, in a message.
+    (optional ones may be). `version`: of the maxlm that wrote it.
     """
-    moved = [name for name in wanted if name.startswith(f"{MODEL_STATE}.") and name not in saved and _as_parameter(name) in saved]
-    if moved:
-        raise CheckpointError(
-            f"{where} was written by {writer}, which stored {_some([_as_parameter(name) for name in moved])} among the parameters; "
-            f"now they are in {MODEL_STATE}: {WITH_THAT}, or use another run.name."
-        )
-    renamed = [_of_before(name) for name in wanted if name not in saved and _of_before(name) in saved]
-    if renamed:
-        raise CheckpointError(
-            f"{where} was written by {writer}, which stored {_some(renamed)}; now the state of local updates is in updater: "
-            f"{WITH_THAT}, or use another run.name."
-        )
-    lacking = [name for name in wanted if name.startswith(OPTIMIZER) and name not in saved]
-    if whole and lacking and any(name.startswith(OPTIMIZER) and name not in wanted for name in saved):
-        raise CheckpointError(
-            f"{where} was written by {writer}, whose optimizer kept other state (without {_some(lacking)}): {WITH_THAT}, or begin another "
-            "from its parameters with train.start_from."
-        )
     params_first = sorted(wanted, key=lambda name: not name.startswith(PARAMS))  # leaves of the optimizer differ as a consequence
     problems = [_difference(name, saved.get(name), wanted[name]) for name in params_first]
     if whole:
         problems += [
             f"{name} is there and not in this run's state" for name in saved if name not in wanted and not name.startswith(OPTIONAL)
         ]
-    problems = [problem for problem in problems if problem]
-    if problems:
+    if problems := [problem for problem in problems if problem]:
         raise CheckpointError(
-            f"{where} does not fit this run's state: {_some(problems)}; restore it with the settings it was written with, "
-            "or use another run.name."
+            f"{where}, written by maxlm {version}, does not fit this run's state: {some(problems)}; restore it with the settings and the "
+            "maxlm it was written with, begin another run from its parameters (train.start_from), or use another run.name."
         )
-
-
-def _as_parameter(name: str) -> str:
-    """Name that a leaf of the model state would have as a parameter."""
-    return PARAMS + name.removeprefix(MODEL_STATE)
-
-
-def _of_before(name: str) -> str:
-    """Name that a leaf of the updater's state had: `workers`, of local updates."""
-    return "workers" + name.removeprefix("updater") if name.startswith("updater") else name
 
 
 def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> str:
@@ -201,8 +159,3 @@ def _difference(name: str, saved: Leaf | None, wanted: jax.ShapeDtypeStruct) -> 
     if saved.dtype != str(wanted.dtype):
         return f"{name} is {saved.dtype} there and {wanted.dtype} here (it is never cast silently)"
     return ""
-
-
-def _some(texts: list[str]) -> str:
-    more = len(texts) - _SHOWN
-    return ", ".join(texts[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

@@ -1,8 +1,7 @@
 """Restore from the copies in the memory of hosts: each takes its own tiles, and those that it lacks come from the hosts that hold them.
 
-All processes call `find` and `load`, and all get the same outcome. What a process receives from another's memory has a keyed tag (`tags`),
-so that nobody on the network can put other bytes in its place. What a peer sent while the run went on is used where its tag has shown it
-to be right; the tag of the newest copy comes with the next one, and until then only the digests of the state, which `load` compares, do.
+All processes call `find` and `load`, and all get the same outcome. A tile that a peer sent while the run went on is used only if no process
+has that tile from its own devices. The digests of the state, which `load` compares, find bytes that changed on the way.
 """
 
 import functools
@@ -20,7 +19,6 @@ from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import HostCopy, Layout, RunFolder, Tile, parse
 from maxlm.checkpoint.reader import check_leaves
 from maxlm.checkpoint.retention import HEALTHY
-from maxlm.checkpoint.tags import TAG_BYTES, tag_of
 from maxlm.checkpoint.tiles import Index, bounded, overlap
 from maxlm.cluster import agree
 
@@ -33,18 +31,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Found:
-    """A state of which every tile lies undamaged in the memory of some host. `here`: where those of this host lie."""
+    """A state whose every tile lies undamaged in the memory of some host. `here`: the copies that hold the tiles of this host."""
 
     layout: Layout
     here: dict[Tile, HostCopy]
-    secret: bytes = b""  # of the run; without one, tags find accidents only
-
-    def tag(self, tile: Tile, content: np.ndarray) -> np.ndarray:
-        """Tag of the bytes of a tile of this state, `TAG_BYTES` of uint8."""
-        return tag_of(self.secret, self.layout.content + f"{tile[0]} {tile[1]}".encode(), content.data)
 
     @property
     def step(self) -> int:
+        """Updates that the state has had."""
         return self.layout.described.step
 
     @property
@@ -62,9 +56,9 @@ class Loaded:
     sent: int
 
 
-def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = b"", before: int | None = None) -> Found | None:
-    """The newest state of this run, `before` a step, that the copies hold completely. `say` gets a line for every newer one: why it is not
-    used. `secret`: that all processes of the run share.
+def find(folder: RunFolder, identity: dict[str, str], say: Say, before: int | None = None) -> Found | None:
+    """Find the newest state of this run, `before` a step, that the copies hold completely. `say` gets a line for every newer one: why it is
+    not used.
     """
     here = _usable(folder, identity, say)
     words = [np.frombuffer(content[: 2 * _WORD], np.int32) for content, _, _ in here]
@@ -76,7 +70,7 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = 
     for candidate in candidates if before is None else [one for one in candidates if one[0] < before]:
         holders = [number for number, rows in enumerate(everywhere) if candidate in {tuple(map(int, row)) for row in rows}]
         mine = [item for item, row in zip(here, heads, strict=False) if tuple(map(int, row)) == candidate]
-        found = _complete(mine, holders[0], say, secret)
+        found = _complete(mine, holders[0], say)
         if found is not None:
             return found
         say(
@@ -87,21 +81,21 @@ def find(folder: RunFolder, identity: dict[str, str], say: Say, secret: bytes = 
 
 
 def load(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], say: Say) -> Loaded:
-    """The arrays named in `wanted` on their shardings, verified against the digests that were computed before they were copied.
+    """Load the arrays named in `wanted` onto their shardings, and verify them against the digests from before the copy.
 
-    Raises DamagedError: a tile has changed since `find`; CheckpointError: the state is not that of this run.
+    Raises DamagedError: a tile has changed since `find`; CheckpointError: the state belongs to another run.
     """
     described = found.layout.described
-    check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", whole=True)
+    check_leaves(described.leaves, wanted, f"the copy of step {found.step} in memory", described.maxlm, whole=True)
     tilings = found.layout.tilings
-    needed = {name: {tile for index in _regions(leaf) for tile in tilings[name].overlapping(index)} for name, leaf in wanted.items()}
-    received, sent, forged = _exchange(found, wanted, needed)
+    needed: dict[str, set[int]] = {}
+    for name, leaf in wanted.items():
+        assert leaf.sharding is not None, "checked before"
+        regions = [index for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values() if index is not None]
+        needed[name] = {tile for index in regions for tile in tilings[name].overlapping(bounded(index, leaf.shape))}
+    received, sent = _exchange(found, wanted, needed)
     arrays: dict[str, jax.Array] = {}
-    failure = bool(forged)
-    if forged:
-        say(f"what another process sent of {forged[0][0]} has not arrived as it was sent")
-    if agree.max_over_processes(int(failure)):
-        raise DamagedError("a copy could not be sent to every process that lacks it")
+    failure = False
     try:
         for name, leaf in wanted.items():
             arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _reader(found, received, name, leaf))
@@ -137,35 +131,23 @@ def _usable(folder: RunFolder, identity: dict[str, str], say: Say) -> list[tuple
     return [(content, layout, group) for content, (layout, group) in states.items()][:_CANDIDATES]
 
 
-def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say, secret: bytes) -> Found | None:
-    """The state of these copies, if all tiles are undamaged in one process or another. `holder`: a process that has its layout."""
-    content = np.frombuffer(mine[0][2][0].layout.encode() if mine else b"", np.uint8)
-    text, tag = _from_process(holder, content), _from_process(holder, tag_of(secret, b"layout", content.data))
-    forged = not np.array_equal(tag, tag_of(secret, b"layout", text.data))
-    if forged:
-        say(f"the description of a copy that process {holder} sent has not arrived as it was sent")
-    if agree.max_over_processes(int(forged)):
-        return None
-    layout = parse(text.tobytes().decode())
-    found, unproven = Found(layout, {}, secret), dict[Tile, HostCopy]()
+def _complete(mine: list[tuple[bytes, Layout, list[HostCopy]]], holder: int, say: Say) -> Found | None:
+    """Return the state of these copies, if every tile is undamaged in some process. `holder`: a process that has its layout."""
+    content = np.frombuffer(mine[0][2][0].layout.encode() if jax.process_index() == holder else b"", np.uint8)
+    size = int(agree.largest(np.array([content.size], np.int32))[0])
+    layout = agree.largest(np.pad(content, (0, size - content.size)))
+    found, received = Found(parse(layout.tobytes().decode()), {}), dict[Tile, HostCopy]()
     for tile, copy in _verified([copy for _, _, group in mine for copy in group], say):
-        (found.here if copy.is_proven(tile) else unproven).setdefault(tile, copy)
+        (received if copy.tiles[tile].received else found.here).setdefault(tile, copy)
     held = agree.largest(np.array([tile in found.here for tile in found.tiles], np.uint8))
-    if not held.all():  # the host that sent them is lost
-        found.here.update({tile: unproven[tile] for tile, proven in zip(found.tiles, held, strict=True) if not proven and tile in unproven})
+    if not held.all():  # the host that sent the others is lost
+        found.here.update({tile: received[tile] for tile, own in zip(found.tiles, held, strict=True) if not own and tile in received})
         held = agree.largest(np.array([tile in found.here for tile in found.tiles], np.uint8))
     return found if bool(held.all()) else None
 
 
-def _from_process(number: int, content: np.ndarray) -> np.ndarray:
-    """The bytes of process `number`, in all."""
-    content = content if jax.process_index() == number else np.zeros(0, np.uint8)
-    size = int(agree.largest(np.array([content.size], np.int32))[0])
-    return agree.largest(np.pad(content, (0, size - content.size)))
-
-
 def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy]]:
-    """The tiles whose bytes are those that were written."""
+    """Yield the undamaged tiles."""
 
     def check(item: tuple[Tile, HostCopy]) -> str:
         try:
@@ -182,14 +164,12 @@ def _verified(copies: list[HostCopy], say: Say) -> Iterator[tuple[Tile, HostCopy
     return (item for item, problem in zip(items, problems, strict=True) if not problem)
 
 
-def _exchange(
-    found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dict[str, set[int]]
-) -> tuple[dict[Tile, np.ndarray], int, list[Tile]]:
-    """The tiles that this process needs and its host lacks, from processes that hold them, the bytes sent for all processes, and the tiles
-    whose tags are wrong. A block of them is sent at a time, each byte by the process that holds it.
+def _exchange(found: Found, wanted: dict[str, jax.ShapeDtypeStruct], needed: dict[str, set[int]]) -> tuple[dict[Tile, np.ndarray], int]:
+    """Receive the tiles that this process needs and its host lacks. Also returns the number of bytes sent for all processes. Tiles are sent
+    in blocks, each byte by the process that holds it.
     """
     if jax.process_count() == 1:
-        return {}, 0, []
+        return {}, 0
     tiles = [tile for tile in found.tiles if tile[0] in wanted]  # this run may lack optional leaves that the copy has
     me, count = jax.process_index(), jax.process_count()
     lacking = agree.largest(np.array([tile in needed[name] and (name, tile) not in found.here for name, tile in tiles], np.uint8))
@@ -208,15 +188,7 @@ def _exchange(
         for tile, _, inside, at in parts:
             if tile in received:
                 received[tile][inside] = block[at]
-    tags = np.zeros((len(sent), TAG_BYTES), np.uint8)
-    for row, (tile, holder, _) in enumerate(sent):
-        if holder == me:
-            tags[row] = found.tag(tile, read(tile))
-    tags = agree.largest(tags) if sent else tags
-    forged = [
-        tile for row, (tile, _, _) in enumerate(sent) if tile in received and not np.array_equal(tags[row], found.tag(tile, received[tile]))
-    ]
-    return received, end, forged
+    return received, end
 
 
 def _parts(sent: list[tuple[Tile, int, int]], begin: int, end: int) -> Iterator[tuple[Tile, int, slice, slice]]:
@@ -236,12 +208,6 @@ def _read_or_zeros(found: Found, tile: Tile) -> np.ndarray:
         return copy.read(tile)
     except (OSError, DamagedError):
         return np.zeros(copy.tiles[tile].size, np.uint8)
-
-
-def _regions(leaf: jax.ShapeDtypeStruct) -> list[Index]:
-    """The regions of a leaf on this process's devices."""
-    assert leaf.sharding is not None, "checked before"
-    return [bounded(index, leaf.shape) for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values() if index is not None]
 
 
 def _reader(found: Found, received: dict[Tile, np.ndarray], name: str, leaf: jax.ShapeDtypeStruct) -> Callable[[Index | None], np.ndarray]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlm.checkpoint import peers
 from maxlm.checkpoint.host_copies import Tile
 from maxlm.checkpoint.tiles import Tiling
 from maxlm.cluster import agree
@@ -21,15 +21,15 @@ _SHARE = 0.5  # of the memory that the step leaves free
 _UNLIMITED = 2**31 - 1  # MiB
 
 Placed = list[tuple[jax.Device, int]]  # a device of this process, and the number of the tile that lies there
+Moves = tuple[tuple[int, int], ...]  # (source, target) of each device's part, by position in the mesh
 
 
 class Kept(NamedTuple):
-    """A tile that this process keeps, on one device: its own, or `received`; `shared`: its peer keeps it, too."""
+    """A tile that this process stores, on one device: its own, or `received` from a peer."""
 
     tile: Tile
     array: jax.Array
     received: bool
-    shared: bool
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,16 @@ class Group:
     names: tuple[str, ...]
     own: tuple[Placed, ...]
     received: tuple[Placed | None, ...]  # None: not sent, since another failure domain holds all of it anyway
-    shared: tuple[frozenset[int], ...]  # of the own ones: those that the peer keeps
     bytes: int
     program: Callable[..., Any]
 
     def tiles(self, copies: Sequence[jax.Array], sent: Sequence[jax.Array | None]) -> list[Kept]:
         """Each tile that this process keeps."""
         found = []
-        for name, own, received, shared, copy, arrived in zip(self.names, self.own, self.received, self.shared, copies, sent, strict=True):
-            shards = {shard.device: shard.data for shard in copy.addressable_shards}
-            found += [Kept((name, tile), shards[device], False, arrived is not None and tile in shared) for device, tile in own]
-            if received and arrived is not None:
-                shards = {shard.device: shard.data for shard in arrived.addressable_shards}
-                found += [Kept((name, tile), shards[device], True, False) for device, tile in received]
+        for name, own, received, copy, arrived in zip(self.names, self.own, self.received, copies, sent, strict=True):
+            for places, array in ((own, copy), (received or (), arrived)):
+                shards = {} if array is None else {shard.device: shard.data for shard in array.addressable_shards}
+                found += [Kept((name, tile), shards[device], array is arrived) for device, tile in places]
         return found
 
 
@@ -63,9 +60,9 @@ class Snapshots:
         self.tilings = {name: Tiling.of(leaf) for name, leaf in abstract.items()}
         self.kinds = {name: (str(leaf.dtype), tuple(leaf.shape)) for name, leaf in abstract.items()}
         self._abstract = abstract
-        named = peers.domains_of(jax.devices(), hosts, domains)
-        self.to = peers.ring(named) if peer and len(hosts) > 1 else None  # the peer of each process
-        self._moves = {name: _moves(leaf, named, self.to) for name, leaf in abstract.items()}
+        named = failure_domains(jax.devices(), hosts, domains)
+        to = peer_ring(named) if peer and len(hosts) > 1 else None
+        self._moves = {name: _moves(leaf, named, to) for name, leaf in abstract.items()}
         self._tiles = {name: self._tiles_of(name) for name in abstract}
 
     @property
@@ -78,7 +75,7 @@ class Snapshots:
 
     @functools.cached_property
     def budget(self) -> float:
-        """Bytes that copies may take on a device. All processes ask for it first after a step has run, whose memory is then known."""
+        """Bytes that copies may take on a device (collective). Read it first after a step has run, so that the memory of steps is known."""
         return _agreed_budget()
 
     @functools.cached_property
@@ -100,11 +97,6 @@ class Snapshots:
     def _device_bytes(self, name: str) -> int:
         return self.tilings[name].elements * self._abstract[name].dtype.itemsize * (1 + (self._moves[name] is not None))
 
-    @property
-    def sender(self) -> int | None:
-        """The process whose peer this one is."""
-        return None if self.to is None else self.to.index(jax.process_index())
-
     def _tiles_of(self, name: str) -> tuple[Placed, Placed | None]:
         """The tiles of a leaf that this process keeps: its own, and those that are sent to it and that it lacks."""
         leaf, tiling, moves = self._abstract[name], self.tilings[name], self._moves[name]
@@ -114,23 +106,15 @@ class Snapshots:
             place for place in _placed(leaf, tiling, dict(moves), jax.process_index()) if place[1] not in held
         ]
 
-    def _shared(self, name: str) -> frozenset[int]:
-        """Own tiles of a leaf that the peer lacks, so that it keeps them."""
-        if self.to is None or self._moves[name] is None:
-            return frozenset()
-        held = _placed(self._abstract[name], self.tilings[name], None, self.to[jax.process_index()])
-        return frozenset(tile for _, tile in self._tiles[name][0]) - {tile for _, tile in held}
-
     def _group(self, names: list[str]) -> Group:
         own, received = zip(*(self._tiles[name] for name in names), strict=True)
-        moves = tuple(_frozen(self._moves[name]) for name in names)
+        moves = tuple(self._moves[name] for name in names)
         program = _program(tuple(self._abstract[name].sharding for name in names), moves)
-        shared = tuple(map(self._shared, names))
-        return Group(tuple(names), own, received, shared, sum(map(self._device_bytes, names)), program)
+        return Group(tuple(names), own, received, sum(map(self._device_bytes, names)), program)
 
 
 def _agreed_budget() -> float:
-    """Bytes that copies may take on a device of any process: a share of what the step has never used. Infinite where the runtime does not
+    """Return the bytes that copies may take on any device: a share of the memory that steps never use. Infinite where the runtime does not
     say: on a CPU the copies are host memory, which is checked beforehand.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
@@ -140,7 +124,7 @@ def _agreed_budget() -> float:
     return math.inf if agreed == _UNLIMITED else (agreed << 20) * _SHARE
 
 
-def _moves(leaf: Any, domains: Sequence[str], to: Sequence[int] | None) -> list[tuple[int, int]] | None:
+def _moves(leaf: Any, domains: Sequence[str], to: Sequence[int] | None) -> Moves | None:
     """Return where each device of the leaf's mesh sends its part; None if every tile lies in two failure domains already."""
     if to is None:
         return None
@@ -150,7 +134,47 @@ def _moves(leaf: Any, domains: Sequence[str], to: Sequence[int] | None) -> list[
         holders.setdefault(tiling.number(index), set()).add(domains[device.process_index])
     if min(map(len, holders.values())) > 1:
         return None
-    return peers.device_moves(list(leaf.sharding.mesh.devices.flat), to)
+    return device_moves(list(leaf.sharding.mesh.devices.flat), to)
+
+
+def failure_domains(devices: Sequence[jax.Device], hosts: Sequence[str], given: Sequence[int] | None) -> list[str]:
+    """Return the failure domain of each process: as `given`, else its slice if there are several, else its host. Each process is its own
+    domain where slices and hosts leave no choice of a peer (most processes share one).
+    """
+    count = len(hosts)
+    if given is not None:
+        return [str(domain) for domain in given]
+    slices = {device.process_index: str(getattr(device, "slice_index", 0)) for device in devices}
+    for domains in ([slices.get(process, "0") for process in range(count)], list(hosts)):
+        if max(Counter(domains).values(), default=0) <= count // 2:
+            return domains
+    return [str(process) for process in range(count)]
+
+
+def peer_ring(domains: Sequence[str]) -> list[int]:
+    """Choose the peer of each process, which stores its copy: the process half-way round a ring ordered by domain, so in another domain.
+
+    Raises ValueError if a domain has more than half of the processes.
+    """
+    count, largest = len(domains), max(Counter(domains).values(), default=0)
+    if largest > count // 2:
+        raise ValueError(f"one failure domain has {largest} of {count} processes")
+    order = sorted(range(count), key=lambda process: (domains[process], process))
+    to = {process: order[(place + count // 2) % count] for place, process in enumerate(order)}
+    return [to[process] for process in range(count)]
+
+
+def device_moves(devices: Sequence[jax.Device], to: Sequence[int]) -> Moves:
+    """Pair the devices of each process with those of its peer, in order.
+
+    Raises ValueError if processes have different numbers of devices.
+    """
+    positions: dict[int, list[int]] = {}
+    for position, device in enumerate(devices):
+        positions.setdefault(device.process_index, []).append(position)
+    if len({len(own) for own in positions.values()}) != 1:
+        raise ValueError("processes have different numbers of devices")
+    return tuple(move for process, own in positions.items() for move in zip(own, positions[to[process]], strict=True))
 
 
 def _placed(leaf: Any, tiling: Tiling, moves: dict[int, int] | None, process: int) -> Placed:
@@ -165,12 +189,8 @@ def _placed(leaf: Any, tiling: Tiling, moves: dict[int, int] | None, process: in
     return [(device, tile) for tile, device in tiles.items()]
 
 
-def _frozen(moves: list[tuple[int, int]] | None) -> tuple[tuple[int, int], ...] | None:
-    return None if moves is None else tuple(moves)
-
-
 @functools.cache
-def _program(shardings: tuple[NamedSharding, ...], moves: tuple[tuple[tuple[int, int], ...] | None, ...]) -> Any:
+def _program(shardings: tuple[NamedSharding, ...], moves: tuple[Moves | None, ...]) -> Any:
     """A program that returns copies of leaves, and those that were sent along `moves`, with the same shardings."""
 
     def copy(leaves: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
@@ -183,7 +203,7 @@ def _program(shardings: tuple[NamedSharding, ...], moves: tuple[tuple[tuple[int,
     return jax.jit(copy, out_shardings=(shardings, arriving))
 
 
-def _send(leaf: jax.Array, sharding: NamedSharding, moves: tuple[tuple[int, int], ...]) -> jax.Array:
+def _send(leaf: jax.Array, sharding: NamedSharding, moves: Moves) -> jax.Array:
     """Each device's part of the leaf, on another device: one collective permute over the whole mesh."""
     mesh: Mesh = sharding.mesh  # type: ignore[assignment]
     axes = tuple(mesh.axis_names)

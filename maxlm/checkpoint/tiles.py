@@ -24,6 +24,7 @@ class Tiling:
 
     @property
     def count(self) -> int:
+        """Number of tiles."""
         return math.prod(self._grid)
 
     @property
@@ -32,11 +33,11 @@ class Tiling:
         return math.prod(self.tile)
 
     def number(self, index: Index) -> int:
-        """The tile at `index`, which is that of a shard."""
+        """Return the number of the tile at `index`, the index of a shard."""
         return self._flat([part.indices(size)[0] // max(tile, 1) for part, size, tile in zip(index, self.shape, self.tile, strict=True)])
 
     def index(self, number: int) -> Index:
-        """Where tile `number` lies."""
+        """Return the index of tile `number`."""
         starts = []
         for cells, tile in zip(reversed(self._grid), reversed(self.tile), strict=True):
             number, cell = divmod(number, cells)

@@ -11,8 +11,6 @@ import jax
 from jax.sharding import Sharding
 
 PARAMS = "params"  # the entry of the state that holds the parameters
-OPTIMIZER = "opt_state."  # beginning of the names of the optimizer's leaves
-MODEL_STATE = "model_state"  # the entry that holds what no gradient moves
 OPTIONAL = "guard."  # leaves that a state may gain or lose between two attempts; they begin as zeros
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -112,6 +112,12 @@ def show(value: Any) -> str:
 def shorten(name: str) -> str:
     """A key, a name or a path, or its beginning and end where it is longer than fits in a line."""
     return name if len(name) <= NAME else f"{name[: NAME - 123]}...{name[-120:]}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first of these names, and the number of others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f", and {more} more" if more > 0 else "")
 
 
 def quoted(name: str) -> str:

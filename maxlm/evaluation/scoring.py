@@ -44,8 +44,8 @@ class Scorer:
         self.config = config.model_copy(update={"model": config.model.dropless})  # what is dropped depends on the other tokens of a row
         self.mesh, self._batch_tokens = mesh, batch_tokens
         model, most = config.model, config.model.max_seq_len
-        if model.moe is not None and model.moe.router.choice == "expert":
-            raise UserError("model.moe.router.choice = expert: it reads the whole sequence, so that a token has no likelihood of its own.")
+        if model.looks_ahead:
+            raise UserError(f"{model.looks_ahead}: it reads the whole sequence, so that a token has no likelihood of its own.")
         if context is not None and most is not None and context > most:
             raise UserError(f"a context of {context:,} tokens is above model.learned_positions.max_seq_len = {most:,}: use at most that.")
         wanted = context or min(config.data.seq_len, most or config.data.seq_len)

@@ -152,9 +152,9 @@ def bucket(n: int, least: int) -> int:
 
 def _check_model(config: ModelConfig) -> None:
     """Raise UserError for a model that cannot be read token by token."""
-    if config.moe is not None and config.moe.router.choice == "expert":
+    if config.looks_ahead:
         raise UserError(
-            "model.moe.router.choice = expert: experts choose among all tokens of a sequence, later ones too, so that no token can be "
+            f"{config.looks_ahead}: experts choose among all tokens of a sequence, later ones too, so that no token can be "
             "generated before them: generate with a model whose tokens choose."
         )
 

@@ -1,4 +1,4 @@
-"""`maxlm average`: the mean of a run's last checkpoints, as a folder like that of an imported model (arXiv 1803.05407)."""
+"""`maxlm average`: the mean of a run's last checkpoints, as a folder like an imported model's (arXiv 1803.05407)."""
 
 import shutil
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from ruamel.yaml import YAML
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
@@ -16,7 +15,7 @@ from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.sections.train import WeightsKind
-from maxlm.interop.importing import MODEL
+from maxlm.interop.importing import MODEL, write_model
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.weights import Step, nested
 from maxlm.models import abstract_model_state, abstract_parameters, count_parameters
@@ -34,10 +33,10 @@ class Averaged(NamedTuple):
 
 
 def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: WeightsKind, progress: Step) -> Averaged:
-    """Average the `last` checkpoints of `run`, or those of `steps`, into the new folder `out`, under the newest one's step.
+    """Average the `last` checkpoints of `run`, or the checkpoints of `steps`, into the new folder `out`, under the newest one's step.
 
     All parameters are averaged with equal weights, in float64; biases of experts' routers, which go with them, as well. The host holds one
-    copy of the mean, and of one array its sum and that of a checkpoint. Raises UserError if checkpoints are missing or damaged; then
+    copy of the mean, and one array's sum and checkpoint. Raises UserError if checkpoints are missing or damaged; then
     nothing is left.
     """
     saved = open_run(run)
@@ -46,12 +45,14 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: Weights
     with new_folder(out) as made:
         config = _config(saved.config)
         (made / CONFIG).write_text(saved_text(config), encoding="utf-8")
-        open_run(made)  # what nothing could open is not worth averaging
+        open_run(made)  # before the work: a folder that cannot be opened is useless
         state = _mean(saved, chosen, kind, progress)
         checkpoints = Checkpoints(made / CHECKPOINTS, config.checkpoint, {"mean of steps": ", ".join(map(str, chosen))})
         checkpoints.save(chosen[-1], state, {})
         checkpoints.close()
-        _write_model(made / MODEL, config, f"the mean of checkpoints of {quoted(run.resolve().name)}: {', '.join(map(str, chosen))}")
+        said = f"The mean of checkpoints of {quoted(run.resolve().name)}: {', '.join(map(str, chosen))}, by `maxlm average`"
+        model = config.model.model_dump(mode="json", exclude_none=True)
+        write_model(made / MODEL, model, said, count_parameters(config.model))
         for name in (TOKENIZER, PUBLISHED):
             if (run / name).is_dir():
                 shutil.copytree(run / name, made / name)
@@ -95,21 +96,11 @@ def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) 
 
 
 def _config(config: Config) -> Config:
-    """The run's config, without what made its own checkpoints: where it began, its objective, and the recipe of a store for that."""
+    """Return the run's config without the settings that made its checkpoints: its start, its objective, and its recipe of a store."""
     train = config.train.model_copy(update={"start_from": None, "branch_from": None})
     data = config.data.model_copy(update={"prepare": None})
     optimizer = config.optimizer.model_copy(update={"state": None})
-    if optimizer.name == SCHEDULE_FREE:  # whose checkpoints hold two points
+    if optimizer.name == SCHEDULE_FREE:  # its checkpoints hold two points
         optimizer = optimizer.model_copy(update={"name": "adamw"})
     without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
     return config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})
-
-
-def _write_model(path: Path, config: Config, source: str) -> None:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    model: dict[str, Any] = config.model.model_dump(mode="json", exclude_none=True)
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(f"# {source[0].upper()}{source[1:]}, by `maxlm average`.\n# {count_parameters(config.model):,} parameters.\n")
-        yaml.dump({"model": model}, stream)

@@ -9,7 +9,7 @@ from maxlm.interop.layouts import Shape
 
 Bounds = tuple[tuple[int, int], ...]  # of a shard: start and stop in every dim
 _FAST, _LAST = 512, 64  # numbers of a block along the dim that is contiguous in the source, and along the last
-_ALL_ONES, _SIGN = 0x7F80, 0x7FFF  # of bfloat16: the exponent of what is not finite, and all bits but the sign
+_ALL_ONES, _SIGN = 0x7F80, 0x7FFF  # of bfloat16: the exponent of infinity and NaN, and all bits but the sign
 _ALIGNED = 64  # bytes
 _CHECKED = 1 << 20  # numbers that are looked at together
 
@@ -32,7 +32,7 @@ def empty_aligned(shape: Shape) -> np.ndarray:
 
 
 def copy_part(ours: np.ndarray, shard: np.ndarray, index: tuple[int | slice, ...], bounds: Bounds) -> None:
-    """Copy what a shard has of a piece, whose dims are those of the parameter without the numbers in `index`."""
+    """Copy the part of a piece that a shard holds. The dims of the piece are the dims of the parameter that `index` does not fix."""
     full = (*index, *[slice(None)] * (len(bounds) - len(index)))
     inside = tuple(at if isinstance(at, slice) else at - start for at, (start, _) in zip(full, bounds, strict=True))
     source = ours[tuple(slice(*b) for at, b in zip(full, bounds, strict=True) if isinstance(at, slice))]

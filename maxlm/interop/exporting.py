@@ -53,7 +53,7 @@ def export_model(
     of: WeightsKind = "raw",
     quantize: str | None = None,
 ) -> Exported:
-    """Export the newest checkpoint of `run`, or that of `step`, into the new folder `out`. Raises UserError; then nothing is left.
+    """Export the newest checkpoint of `run`, or of `step`, into the new folder `out`. Raises UserError; then nothing is left.
 
     `of`: the parameters, or their moving average. Adapters are merged into them. `quantize`: matrices of layers in int8, int4 or fp8.
     """
@@ -78,7 +78,7 @@ def _notes(config: dict[str, Any], published: dict[str, Any] | None) -> Iterator
         yield "config.json names code of its source (auto_map), which is not exported: load it without trust_remote_code"
     was = None if published is None else published.get("model_type")
     if was is not None and was != config["model_type"]:
-        yield f"config.json is of the type {config['model_type']}, and that of the source was {was}"
+        yield f"config.json is of the type {config['model_type']}, and the source's was {was}"
 
 
 def _write(

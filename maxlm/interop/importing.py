@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,20 +14,20 @@ from ruamel.yaml import YAML
 from maxlm.checkpoint import Checkpoints
 from maxlm.cluster.agree import on_all
 from maxlm.config import Config, UserError, load
-from maxlm.config.errors import quoted
+from maxlm.config.errors import quoted, some
 from maxlm.config.loader import saved_text
 from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
-from maxlm.data.text_frame import FRAME
+from maxlm.data.template_files import published_opening
+from maxlm.data.text_frame import FRAME, TextFrame
 from maxlm.data.tokenizer import MOST_BYTES, Tokenizer
 from maxlm.interop import packed, published_files, weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_config import has_towers, read_config, text_tower
 from maxlm.interop.new_folder import new_folder
-from maxlm.interop.published_files import TOKENIZER_FILES, keep_files, object_or_none, read_object
-from maxlm.interop.published_frame import published_frame
-from maxlm.interop.tensor_files import TensorFiles, some
+from maxlm.interop.published_files import GENERATION, TOKENIZER_FILES, ends_of, keep_files, object_or_none, read_object
+from maxlm.interop.tensor_files import TensorFiles
 from maxlm.models import count_parameters
 from maxlm.parallel import build_mesh
 from maxlm.training.saved_run import CHECKPOINTS, CONFIG, PUBLISHED, TOKENIZER
@@ -62,8 +62,8 @@ def import_model(source: Path, out: Path, overrides: Sequence[str], step: weight
     """Import `source`, a folder or one safetensors file, into the new folder `out`. Raises UserError; then nothing is left.
 
     `overrides`: settings of `mesh`, over which the parameters are spread; without any they lie on one device, or with several processes
-    on all by mesh.fsdp. `config_file`: instead of the config.json beside the weights. Of several processes all must see the source and
-    `out`; one that does not ends all.
+    on all by mesh.fsdp. `config_file`: instead of the config.json of the folder. All processes must see the source and `out`; one that does
+    not ends all.
     """
     known = on_all(lambda: _read(source, overrides, config_file), lambda known: {"source": known.digest})
     with new_folder(out) as made:
@@ -85,18 +85,19 @@ def _read(source: Path, overrides: Sequence[str], config_file: Path | None) -> _
     if has_towers(published):
         files.keep_text()
     digest = hashlib.sha256(json.dumps([values, sorted(files.items())], sort_keys=True).encode()).hexdigest()
-    eos = published_files.ends_of(values, config_file)
+    eos = ends_of(values, config_file)
     section = _with_further_modules(values, section, files)
     return _Source(source, folder, config_file, family, section, files, eos, digest[:12])
 
 
 def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights.Step) -> Imported:
     family, files = known.family, known.files
+    said = f"Imported from {quoted(known.path.resolve().name)} (model_type {family.model_type}) by `maxlm import`"
 
     def prepare() -> tuple[Config, list[weights.Target], Mesh, list[str]]:
         with tempfile.TemporaryDirectory() as own:  # of this host
             model = Path(own) / MODEL
-            _write_model(model, known, None)
+            write_model(model, known.section, said, None)
             config = load(str(model), assume=True).config
             mesh = build_mesh(config, jax.local_devices()[:1])
             if spread := overrides or (["mesh.fsdp=-1"] if jax.process_count() > 1 else []):
@@ -107,7 +108,7 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
         if files.passed_over:
             notes.append(f"not read, since the model is in other files: {some(files.passed_over)}")
         if jax.process_index() == 0:
-            _write_model(folder / MODEL, known, count_parameters(config.model))
+            write_model(folder / MODEL, known.section, said, count_parameters(config.model))
             (folder / CONFIG).write_text(saved_text(config), encoding="utf-8")
             keep_files(known.folder, known.config, folder / PUBLISHED)
             notes += _copy_tokenizer(known.folder, folder / TOKENIZER, config.model, known.end_of_document)
@@ -121,16 +122,14 @@ def _write(known: _Source, folder: Path, overrides: Sequence[str], step: weights
     return Imported(folder, family.model_type, count_parameters(config.model), notes)
 
 
-def _write_model(path: Path, known: _Source, count: int | None) -> None:
-    """The model config, its source and exact size on top."""
+def write_model(path: Path, section: dict[str, Any], source: str, count: int | None) -> None:
+    """Write a `model` section, with its source and exact size on top. `source`: without a line break."""
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    said = "" if count is None else f"# {count:,} parameters.\n"
     with path.open("w", encoding="utf-8") as stream:
-        source = quoted(known.path.resolve().name)
-        stream.write(f"# Imported from {source} (model_type {known.family.model_type}) by `maxlm import`.\n{said}")
-        yaml.dump({"model": known.section}, stream)
+        stream.write(f"# {source}.\n" + ("" if count is None else f"# {count:,} parameters.\n"))
+        yaml.dump({"model": section}, stream)
 
 
 def _with_further_modules(values: dict[str, Any], section: dict[str, Any], files: TensorFiles) -> dict[str, Any]:
@@ -170,6 +169,20 @@ def _copy_tokenizer(source: Path, folder: Path, model: ModelConfig, end_of_docum
     )
     (folder / manifest.MANIFEST).write_bytes(manifest.as_bytes(info.model_dump(mode="json")))
     return notes
+
+
+def published_frame(folder: Path, tokenizer: Tokenizer, ends: Iterable[int]) -> TextFrame:
+    """Return the special tokens around texts of the model with the files in `folder`. `ends`: ids that config.json names.
+
+    Raises UserError for a file that is no JSON, or names an end of texts by no number.
+    """
+    said, generation = (object_or_none(folder / name) or {} for name in ("tokenizer_config.json", GENERATION))
+    bos = said.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    prefix = tokenizer.ids.get(bos) if isinstance(bos, str) else None
+    every = {*ends, *ends_of(generation, folder / GENERATION)}
+    known = {token for token in every if 0 <= token < tokenizer.vocab_size}
+    return TextFrame(published_opening(tokenizer.text, said), prefix, tuple(sorted(known - {tokenizer.end_of_document_id})))
 
 
 def _end_of_document(source: Path, ids: list[int]) -> str:

@@ -19,7 +19,7 @@ _FACTS = """
     max_window_layers num_nextn_predict_layers qk_head_dim reorder_and_upcast_attn pretraining_tp rope_parameters rope_scaling rope_theta
     seq_aux chunk_size_feed_forward neftune_noise_alpha
 """
-# What a call returns, and heads for other tasks.
+# Outputs of a call, and heads for other tasks.
 _OUTPUTS = """
     output_attentions output_hidden_states output_router_logits output_scores return_dict return_dict_in_generate use_cache
     id2label label2id num_labels problem_type finetuning_task task_specific_params prefix
@@ -34,7 +34,7 @@ _GENERATION = """
     repetition_penalty suppress_tokens temperature top_k top_p typical_p
 """
 HARMLESS = frozenset((_FACTS + _OUTPUTS + _GENERATION).split())
-# Of these: what networks of some families are made from, so that it counts only where the library reads it.
+# Of these: keys of the networks of some families, which count only where the library reads them.
 _OF_NETWORKS = """
     initial_context_length max_position_embeddings max_window_layers num_nextn_predict_layers qk_head_dim rope_parameters rope_scaling
     rope_theta seq_aux

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 class Layout:
     """A reversible layout. `shape`: of their tensor, from the shape of ours; `read`: theirs to ours; `write`: ours to theirs.
 
-    This one: the same numbers in the same order, and the same dims. `computes`: what it writes are other numbers, not only elsewhere.
+    This one: the same numbers in the same order, and the same dims. `computes`: it writes other numbers, not only another order.
     """
 
     computes: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class FromOne(Layout):
 
 @dataclass(frozen=True)
 class RotaryPairs(Linear):
-    """A Linear whose rotary outputs, the last `rope_dim` of each head, are stored as neighbouring pairs; ours are halves (DeepSeek)."""
+    """A Linear with rotary outputs, the last `rope_dim` of each head, stored as neighbouring pairs; ours are halves (DeepSeek)."""
 
     rope_dim: int = 0
 
@@ -113,12 +113,12 @@ def interleaved(head_dim: int) -> tuple[int, ...]:
     return (*range(0, head_dim, 2), *range(1, head_dim, 2))
 
 
-def turned_first(head_dim: int, turned: int) -> tuple[int, ...]:
-    """Order of a head whose first `turned` dims are rotary, paired among themselves: ours are pairs (i, i + half), those at rest last."""
-    half = turned // 2
-    rest = range(turned, head_dim)
+def rotary_first(head_dim: int, rotary: int) -> tuple[int, ...]:
+    """Return the order of a head with `rotary` first dims, paired among themselves: ours are pairs (i, i + half), the other dims last."""
+    half = rotary // 2
+    rest = range(rotary, head_dim)
     middle = len(rest) // 2
-    return (*range(half), *rest[:middle], *range(half, turned), *rest[middle:])
+    return (*range(half), *rest[:middle], *range(half, rotary), *rest[middle:])
 
 
 KEEP, FLAT, LINEAR, FROM_ONE = Layout(), Flat(), Linear(), FromOne()

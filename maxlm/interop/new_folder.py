@@ -17,17 +17,17 @@ from maxlm.cluster.agree import from_process_0, on_all, require_equal
 from maxlm.config.errors import UserError, error_kind
 
 SHARED_SECONDS = 10.0  # that a network file system may take to show a new folder
-REMOVAL_SECONDS = 5.0  # until threads that still write into it, as those of a checkpoint do, have ended
+REMOVAL_SECONDS = 5.0  # until threads that still write into it, such as a checkpoint's, have ended
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`, which becomes `out` if the block succeeds and is removed if it does not.
+    """Yield a folder next to `out`, which becomes `out` if the block succeeds and is removed if it does not.
 
-    Process 0 makes and renames it, and removes what an earlier command for `out` has left that was killed. Raises UserError in all
-    processes if `out` is there and not empty, before or after, if it cannot be written, or if one of them does not see what process 0 has
-    made.
+    Process 0 makes and renames it, and removes the folders of earlier commands for `out` that were killed. Raises UserError in all
+    processes if `out` is there and not empty, before or after, if it cannot be written, or if one of them does not see the folder of
+    process 0.
     """
     out = Path.cwd() / out if out.name else out.resolve()
     first = jax.process_index() == 0
@@ -37,7 +37,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         on_all(lambda: _wait_for(made, out))
         yield made
-        require_equal({})  # all have written what they write
+        require_equal({})  # all have written their part
         on_all(lambda: _rename(made, out) if first else None)
     except UserError:
         if not first:  # the first process to leave ends the others, so process 0 needs time to remove it
@@ -50,15 +50,15 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _make(out: Path, held: ExitStack) -> Path:
-    """A new folder beside `out`, locked until `held` closes or this process ends, so that another one knows whether it is in use."""
+    """Make a folder next to `out`, locked until `held` closes or this process ends, so that another one knows whether it is in use."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already, and not empty: name a new folder.")
     if out.is_symlink() or os.path.ismount(out):
         kind = "a link" if out.is_symlink() else "where a file system is mounted"
-        raise UserError(f"--out {out} is {kind}, in whose place no folder can be put: name a folder inside it.")
+        raise UserError(f"--out {out} is {kind}, which no folder can replace: name a folder inside it.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(out.parent, wait=True):  # nobody takes a folder that is not locked yet for one that was left
+        with _locked(out.parent, wait=True):  # else another command might take the new folder, not locked yet, for an abandoned one
             for left in out.parent.glob(f".{glob.escape(out.name)}-{'[a-z0-9_]' * 8}"):
                 with _locked(left) as free:
                     if free:

@@ -1,6 +1,6 @@
 """Weights of 4 or 8 bits in published files: formats of the compressed-tensors library (vllm-project/compressed-tensors), and fp8 blocks.
 
-Integers, `pack-quantized`: a matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32, whose words hold 32 / bits
+Integers, `pack-quantized`: a matrix `x.weight` [outputs, inputs] is three tensors: `x.weight_packed`, int32 words of 32 / bits
 neighbouring inputs each, the first in the lowest bits, as value + 2^(bits - 1); `x.weight_scale` [outputs, 1], or a column for each group
 of inputs; and `x.weight_shape`, the two sizes. Floating point, `float-quantized`: `x.weight` in e4m3, and `x.weight_scale` [outputs, 1] or
 one number for all.
@@ -20,7 +20,7 @@ QUANTIZED = (*BITS, "fp8")  # formats of `maxlm export --quantize`; fp8: e4m3
 BLOCKS = "fp8"
 METHODS = (METHOD, BLOCKS)
 PACKED, SCALE, SHAPE, BLOCK_SCALE = "_packed", "_scale", "_shape", "_scale_inv"  # after the name of the matrix
-_WEIGHTS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # what is read of each format
+_WEIGHTS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {  # values that are read, by format
     INTEGERS: {"num_bits": tuple(BITS.values()), "type": ("int",), "symmetric": (True,), "strategy": ("channel", "group")},
     FLOATS: {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "strategy": ("channel", "tensor")},
 }

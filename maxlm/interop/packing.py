@@ -1,4 +1,4 @@
-"""`maxlm export --quantize`: which matrices are packed, and their rounding, which is that of training (`maxlm.precision`)."""
+"""`maxlm export --quantize`: choice of matrices to pack, and their rounding, the same as in training (`maxlm.precision`)."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from maxlm.config import Config, UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.matmul import QuantizedConfig, QuantizedMatrix
-from maxlm.interop.families import UNEMBEDDING
+from maxlm.interop.families.decoder import UNEMBEDDING
 from maxlm.interop.layouts import Linear, Reordered
 from maxlm.interop.packed import BITS, FLOATS, INTEGERS, METHOD, PACKED, QUANTIZED, SCALE, SHAPE, pack
 from maxlm.interop.weights import Piece, Target
@@ -63,8 +63,8 @@ class Packing:
 
 
 def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
-    """Packing of the matrices of an export: those of layers that `precision.matmul` may quantize; where the run was trained in the same
-    format, those that it did. Raises UserError for a format or a matrix that cannot be stored so.
+    """Choose the matrices to pack: the matrices of layers that `precision.matmul` may quantize, or where the run was trained in the same
+    format, the ones that it did. Raises UserError for a format or a matrix that cannot be stored so.
     """
     if quantize not in QUANTIZED:
         raise UserError(f"--quantize {quantize} is not one of {', '.join(QUANTIZED)}.")

@@ -32,7 +32,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # A [rank, in] and B [out, rank]
 
 
 def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) -> Exported:
-    """Export the adapters of the newest checkpoint of `run`, or that of `step`, into the new folder `out`, in float32, with the tokenizer
+    """Export the adapters of the newest checkpoint of `run`, or of `step`, into the new folder `out`, in float32, with the tokenizer
     and the chat template that they were trained with.
 
     The base that they belong to is the model of `train.start_from`. Raises UserError; then nothing is left.
@@ -44,8 +44,8 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     feed_forward = [name for name in lora.matrices or saved.config.model.adaptable if name in FEED_FORWARD]
     if saved.config.model.moe is not None and feed_forward:
         raise UserError(
-            f"{run}: model.lora adapts `{feed_forward[0]}` beside experts, and PEFT (0.21) takes modules of that name for the experts: "
-            "export the merged model (leave --adapter out), or train adapters of attention alone (model.lora.matrices)."
+            f"{run}: model.lora adapts `{feed_forward[0]}` in a model with experts, and PEFT (0.21) takes modules of that name for "
+            "the experts: export the merged model (leave --adapter out), or train adapters of attention alone (model.lora.matrices)."
         )
     family, _ = family_of(saved.config.model, saved.config.data.seq_len, object_or_none(run / PUBLISHED / CONFIG))
     found = weights.targets(saved.config.model, family)

@@ -1,4 +1,4 @@
-"""Files of a published model that an import keeps beside its checkpoint, so that an export restates what training has not changed."""
+"""Files of a published model that an import stores with its checkpoint, so that an export restates files that training has not changed."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from maxlm.data import manifest
 CONFIG, GENERATION = "config.json", "generation_config.json"  # as transformers names them
 TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (manifest.TOKENIZER, *manifest.COMPANIONS)
-# Further files of a tokenizer, of older versions of the library. They say what tokenizer.json says, and go with an equal one only.
+# Further files of a tokenizer, of older versions of the library. They repeat tokenizer.json, and go with an equal one only.
 _OLDER = (
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("tiktoken.model", "tekken.json", "chat_template.json", "preprocessor_config.json"),
@@ -76,7 +76,7 @@ def read_object(path: Path) -> Json:
 
 
 def ends_of(values: Json, path: Path) -> list[int]:
-    """Ids of tokens that end texts, from `eos_token_id` of a JSON object. Raises UserError naming the file for what is no id."""
+    """Ids of tokens that end texts, from `eos_token_id` of a JSON object. Raises UserError naming the file for anything else."""
     stated = values.get("eos_token_id")
     ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if any(type(end) is not int for end in ends):

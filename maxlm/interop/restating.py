@@ -1,5 +1,5 @@
-"""Files beside the weights of an export: config.json, generation_config.json and the tokenizer, which describe the model as it is now and
-otherwise restate the published files.
+"""Files of an export other than the weights: config.json, generation_config.json and the tokenizer. They describe the model as it is now
+and otherwise restate the published files.
 """
 
 import json
@@ -82,6 +82,6 @@ def write_tokenizer(saved: SavedRun, folder: Path) -> None:
 
 
 def _template_reads_end(source: Path) -> bool:
-    """True if the chat template writes `eos_token`: then it stays what conversations were rendered with for training."""
+    """True if the chat template writes `eos_token`: then that token stays as in the conversations of training."""
     named, alone = (object_or_none(source / SETTINGS) or {}).get("chat_template"), source / TEMPLATE
     return "eos_token" in json.dumps(named) or (alone.is_file() and "eos_token" in alone.read_text(encoding="utf-8", errors="replace"))

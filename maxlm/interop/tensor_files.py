@@ -14,19 +14,18 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.config.errors import UserError, error_kind, some
 from maxlm.config.paths import open_regular, read_file
 from maxlm.config.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
-from maxlm.interop.families import OTHER_TOWERS, TEXT_TOWER
+from maxlm.interop.hf_config import OTHER_TOWERS, TEXT_TOWER
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 _PART = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # how torch.save begins, today and long ago
-_SHOWN = 3
 _MOST_HEADER = 100_000_000  # bytes of JSON before the tensors, the format's own bound; an index is held to it too
 _COMPARED = 1 << 22  # numbers of two tensors compared at a time
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16  # bytes of a block, of 32 numbers
@@ -45,7 +44,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
     def __init__(self, source: Path, blocks: tuple[int, int] | None = None) -> None:
         """`source`: a folder, or one file. `blocks`: outputs and inputs of a block that has one scale in `x_scale_inv`.
 
-        Raises UserError for what is damaged, missing, listed wrongly, or no safetensors file.
+        Raises UserError for files that are damaged, missing, listed wrongly, or not safetensors.
         """
         self._file: dict[str, Path] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
@@ -99,14 +98,14 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             name = words.removesuffix(packed.PACKED)
             scale, sizes = name + packed.SCALE, name + packed.SHAPE
             if missing := [other for other in (scale, sizes) if other not in self._shape]:
-                raise UserError(f"{source}: {words} has no {missing[0]} beside it.")
+                raise UserError(f"{source}: {words} has no {missing[0]}.")
             if (kinds[words], kinds[sizes], self._shape[sizes]) != ("I32", "I64", (2,)) or kinds[scale] not in _DTYPES:
                 raise UserError(f"{source}: {name} is not packed as {packed.INTEGERS} says: int32 words, float scales and two sizes.")
             shape = tuple(int(size) for size in self._slice(sizes, None))
             groups = self._shape[scale][1:] if self._shape[scale][:1] == shape[:1] else ()
             if packed.bits_of(shape, self._shape[words]) is None or len(groups) != 1 or groups[0] < 1 or shape[1] % groups[0]:
                 found = f"{list(self._shape[words])} words and {list(self._shape[scale])} scales"
-                raise UserError(f"{source}: {name} of shape {list(shape)} has {found}, which are not those of 4 or 8 bits.")
+                raise UserError(f"{source}: {name} of shape {list(shape)} has {found}, which fit neither 4 nor 8 bits.")
             for part in (words, scale, sizes):
                 del self._shape[part]
             self._shape[name] = shape
@@ -117,7 +116,7 @@ class TensorFiles(Mapping[str, tuple[int, ...]]):
             shape, scales = self._shape[name], [name + ending for ending in (packed.SCALE, packed.BLOCK_SCALE)]
             scale = next((scale for scale in scales if scale in self._shape), None)
             if scale is None:
-                raise UserError(f"{source}: {name} ({_FP8}) has no {' or '.join(scales)} beside it.")
+                raise UserError(f"{source}: {name} ({_FP8}) has no {' or '.join(scales)}.")
             found = self._shape.pop(scale)
             fitting: tuple[tuple[int, ...], ...] = ((shape[0], 1), (1, 1), (1,))
             rule = f"{packed.FLOATS} a float for each output or one for all"
@@ -235,8 +234,8 @@ def read_e4m3(file: Path, name: str) -> np.ndarray:
 
 
 def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Write a safetensors file with the permissions of any new file; the library gives it those of its temporary one, 0600. Raises OSError,
-    such as that of a full disk, which the library hides in an error of its own.
+    """Write a safetensors file with the permissions of any new file; the library would leave 0600. Raises OSError, such as a full disk's,
+    which the library hides in an error of its own.
     """
     file.touch()
     mode = file.stat().st_mode
@@ -247,12 +246,6 @@ def write_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
     file.chmod(mode)
-
-
-def some(names: list[str]) -> str:
-    """The first of these names, and the number of others."""
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
 def _listed(folder: Path) -> dict[str, Path]:
@@ -271,7 +264,7 @@ def _listed(folder: Path) -> dict[str, Path]:
         if not (folder / file).is_file():
             raise UserError(f"{index} lists {file}, which is not there: download it again.")
     if (folder / WHOLE).is_file() and WHOLE not in names.values():
-        raise UserError(f"{folder}: {WHOLE} is beside {INDEX}, which does not list it; which of both counts is not said: remove one.")
+        raise UserError(f"{folder}: {WHOLE} is not listed in {INDEX}, and it is not clear which of both counts: remove one.")
     return {name: folder / file for name, file in names.items()}
 
 

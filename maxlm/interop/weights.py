@@ -12,12 +12,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, some
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.copying import bounds_of, copy_part, empty_aligned, is_inside
-from maxlm.interop.families import EMBEDDING, UNEMBEDDING, Family
+from maxlm.interop.families import Family
+from maxlm.interop.families.decoder import EMBEDDING, UNEMBEDDING
 from maxlm.interop.layouts import Rule, Shape, expert_axis
-from maxlm.interop.tensor_files import TensorFiles, some
+from maxlm.interop.tensor_files import TensorFiles
+from maxlm.models.adapters import put
 from maxlm.models.parameters import declarations, model_state_specs, parameter_specs
 from maxlm.models.stack import Names, within_layer
 
@@ -52,7 +54,7 @@ class Target:
 
 
 def targets(config: ModelConfig, family: Family) -> list[Target]:
-    """All parameters and model state of a model, those of a rule together. Raises UserError for one that the family has no tensor for."""
+    """List all parameters and model state of a model, by rule. Raises UserError for a parameter that the family has no tensor for."""
     table = family.rules(config)
     rules = {(rule.per_layer, ours): rule for rule in table for ours in rule.ours}
     found = []
@@ -87,7 +89,7 @@ def their_shapes(config: ModelConfig, found: list[Target]) -> dict[str, Shape]:
 
 
 def check(config: ModelConfig, family: Family, found: list[Target], files: TensorFiles) -> list[str]:
-    """Refuse files that lack a tensor, have one of another shape, or one that is not understood. Returns notes on what is not read."""
+    """Refuse files that lack a tensor, or have one of another shape or an unknown one. Returns notes on tensors that are not read."""
     wanted = their_shapes(config, found)
     files.prefix(family.prefix, keep=UNEMBEDDING)
     if missing := sorted(wanted.keys() - files.keys()):
@@ -132,10 +134,7 @@ def load(config: ModelConfig, found: list[Target], files: TensorFiles, mesh: Mes
     for target in found:
         kind = "params" if entry(specs["params"], target.name) is not None else "model_state"
         sharding = NamedSharding(mesh, entry(specs[kind], target.name))
-        branch = tree[kind]
-        for part in target.name[:-1]:
-            branch = branch.setdefault(part, {})
-        branch[target.name[-1]] = _leaf(target, files, sharding)
+        put(tree[kind], target.name, _leaf(target, files, sharding))
         done += 4 * math.prod(target.shape)
         step(done, total)
     return tree

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.ladder.fits import SHARE, Fit, fit, ratio_varies
+from maxlm.ladder.fits import Fit, fit, limits, ratio_varies
 from maxlm.ladder.forms import FORMS, Floats, Runs
 from maxlm.ladder.grid import epochs
 from maxlm.ladder.runs import Found, measured
@@ -74,7 +74,7 @@ class Analysis:
 
 
 def doubts(fitted: Fit, errors: Sequence[float], times: Sequence[float | None]) -> list[str]:
-    """Sentences about what weakens every conclusion from a fit.
+    """Return sentences about weaknesses of a fit, which hold for every conclusion from it.
 
     Args:
         errors: of the largest size's runs, predicted from the others over measured, less 1.
@@ -105,7 +105,7 @@ def doubts(fitted: Fit, errors: Sequence[float], times: Sequence[float | None]) 
     if repeated := [one for one in times if one is not None and one > 1]:
         said.append(
             f"{len(repeated)} of {len(times)} runs read their text more than once, up to {max(repeated):.3g} times: losses of repeated "
-            "text do not tell those of new text (the exponent of the tokens comes out wrong)."
+            "text do not predict losses of new text (the exponent of the tokens comes out wrong)."
         )
     return said
 
@@ -115,7 +115,7 @@ def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
     runs, done = measured(found)
     if not done:
         raise UserError(f"none of {len(found)} runs has a loss, and there is nothing to fit: mend them and run again.")
-    name = settings.form or _choose(runs)
+    name = settings.form or ("chinchilla" if ratio_varies(runs) else "compute")
     whole = fit(FORMS[name], runs, huber=settings.huber, samples=settings.samples)
     try:
         predictions, reason = _predict_largest(runs, done, settings, name), ""
@@ -129,11 +129,6 @@ def doubts_of(analysis: Analysis) -> list[str]:
     """`doubts` of an analysis."""
     times = [epochs(one.rung.config, one.rung.tokens) for one in analysis.done]
     return doubts(analysis.fit, [one.error for one in analysis.predictions], times)
-
-
-def _choose(runs: Runs) -> str:
-    """chinchilla if the ratio of tokens to parameters varies, else compute."""
-    return "chinchilla" if ratio_varies(runs) else "compute"
 
 
 def _predict_largest(runs: Runs, done: Sequence[Found], settings: FitConfig, name: str) -> list[Prediction]:
@@ -160,10 +155,9 @@ def best_for(found: Fit, flops: float, cost: Callable[[Floats], Floats]) -> Opti
     keep_G = tokens_G >= 1
     grid = Runs(sizes_G[keep_G], tokens_G[keep_G], np.full(keep_G.sum(), flops), np.ones(keep_G.sum()))
     samples = [found.losses_with(theta_P, grid) for theta_P in found.thetas_KP]
-    limits = ((1 - SHARE) / 2, (1 + SHARE) / 2)
     best = int(found.predict(grid).argmin())
-    sizes = np.quantile([grid.parameters_R[losses_G.argmin()] for losses_G in samples], limits)
-    losses = np.quantile([losses_G[best] for losses_G in samples], limits)
+    sizes = limits([grid.parameters_R[losses_G.argmin()] for losses_G in samples])
+    losses = limits([losses_G[best] for losses_G in samples])
     return Optimum(
         flops, float(grid.parameters_R[best]), (float(sizes[0]), float(sizes[1])), float(grid.tokens_R[best]),
         float(found.predict(grid)[best]), (float(losses[0]), float(losses[1])),
@@ -183,14 +177,10 @@ def parabolas_of(done: Sequence[Found]) -> list[Parabola]:
             continue
         centre, flops = -slope / (2 * curvature), float(np.exp(np.log(some.flops_R).mean()))
         inside = bool(low < centre < high)
-        tokens = float(np.exp(np.interp(centre, *_sorted(np.log(some.parameters_R), np.log(some.tokens_R)))))
+        order_R = np.argsort(some.parameters_R)
+        tokens = float(np.exp(np.interp(centre, np.log(some.parameters_R[order_R]), np.log(some.tokens_R[order_R]))))
         found.append(Parabola(flops, float(np.exp(centre)), tokens, float(level - slope**2 / (4 * curvature)), float(curvature), inside))
     return found
-
-
-def _sorted(x_R: Floats, y_R: Floats) -> tuple[Floats, Floats]:
-    order_R = np.argsort(x_R)
-    return x_R[order_R], y_R[order_R]
 
 
 def _exponents(parabolas: Sequence[Parabola]) -> dict[str, float]:

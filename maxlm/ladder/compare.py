@@ -2,12 +2,13 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 from scipy.special import stdtrit
 
 from maxlm.config.errors import ConfigError, UserError
@@ -15,6 +16,7 @@ from maxlm.config.fields import flatten
 from maxlm.ladder.grid import Rung, make_grid, variant
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import TUNED, CompareConfig, LadderSettings
+from maxlm.telemetry.formatting import count, duration
 from maxlm.telemetry.report.load import load_run
 
 SHARE = 0.9  # of the intervals
@@ -37,7 +39,7 @@ class Entry:
 
 
 def compare(settings: LadderSettings, names: Sequence[str], folder: Path, *, training: bool, say: Callable[[str], None]) -> list[Entry]:
-    """Train what is missing of the comparison and return it, sizes from small to large.
+    """Train the missing runs of the comparison and return it, sizes from small to large.
 
     Raises UserError: no `compare` section, an optimizer that it does not name, or runs that failed or are missing.
     """
@@ -109,15 +111,15 @@ def _at_size(rung: Rung, settings: LadderSettings, config: CompareConfig, names:
 
 
 def _losses(found: Sequence[Found]) -> list[float]:
-    """Losses of final runs. Raises UserError if one failed: its settings are too near to those that fail."""
+    """Return losses of final runs. Raises UserError if one failed: its settings are too near to failing ones."""
     if failed := [one for one in found if one.loss is None]:
         names = ", ".join(f"{one.rung.name} ({one.state})" for one in failed)
-        raise UserError(f"final runs failed, whose trial did not: {names}; try smaller learning rates, or other seeds.")
+        raise UserError(f"final runs failed though their trials did not: {names}; try smaller learning rates, or other seeds.")
     return [one.loss for one in found if one.loss is not None]
 
 
 def _trials(rung: Rung, settings: LadderSettings, config: CompareConfig, name: str) -> list[tuple[Rung, Mapping[str, Any]]]:
-    """Runs with the seed 0, each with what is tried in it: `peak_lr`, and `warmup` and `weight_decay` if they are tuned."""
+    """Return runs with the seed 0, each with the values to try: `peak_lr`, and `warmup` and `weight_decay` if they are tuned."""
     tried: dict[str, Sequence[float]] = {"peak_lr": config.optimizers[name].peak_lr}
     warmup = config.warmup or (None if settings.warmup is None else (settings.warmup,))
     tried |= {key: values for key, values in (("warmup", warmup), ("weight_decay", config.weight_decay)) if values is not None}
@@ -156,3 +158,25 @@ def interval(losses: Sequence[float]) -> tuple[float, float]:
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
     """Mean difference over seeds to the baseline's, which saw the same batches, and half the width of its interval."""
     return interval([one - other for one, other in zip(losses, baseline, strict=True)])
+
+
+def table(entries: Sequence[Entry], baseline: str) -> Table:
+    """Return one row for each optimizer and size; differences are to `baseline` at the same size."""
+    found = Table(title=f"Held-out loss over {len(entries[0].losses)} seeds, with {SHARE:.0%} intervals; differences to {baseline}")
+    for head in ("size", "optimizer", "best settings", "equal FLOPs", "difference", "equal time", "difference", "a step"):
+        found.add_column(head, no_wrap=head in ("size", "optimizer"))
+    for one in entries:
+        other = next(entry for entry in entries if entry.size == one.size and entry.optimizer == baseline)
+        settings = ", ".join(f"{key} {value:g}" for key, value in one.best.items())
+        cells = [f"{one.size} ({count(one.parameters)})", one.optimizer, settings + (" (at the edge)" if one.at_edge else "")]
+        for losses, reference in ((one.losses, other.losses), (one.losses_at_equal_time, other.losses_at_equal_time)):
+            mean, half = interval(losses)
+            change, doubt = difference(losses, reference)
+            cells += [f"{mean:.4f} ± {half:.4f}", "" if one is other else f"{change:+.4f} ± {doubt:.4f}"]
+        found.add_row(*cells, duration(one.step_s))
+    return found
+
+
+def to_json(entries: Sequence[Entry], baseline: str) -> dict[str, Any]:
+    """Return the comparison for `comparison.json`."""
+    return {"baseline": baseline, "share": SHARE, "entries": [asdict(one) for one in entries]}

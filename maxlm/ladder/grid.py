@@ -15,7 +15,7 @@ from maxlm.data import manifest
 from maxlm.ladder.settings import LadderSettings, SizeConfig
 from maxlm.models.counts import count_active_parameters, token_flops
 
-WIDER = (2, 4, 8, 16, 32)  # times the largest size, for what a token of a larger model costs
+WIDER = (2, 4, 8, 16, 32)  # times the largest size, for the cost of a token of a larger model
 LONG = 1_000_000  # steps, where only the model matters
 ROUND = 8  # that widths of feed-forward layers are multiples of; 128 from 512 on
 # Settings without which the losses of a ladder say nothing of another config.
@@ -87,7 +87,7 @@ def model_settings(base: ModelConfig, size: SizeConfig) -> dict[str, int]:
 
 
 def resized(model: ModelConfig, settings: Mapping[str, int]) -> ModelConfig:
-    """A dense model with what `model_settings` found."""
+    """Return a dense model with the sizes of `model_settings`."""
     return model.model_copy(update={key.removeprefix("model."): value for key, value in settings.items()})
 
 
@@ -194,7 +194,7 @@ def _load(settings: LadderSettings, base: Config, size: str, run: str, values: M
 
 
 def _short(tokens: int) -> str:
-    """2000000 -> 2M; what has no short form stays whole."""
+    """2000000 -> 2M; other numbers stay whole."""
     for scale, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if tokens >= scale and tokens % (scale // 1000) == 0:
             return f"{tokens / scale:g}{letter}"

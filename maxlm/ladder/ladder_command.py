@@ -1,4 +1,4 @@
-"""The command `maxlm ladder`: train what is missing, fit, write the page."""
+"""The command `maxlm ladder`: train missing runs, fit, write the page."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,9 +10,9 @@ from rich.table import Table
 
 from maxlm.config.console import Console
 from maxlm.config.directory_lock import locked
-from maxlm.config.errors import UserError
+from maxlm.config.errors import UserError, some
 from maxlm.config.loader import load_as
-from maxlm.ladder import compare, compare_output
+from maxlm.ladder import compare
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for, doubts_of
 from maxlm.ladder.forms import Floats
 from maxlm.ladder.grid import Rung, assumed, base_of, epochs, make_grid, token_costs
@@ -30,7 +30,7 @@ _LOCK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. `dry_run`: show the grid and write nothing; `train`: false writes the configs and fits what is done;
+    """The command line. `dry_run`: show the grid and write nothing; `train`: false writes the configs and fits finished runs;
     `without_failed`: fit although runs are missing.
     """
 
@@ -67,13 +67,13 @@ def run_comparison(file: str, overrides: Sequence[str], optimizers: str, options
     folder, console = Path(settings.folder), _console()
     with locked(folder, "folder", _LOCK_SECONDS, say, "wait for the other ladder, or give this one another folder"):
         entries = compare.compare(settings, names, folder, training=options.train, say=say)
-        write_text(folder / COMPARISON, dumps(compare_output.to_json(entries, names[0]), indent=1) + "\n")
-    console.print(compare_output.table(entries, names[0]))
+        write_text(folder / COMPARISON, dumps(compare.to_json(entries, names[0]), indent=1) + "\n")
+    console.print(compare.table(entries, names[0]))
     console.print(f"{folder / COMPARISON} holds the figures.", highlight=False, soft_wrap=True)
 
 
 def grid_table(settings: LadderSettings, folder: Path, rungs: Sequence[Rung]) -> Table:
-    """The runs, and what is known of each."""
+    """Return the runs, with their sizes, lengths, state and time."""
     total = sum(rung.flops for rung in rungs)
     table = Table(title=f"{len(rungs)} runs of {settings.base}, {total:.3g} FLOPs in all")
     for head in ("run", "parameters", "tokens", "ratio", "FLOPs", "state", "time"):
@@ -88,7 +88,7 @@ def grid_table(settings: LadderSettings, folder: Path, rungs: Sequence[Rung]) ->
 
 
 def show(console: Console, analysis: Analysis, optima: Sequence[Optimum], folder: Path) -> None:
-    """Print what was fitted."""
+    """Print the fit, its predictions and the best sizes."""
     ranges = analysis.fit.ranges()
     console.print(f"L = {analysis.fit.form.formula}", highlight=False)
     for name, value in analysis.fit.values().items():
@@ -128,16 +128,12 @@ def _check_complete(found: Sequence[Found], codes: dict[str, int], options: Opti
         return
     if failed:
         raise UserError(
-            f"{len(failed)} of {len(found)} runs failed: {_some(failed)}; mend and run again, or fit the others with --without-failed."
+            f"{len(failed)} of {len(found)} runs failed: {some(failed, 5)}; mend and run again, or fit the others with --without-failed."
         )
     if waiting:
         raise UserError(
-            f"{len(waiting)} of {len(found)} runs are not done: {_some(waiting)}; train them, or fit the others with --without-failed."
+            f"{len(waiting)} of {len(found)} runs are not done: {some(waiting, 5)}; train them, or fit the others with --without-failed."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _optima(settings: LadderSettings, analysis: Analysis) -> list[Optimum]:
@@ -154,7 +150,7 @@ def _optima(settings: LadderSettings, analysis: Analysis) -> list[Optimum]:
 
 
 def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optimum]) -> dict[str, Any]:
-    """All figures, for programs."""
+    """Return all figures, for programs."""
     fit = analysis.fit
     return {
         "base": settings.base,

@@ -107,20 +107,15 @@ def _svg(figure: Figure) -> str:
     text = StringIO()
     with rc_context(_FIXED):
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
-    return _inline(text.getvalue())
-
-
-def _inline(text: str) -> str:
-    """The SVG without its XML declaration, so that it may stand in a page."""
-    return re.sub(r"^.*?(?=<svg)", "", text, flags=re.DOTALL)
+    return re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)  # without its XML declaration, as part of a page
 
 
 def all_plots(analysis: Analysis) -> Sequence[tuple[str, str]]:
-    """(title, SVG) of those that there is something to draw for."""
+    """Return (title, SVG) of each plot that has data."""
     drawn = (
         ("Losses and the fit", losses(analysis)),
         ("The largest size, predicted from the others", predictions(analysis)),
         ("Loss over size at equal FLOPs", parabolas(analysis)),
-        ("What the fit leaves", residuals(analysis)),
+        ("Residuals of the fit", residuals(analysis)),
     )
     return [(title, svg) for title, svg in drawn if svg]

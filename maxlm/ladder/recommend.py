@@ -8,29 +8,74 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field, Strict, ValidationError, model_validator
 
 from maxlm.config.errors import UserError, error_kind, printable, quoted, shorten
 from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.paths import read_file
 from maxlm.config.schema import Config
 from maxlm.ladder.analysis import doubts
-from maxlm.ladder.fits import SHARE, Fit
+from maxlm.ladder.fits import SHARE, Fit, limits
 from maxlm.ladder.forms import FORMS, Runs
 from maxlm.ladder.grid import ASSUMED, assumed, epochs, model_settings, parameters_of, resized
 from maxlm.ladder.ladder_command import RESULT
-from maxlm.ladder.settings import FitConfig, SizeConfig
+from maxlm.ladder.settings import SizeConfig
 from maxlm.models.counts import token_flops
 from maxlm.telemetry.formatting import count
 
 MOST_BYTES = 2**26  # of a fitted ladder
 
-UNIT = 128  # that widths are multiples of, or of the head's width if that is larger: what matrix units are filled by
+UNIT = 128  # widths are multiples of it, or of the head's width if larger: it fills matrix units
 LARGEST = 65_536  # width
 LENGTHS = ("steps", "tokens")  # fields of `train`
 STEP = 1.07  # between two candidates' widths, at least: a fit is not more certain
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+
+
+class _Run(BaseModel):
+    flops: Positive
+    parameters: Positive
+    tokens: Positive
+    epochs: Positive | None
+
+
+class _Prediction(BaseModel):
+    error: Number
+
+
+class _Result(BaseModel):
+    """`ladder.json`, as far as a recommendation reads it."""
+
+    base: Annotated[str, Strict()]
+    assumed: dict[str, Any]
+    form: Literal["chinchilla", "kaplan", "compute"]
+    parameters: Literal["all", "without_embeddings"]
+    theta: list[Number]
+    thetas: Annotated[list[list[Number]], Field(min_length=1)]
+    centre: list[Number]
+    runs: Annotated[list[_Run], Field(min_length=1)]
+    predictions: list[_Prediction]
+
+    @model_validator(mode="after")
+    def _complete(self) -> "_Result":
+        form = FORMS[self.form]
+        constants, inputs = len(form.parameters), len(form.inputs(Runs(*[np.ones(1)] * 4)))
+        if (
+            {len(self.theta), *map(len, self.thetas)} != {constants}
+            or len(self.centre) != inputs
+            or not set(ASSUMED) <= self.assumed.keys()
+        ):
+            raise ValueError("not as many constants as the form has, or facts of the base are missing")
+        return self
+
+    def fit(self) -> Fit:
+        empty = np.zeros(0)
+        nothing = Runs(empty, empty, empty, empty)
+        return Fit(FORMS[self.form], nothing, np.array(self.theta), np.array(self.thetas), tuple(self.centre), empty)
 
 
 @dataclass(frozen=True)
@@ -57,19 +102,8 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
             said = f"train.{key}={getattr(base.train, key)} does not go with --flops"
             raise UserError(f"{said}, by which the ladder tells the length of the run: leave it out.")
     result = _read(folder)
-    try:
-        found = _fit_of(result, folder)
-        runs = result["runs"]
-        largest = {name: max(_figure(one[name], above=0.0) for one in runs) for name in ("flops", "parameters", "tokens")}
-        errors = [_figure(one["error"]) for one in result["predictions"]]
-        times = [None if one["epochs"] is None else _figure(one["epochs"], above=0.0) for one in runs]
-        trained_with = {key: result["assumed"][key] for key in ASSUMED}
-        if result["parameters"] not in get_args(FitConfig.model_fields["parameters"].annotation):
-            raise ValueError("another count of parameters")
-        of = quoted(result["base"])
-    except (KeyError, IndexError, AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise _not_ours(folder) from error
-    candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result["parameters"], flops)) is not None]
+    found = result.fit()
+    candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result.parameters, flops)) is not None]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
     grid = Runs(*(np.array(column, np.float64) for column in zip(*(one[1] for one in candidates), strict=True)))
@@ -83,25 +117,26 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
         raise UserError(f"--flops {flops:g}: the best model would be wider than {LARGEST:,}; give less.")
     settings, (parameters, tokens, _, _) = candidates[best]
     samples = [int(found.losses_with(theta_P, grid).argmin()) for theta_P in found.thetas_KP]
-    low, high = (grid.parameters_R[round(float(place))] for place in np.quantile(samples, ((1 - SHARE) / 2, (1 + SHARE) / 2)))
+    low, high = (grid.parameters_R[round(float(place))] for place in limits(samples))
     sentences = [
-        f"{flops:g} FLOPs, by the ladder of {of}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
+        f"{flops:g} FLOPs, by the ladder of {quoted(result.base)}: {count(parameters)} parameters ({SHARE:.0%} interval {count(low)} to "
         f"{count(high)}), {count(tokens)} tokens ({tokens / parameters:.3g} a parameter); loss {losses_G[best]:.4g} "
         f"({low_loss[0]:.4g} to {high_loss[0]:.4g}).",
         "That is " + ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in settings.items()) + ".",
     ]
     if others := [
-        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in assumed(base).items() if (was := trained_with[key]) != now
+        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in assumed(base).items() if (was := result.assumed[key]) != now
     ]:
-        sentences.append(f"The ladder was trained with {', '.join(others)}: its losses are not those of this config.")
+        sentences.append(f"The ladder was trained with {', '.join(others)}: its losses do not hold for this config.")
     asked = {"flops": flops, "parameters": parameters, "tokens": tokens}
+    largest = {name: max(getattr(run, name) for run in result.runs) for name in asked}
     if beyond := {name: value / largest[name] for name, value in asked.items() if value > 1.001 * largest[name]}:
         units = {"flops": "FLOPs"}
         most = ", ".join(
             f"{largest[name]:.3g} {units.get(name, name)} ({times_more:.2g} times less)" for name, times_more in beyond.items()
         )
         sentences.append(f"The ladder's runs have at most {most}: this is an extrapolation, and only as good as the form of the fit.")
-    sentences += doubts(found, errors, times)
+    sentences += doubts(found, [one.error for one in result.predictions], [run.epochs for run in result.runs])
     if (again := epochs(base, round(tokens))) is not None and again > 1:
         sentences.append(f"data.store has less text: it would be read {again:.3g} times, and the ladder tells nothing of repeated text.")
     if not min(best, *samples):
@@ -111,49 +146,29 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     return Recommendation(tuple(f"{key}={json.dumps(value)}" for key, value in values.items()), whole, tuple(sentences))
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> _Result:
+    """Read the result of a fitted ladder. Raises UserError."""
     file = folder / RESULT
     try:
-        result = json.loads(read_file(file, MOST_BYTES))
+        result = _Result.model_validate(json.loads(read_file(file, MOST_BYTES)))
+    except (ValidationError, OverflowError) as error:
+        raise _not_ours(folder) from error
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise error_kind(error)(
             f"--ladder {folder}: {file} cannot be read ({reason}); give the `folder` of a ladder that was fitted."
         ) from error
-    if (
-        not isinstance(result, dict)
-        or not {"form", "theta", "thetas", "centre", "parameters", "runs", "base", "assumed", "predictions"} <= result.keys()
-    ):
-        raise _not_ours(folder)
+    if result.form == "compute":
+        raise UserError(
+            f"--ladder {folder} was fitted at one ratio of tokens to parameters, and says nothing of others: train several lengths a size."
+        )
     return result
-
-
-def _figure(value: Any, above: float = -math.inf) -> float:
-    """`value`, a finite number greater than `above`. Raises ValueError if it is anything else."""
-    if isinstance(value, bool | str) or not (math.isfinite(value) and value > above):
-        raise ValueError("not a figure")
-    return float(value)
 
 
 def _not_ours(folder: Path) -> UserError:
     return UserError(
         f"--ladder {folder}: {folder / RESULT} was not written by this version of `maxlm ladder`; fit it anew with --no-train."
     )
-
-
-def _fit_of(result: dict[str, Any], folder: Path) -> Fit:
-    if result["form"] == "compute":
-        raise UserError(
-            f"--ladder {folder} was fitted at one ratio of tokens to parameters, and says nothing of others: train several lengths a size."
-        )
-    empty, form = np.zeros(0), FORMS[result["form"]]
-    theta_P, thetas_KP, centre = (np.array(result[name], np.float64) for name in ("theta", "thetas", "centre"))
-    constants, inputs = len(form.parameters), len(form.inputs(Runs(*[np.ones(1)] * 4)))
-    if theta_P.shape != (constants,) or thetas_KP.shape[1:] != (constants,) or not len(thetas_KP) or centre.shape != (inputs,):
-        raise ValueError("not as many constants as the form has")
-    if not all(np.isfinite(one).all() for one in (theta_P, thetas_KP, centre)):
-        raise ValueError("not numbers")
-    return Fit(form, Runs(empty, empty, empty, empty), theta_P, thetas_KP, tuple(centre.tolist()), empty)
 
 
 def _widths(base: Config) -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs of a ladder on this machine, one after another, and what is found of those that were trained here or elsewhere."""
+"""Runs of a ladder: trained on this machine, one after another, and found in its folder, trained here or elsewhere."""
 
 import math
 import sys
@@ -38,15 +38,12 @@ class Found:
 
 
 def config_file(folder: Path, rung: Rung) -> Path:
+    """Return the file with the config of a run."""
     return folder / "configs" / f"{rung.name}.yml"
 
 
 def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
-    """Write the config of each run. Raises UserError if a run has begun with another one, or under the name that an earlier maxlm gave it,
-    or a file cannot be written.
-    """
-    if old := next(((path, rung) for rung in rungs if (path := _under_old_name(folder, rung)) is not None), None):
-        raise UserError(f"{old[0]} is called {old[1].name} now, so that seeds can be added: rename this folder.")
+    """Write the config of each run. Raises UserError if a run has begun with another config, or a file cannot be written."""
     for rung in rungs:
         begun = folder / "runs" / rung.name / "config.yml"
         file, text = config_file(folder, rung), dump(rung.config)
@@ -59,15 +56,6 @@ def write_configs(folder: Path, rungs: Sequence[Rung]) -> None:
             write_text(file, text)
         except OSError as error:
             raise error_kind(error)(f"{file} cannot be written ({error.strerror or error}): choose another `folder`.") from error
-
-
-def _under_old_name(folder: Path, rung: Rung) -> Path | None:
-    """The folder of this run as it was called before: with the number of any seed if there were several, else with none."""
-    before = f"{rung.name}-seed0" if rung.seed == 0 else rung.name.removesuffix(f"-seed{rung.seed}")
-    old = folder / "runs" / before
-    if before == rung.name or (folder / "runs" / rung.name).exists() or not (old / "config.yml").is_file():
-        return None
-    return old if load(str(old / "config.yml"), any_mesh=True).config.train.seed == rung.seed else None
 
 
 def _difference(file: Path, text: str, rung: Rung) -> str:

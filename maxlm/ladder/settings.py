@@ -16,7 +16,7 @@ Name = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,
 
 
 class SizeConfig(Section):
-    """One size. What is not given keeps the proportions of the base config: head_dim, n_heads / n_kv_heads, d_ff / d_model."""
+    """One size. Settings that are not given keep the proportions of the base config: head_dim, n_heads / n_kv_heads, d_ff / d_model."""
 
     d_model: Positive
     n_layers: Positive
@@ -102,7 +102,7 @@ class LadderSettings(Section):
         return self
 
     def given(self) -> Iterator[tuple[str, str]]:
-        """(field, dotted key) of each setting, also where sections are nested: those of all runs, then those of each size."""
+        """(field, dotted key) of each setting, also where sections are nested: settings of all runs, then of each size."""
         of_sizes = ((f"sizes.{name}.settings", size.settings) for name, size in self.sizes.items())
         for field, settings in (("settings", self.settings), *of_sizes):
             yield from ((field, key) for key, _ in flatten(settings))

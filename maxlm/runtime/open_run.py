@@ -19,7 +19,6 @@ from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
-from maxlm.cluster.message_socket import shared_secret
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
@@ -150,7 +149,7 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     metrics_port = open_metrics_port(config, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
-    with elastic.waiting_if_too_large(here), checkpoints.one_listing():
+    with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
         start, init = _start(context, program, checkpoints, journal)
     if start.step < config.total_steps:
         for line in data.train.go_on(start.position, start.left_out):
@@ -205,7 +204,7 @@ def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, h
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
     if config.memory_checkpoints is not None:
         supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
-        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor, shared_secret(os.environ))
+        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
     return checkpoints

@@ -137,14 +137,14 @@ def test_one_unfinished_save_that_cannot_be_removed_keeps_no_other_and_is_named(
     (file := tmp_path / "3.orbax-checkpoint-tmp.tar").write_text("kept to look at")
     (link := tmp_path / "2.orbax-checkpoint-tmp").symlink_to(tmp_path / "elsewhere")
     store = open_store(tmp_path)
-    monkeypatch.setattr("maxlm.checkpoint.checkpoints._REMOVAL_SECONDS", 0.0)
+    monkeypatch.setattr("maxlm.checkpoint.folder._REMOVAL_SECONDS", 0.0)
     monkeypatch.setattr(type(store.directory), "rmtree", failing(error, only="4.orbax", real=type(store.directory).rmtree))
     assert store.save(1, {"params": {"w": jnp.ones(4)}}, {})
     store.close()
     assert store.steps() == [1]
     assert [folder.exists() for folder in left] == [False, True, False]
     assert file.exists() and link.is_symlink() and (tmp_path / "elsewhere" / "state").exists()
-    assert "still holds what unfinished saves have left, which takes room: 4.orbax-checkpoint-tmp: " in caplog.text
+    assert "still holds unfinished saves, which take room: 4.orbax-checkpoint-tmp: " in caplog.text
 
 
 @pytest.mark.parametrize("error", [DISK, BUCKET], ids=["disk", "bucket"])
@@ -210,7 +210,7 @@ def test_a_start_lists_the_folder_once(saved, monkeypatch):
     store, listings = open_store(saved[0]), []
     real = type(store.directory).iterdir
     monkeypatch.setattr(type(store.directory), "iterdir", lambda path: listings.append(str(path)) or real(path))
-    with store.one_listing():
+    with store.folder.one_listing():
         assert (store.latest(), list(store.positions()), store.latest({3: ""})) == (3, [1, 2, 3], 2)
         assert store.restore(saved[1][3], unfit={3: "it was taken back"}).step == 2
         assert listings.count(str(saved[0])) == 1

@@ -14,7 +14,7 @@ from maxlm.corpus.document import Document
 pytest.importorskip("duckdb")
 import pyarrow.parquet as pq
 
-from maxlm.corpus.dedup import clusters, components, words
+from maxlm.corpus.dedup import clusters, words
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
 from maxlm.corpus.dedup.signatures import signatures, write_signatures
@@ -167,7 +167,7 @@ def test_components_of_any_graph(seed: int, tmp_path: Path):
     with Database(tmp_path, 200, 1) as database:
         database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")
         database.insert("edges", {"low": pairs[:, 0], "high": pairs[:, 1]})
-        components.connect(database)
+        clusters._connect(database)
         found = list(database.arrays("SELECT node, root FROM labels ORDER BY node"))
     changed = np.flatnonzero(label != np.arange(1700))
     assert np.array_equal(found[0][0], changed)

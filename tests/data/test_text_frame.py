@@ -11,7 +11,7 @@ from maxlm.data import manifest
 from maxlm.data.stops import Stops
 from maxlm.data.text_frame import TextFrame, started_frame
 from maxlm.data.tokenizer import Tokenizer, copy_tokenizer, open_tokenizer, started_tokenizer
-from maxlm.interop.published_frame import published_frame
+from maxlm.interop.importing import published_frame
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<|im_end|>": 2, "<unk>": 3}
 EOS, IM_END = SPECIAL["<eos>"], SPECIAL["<|im_end|>"]

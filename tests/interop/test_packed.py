@@ -203,7 +203,7 @@ DAMAGE = {
     rotated: "transform_config in it may change what is computed",
     sparse: "sparsity_config in it may change what is computed",
     lacks_scales: "weight_packed has no model.layers.0.self_attn.q_proj.weight_scale",
-    another_shape: "which are not those of 4 or 8 bits",
+    another_shape: "which fit neither 4 nor 8 bits",
     not_finite: "not finite",
     activations: "only quantized weights are, without activations",
     asymmetric: "symmetric = False",

@@ -122,7 +122,7 @@ CASES = {
     "config too deep": (text("config.json", b"[" * 100_000), "is no JSON"),
     "config not UTF-8": (text("config.json", b"\xff\xfe{"), "is no JSON"),
     "no model_type": (config(model_type=None), "model_type = None"),
-    "unknown family": (config(model_type="mamba"), "model_type = 'mamba' is not a family that maxlm imports: gpt2, llama"),
+    "unknown family": (config(model_type="mamba"), "model_type = 'mamba' is not a family that maxlm imports: llama, mistral"),
     "unknown setting": (config(clever_trick=3), "clever_trick = 3 is a setting that maxlm does not know"),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantization_config"),
     "activation": (config(hidden_act="relu"), "hidden_act = 'relu' is not supported: silu, swish, gelu_pytorch_tanh"),
@@ -189,7 +189,7 @@ CASES = {
     ),
     "index and a whole file": (
         shards(lambda index, folder: (folder / "model.safetensors").write_bytes((folder / index["weight_map"][Q]).read_bytes())),
-        "which does not list it; which of both counts",
+        "and it is not clear which of both counts",
     ),
     "index lies": (shards(moved), f"{Q} is not where it says"),
     "index forgets": (shards(lambda index, folder: index["weight_map"].pop(Q)), f"{Q} is not where it says"),

@@ -132,20 +132,6 @@ def test_what_a_run_was_begun_with_counts_and_not_what_the_ladder_wrote_since(he
         runs.write_configs(folder, [rung])
 
 
-def test_runs_under_the_names_of_an_earlier_version_are_not_trained_again(here):
-    rungs = rungs_of(write_ladder(here, LADDER.replace("folder: out", "folder: out\nseeds: [0, 7]")))
-    old = {"a-tokens200k": "a-tokens200k-seed0", "b-tokens200k-seed7": "b-tokens200k"}
-    for rung in (rung for rung in rungs if rung.name in old):
-        end_run(here / "out", rung)
-        (here / "out/runs" / rung.name).rename(here / "out/runs" / old[rung.name])
-        with pytest.raises(
-            UserError, match=rf"/{old[rung.name]} is called {rung.name} now, so that seeds can be added: rename this folder"
-        ):
-            runs.write_configs(here / "out", rungs)
-        (here / "out/runs" / old[rung.name]).rename(here / "out/runs" / rung.name)
-        runs.write_configs(here / "out", rungs)
-
-
 def test_failed_runs_are_named_and_left_out_only_when_told_to(here, trained):
     file = write_ladder(here)
     trained[1].update({"b-tokens1M": 4, "c-tokens5M": 1})

@@ -352,10 +352,8 @@ def test_second_moments_that_are_frozen_keep_the_decay_that_they_were_made_with(
     frozen, whole, plain = (tiny_config(mesh={"data": 2, "slices": 2}, **kind) for kind in kinds)
     assert identity(frozen, "")["optimizer.beta2"] == str(frozen.optimizer.beta2)
     assert "optimizer.beta2" not in identity(whole, "") | identity(plain, "")
-    older = {key: value for key, value in identity(frozen, "").items() if key != "optimizer.beta2"}
-    check_identity(older, identity(frozen, ""), "a checkpoint of an earlier maxlm")
     with pytest.raises(CheckpointError, match=r"optimizer.beta2 is 0.5 there"):
-        check_identity({**older, "optimizer.beta2": "0.5"}, identity(frozen, ""), "another")
+        check_identity({**identity(frozen, ""), "optimizer.beta2": "0.5"}, identity(frozen, ""), "another")
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

@@ -104,6 +104,11 @@ class ModelConfig(Section):
         return self.model_copy(update={"moe": self.moe.model_copy(update={"router": router})})
 
     @property
+    def looks_ahead(self) -> str:
+        """The setting by which a layer reads later tokens of the sequence; empty for a causal model."""
+        return "model.moe.router.choice = expert" if self.moe is not None and self.moe.router.choice == "expert" else ""
+
+    @property
     def balances_microbatches(self) -> bool:
         """True if experts are balanced over each microbatch: then their number is part of the loss, and no mesh chooses it."""
         return self.moe is not None and self.moe.router.balance_loss > 0 and self.moe.router.balance_over == "batch"
