@@ -79,10 +79,10 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
         for line in run_cost.sentences(cost, wanted, vocabulary(plan.topology.chip).chip):
             console.print(line)
     if written is not None:
-        config, chart = written
-        typed = shlex.quote(str(config))
+        path, chart = written
+        typed = shlex.quote(str(path))
         look = "" if plan.uncompiled else f"; look closer: maxlm compile {typed}"
-        console.print(f"{config} holds it, {chart} shows the frontier. Use it: maxlm train {typed}" + look)
+        console.print(f"{path} holds it, {chart} shows the frontier. Use it: maxlm train {typed}" + look)
 
 
 def _show_not_taken(search: Search, console: Console) -> None:

@@ -78,10 +78,8 @@ def draw_case(seed: str) -> Case:
 
 
 def kept_axes(values: Values) -> tuple[str, ...]:
-    """Settings of the mesh that are part of the algorithm: compressed sums have feedback on every device along `data`."""
-    if not values.get("compression"):
-        return ()
-    return ("mesh.data",) if values.get("diloco") else ("mesh.data", "mesh.slices", "mesh.across_slices")
+    """Settings of the mesh that are part of the algorithm: compressed sums have blocks of each device's share, and feedback on it."""
+    return tuple(key for key in MESH if key.startswith("mesh.") and "context" not in key) if values.get("compression") else ()
 
 
 def sees_microbatches(config: Config) -> bool:

@@ -18,6 +18,7 @@ from maxlm.config import load, rules  # noqa: E402
 from maxlm.config.schema import IntegrityConfig  # noqa: E402
 from maxlm.cost.step_cost import program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
+from maxlm.hardware.topologies import Topology
 from maxlm.hlo.parser import read  # noqa: E402
 from maxlm.training.cell_replay import CellReplay  # noqa: E402
 from maxlm.training.program import Program  # noqa: E402
@@ -39,7 +40,7 @@ def main(run: str, *overrides: str) -> None:
     _show("replay", program, CellReplay(program).program, step.total_s, settings.replay_every or REPLAY_EVERY, topology)
 
 
-def _show(name: str, program: Program, compiled: jax.stages.Compiled, step_s: float, every: int, topology: rules.Topology) -> None:
+def _show(name: str, program: Program, compiled: jax.stages.Compiled, step_s: float, every: int, topology: Topology) -> None:
     cost, memory = program_cost(program, read(compiled.as_text() or ""), topology), compiled.memory_analysis()
     share, beside = cost.total_s / step_s, memory.temp_size_in_bytes / GIB if memory else float("nan")
     print(

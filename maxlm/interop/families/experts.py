@@ -57,7 +57,7 @@ class _BiasedRouter(Row):
 
     def read(self, keys: Keys, section: Section) -> None:
         groups, best = keys.count("n_group"), keys.count("topk_group")
-        router = {"groups": groups, "top_groups": best} if best < groups else {}
+        router: Section = {"groups": groups, "top_groups": best} if best < groups else {}
         router |= {
             "scores": "sigmoid",
             "bias_rate": 0.001,
