@@ -57,7 +57,7 @@ class State:
 
     def add(self, name: str, size: int, *, along: str | None = None, matrices: bool = False) -> "State":
         """Add `size` bytes a number, on the device or in the tier that holds the entry `along`."""
-        tier = self.entries[along].tier if along in self.entries else None
+        tier = self.entries[along].tier if along is not None and along in self.entries else None
         added = StateEntry(size * self.numbers, tier, matrices)
         return replace(self, entries={**self.entries, name: added}) if self.trained else self
 
