@@ -60,8 +60,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
     counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
     console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
-    config = plan.loaded.config
-    runs = plan.topology.is_tpu or kernel_runs(config.model, config.data.seq_len, config.precision.compute, plan.topology.chip)
+    asked = plan.loaded.config
+    runs = plan.topology.is_tpu or kernel_runs(asked.model, asked.data.seq_len, asked.precision.compute, plan.topology.chip)
     if not runs:
         console.print(
             f"Attention runs as XLA's operations here, not as a kernel: each score goes to the memory of {plan.topology.chip.name}."
