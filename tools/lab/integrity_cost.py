@@ -18,7 +18,7 @@ from maxlm.config import load, rules  # noqa: E402
 from maxlm.config.schema import IntegrityConfig  # noqa: E402
 from maxlm.cost.step_cost import program_cost  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
-from maxlm.hardware.topologies import Topology
+from maxlm.hardware.topologies import Topology  # noqa: E402
 from maxlm.hlo.parser import read  # noqa: E402
 from maxlm.training.cell_replay import CellReplay  # noqa: E402
 from maxlm.training.program import Program  # noqa: E402
