@@ -233,6 +233,8 @@ TRUSTED = {
         "telemetry/report/render.py",
         "telemetry/pages.py",
         "data/sources.py",
+        "config/reference.py",
+        "hardware/chips.py",
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
         *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
