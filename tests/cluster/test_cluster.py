@@ -185,7 +185,7 @@ def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
         def write(self, text):
             raise BrokenPipeError
 
-    monkeypatch.setattr(cluster.cluster_env, "find", lambda *_: Group.spec)
+    monkeypatch.setattr(cluster.environment, "find", lambda *_: Group.spec)
     monkeypatch.setattr(cluster.rendezvous, "join", lambda *_: Group())
     monkeypatch.setattr(cluster.os, "_exit", ended.append)
     monkeypatch.setattr(cluster.sys, "stderr", Closed())
@@ -198,7 +198,7 @@ def test_hosts_are_on_record_once_they_have_met(monkeypatch, tmp_path):
     """One that is lost right after that is then known by its host."""
     monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress.json"))
     monkeypatch.setattr(progress_file, "_current", progress_file.Progress())
-    monkeypatch.setattr(cluster.cluster_env, "find", lambda *_: ProcessSpec(1, 0, f"localhost:{free_port()}", "a test"))
+    monkeypatch.setattr(cluster.environment, "find", lambda *_: ProcessSpec(1, 0, f"localhost:{free_port()}", "a test"))
     with cluster.joined({}, lambda text: None):
         recorded = progress_file.read(tmp_path / "progress.json")
     assert (recorded.hosts, recorded.numbers, recorded.process) == ((socket.gethostname(),), (0,), 0)
