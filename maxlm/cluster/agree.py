@@ -58,10 +58,13 @@ def on_process_0(do: Callable[[], Value], what: str) -> Value:
         except Exception as error:  # any: the other processes must learn of it
             problem = error
     if max_over_processes(int(problem is not None)):
-        if isinstance(problem, UserError) or (problem is not None and not is_storage_error(problem)):
-            raise problem
-        reason = "see process 0" if problem is None else first_line(problem)
-        raise UnavailableError(f"{what} failed: {reason}; try again when the cause is gone. Nothing was changed.") from problem
+        try:
+            if isinstance(problem, UserError) or (problem is not None and not is_storage_error(problem)):
+                raise problem
+            reason = "see process 0" if problem is None else first_line(problem)
+            raise UnavailableError(f"{what} failed: {reason}; try again when the cause is gone. Nothing was changed.") from problem
+        finally:
+            del problem  # as in `on_all`
     return from_process_0(result)  # type: ignore[return-value]
 
 
@@ -78,10 +81,13 @@ def on_all(
         result = do()
     except (UserError, OSError) as error:
         problem = explain(error)
-        require_equal({}, problem)
-        if problem is error:
-            raise
-        raise problem from error
+        try:
+            require_equal({}, problem)
+            if problem is error:
+                raise
+            raise problem from error
+        finally:
+            del problem  # with its traceback it would keep what `do` held, arrays too, until the next garbage collection
     require_equal(facts(result))
     return result
 
