@@ -69,7 +69,7 @@ class _Result(BaseModel):
             or len(self.centre) != inputs
             or not set(ASSUMED) <= self.assumed.keys()
         ):
-            raise ValueError("not as many constants as the form has, or facts of the base are missing")
+            raise ValueError("not as many constants as the form has, or facts of the base are missing; fit the ladder again")
         return self
 
     def fit(self) -> Fit:

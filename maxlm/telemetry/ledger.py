@@ -207,6 +207,8 @@ def _last_sign(span: Sequence[Event], last: LastRecord | None, beat: Beat | None
         step, when = max(step, last.step), max(when, last.time)
     if beat is not None and beat.attempt == _id(start):
         goodput = beat.goodput
+        if step > first_step and not goodput.get("steps"):  # the heartbeat was before the first step, which a record shows
+            goodput = {**goodput, "part": "step", "part_s": 0.0}
         seconds, part = _seconds(goodput, 0.0), goodput.get("part")
         seconds[part if part in PARTS else "step"] += max(0.0, when - beat.time)  # it lived on after its last heartbeat
         when = max(when, beat.time)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from maxlm.telemetry.goodput import PARTS, Goodput
-from maxlm.telemetry.ledger import ALIVE_S, TITLES, attempts_of, killed_event, ledger_of, read_ledger
+from maxlm.telemetry.ledger import ALIVE_S, TITLES, LastRecord, attempts_of, killed_event, ledger_of, read_ledger
 from maxlm.telemetry.lifetime import BEAT_S, Beat, Heartbeat, Process, append_process, read_beat, read_processes
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
@@ -315,3 +315,13 @@ def test_steps_that_no_record_holds_are_thrown_away_too():
     events += [start(1101.0, "b", 51), Event("stop", 61, 1110.0, {"reason": "done", "goodput": {**goodput(step=9.0), "steps": 10}})]
     seconds = ledger(events).seconds
     assert (seconds["step"], seconds["lost"]) == (pytest.approx(50.0 + 9.0), pytest.approx(50.0))
+
+
+def test_steps_after_a_heartbeat_before_the_first_step_are_steps():
+    """A record shows that they were done; the later start throws away the steps that were not saved."""
+    beat = Beat("a", 1010.0, goodput("compile", 8.0, init=2.0, compile=8.0))
+    killed = killed_event([start(1000.0)], LastRecord(4, 1025.0), beat)
+    processes = [Process("a", 1000.0, 1030.0, 30.0, -9, False, False, "")]
+    seconds = ledger([start(1000.0), killed, start(1040.0, "b", step=2)], processes=processes).seconds
+    assert (seconds["init"], seconds["compile"], seconds["down"]) == (2.0, 8.0, 10.0)
+    assert (seconds["step"], seconds["lost"]) == (pytest.approx(5.0), pytest.approx(10.0 + 5.0)), "two of the three after the first, and 5 s"
