@@ -324,4 +324,4 @@ def test_steps_after_a_heartbeat_before_the_first_step_are_steps():
     processes = [Process("a", 1000.0, 1030.0, 30.0, -9, False, False, "")]
     seconds = ledger([start(1000.0), killed, start(1040.0, "b", step=2)], processes=processes).seconds
     assert (seconds["init"], seconds["compile"], seconds["down"]) == (2.0, 8.0, 10.0)
-    assert (seconds["step"], seconds["lost"]) == (pytest.approx(5.0), pytest.approx(10.0 + 5.0)), "two of the three after the first, and 5 s"
+    assert (seconds["step"], seconds["lost"]) == (pytest.approx(5.0), pytest.approx(10.0 + 5.0)), "two of three after the first, and 5 s"
