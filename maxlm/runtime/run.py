@@ -58,9 +58,9 @@ from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
+from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import bit_flips, findings, fits
-from maxlm.training.findings import to_replace
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler

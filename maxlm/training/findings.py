@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from maxlm.config.paths import read_file
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.unhealthy_hosts import STRIKES
 from maxlm.training.replicas import Element
 
 log = logging.getLogger(__name__)
 
 KEPT = 100  # findings in the file, the newest
-STRIKES = 2  # findings that name one device, after which its host is to be replaced
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,3 @@ def read(run: RunDirectory) -> dict[str, Any]:
         log.warning("%s cannot be read, and is begun anew: %s", run.integrity, error)
         return {}
     return dict(record)
-
-
-def to_replace(run: RunDirectory) -> dict[str, str]:
-    """Host -> why it is to be replaced, by `unhealthy_hosts.json`; {} if there is none, or none that can be read."""
-    try:
-        hosts = json.loads(read_file(run.unhealthy_hosts))["hosts"]
-        return {
-            str(host): f"{run.unhealthy_hosts} marks host {host} as unhealthy ({mark['strikes']} findings; {mark['reason']})"
-            for host, mark in hosts.items()
-            if mark["strikes"] >= STRIKES
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}

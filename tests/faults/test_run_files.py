@@ -29,8 +29,8 @@ from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.training import findings
-from maxlm.training.findings import to_replace
 from maxlm.training.rollback import Journal
 from maxlm.training.saved_run import open_run
 from maxlm.training.session import Start

@@ -1,5 +1,8 @@
 """Imports go down only, as pyproject.toml says; and import-linter would notice if one did not."""
 
+import ast
+import importlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -69,3 +72,26 @@ def test_no_two_test_modules_share_a_name():
     """Pytest imports a test module by its bare name, so that the second of two would not be collected."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_programs_beside_the_package_import_what_there_is():
+    """Scripts of gcp/, slurm/ and tools/, which no type checker and no other test may ever load."""
+    missing = []
+    for path in sorted(path for folder in ("gcp", "slurm", "tools") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "maxlm":
+                missing += [f"{path.name}: {node.module}.{name.name}" for name in node.names if not exists(node.module, name.name)]
+    assert missing == []
+
+
+def exists(module: str, name: str) -> bool:
+    """True if `from module import name` works; a package that an extra brings may be missing."""
+    try:
+        return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
+    except ModuleNotFoundError as error:
+        return not (error.name or "").startswith("maxlm")
+
+
+def test_an_import_of_nothing_is_noticed():
+    assert exists("maxlm.config", "load") and exists("maxlm.config", "loader") and not exists("maxlm.config.loader", "nothing")
+    assert not exists("maxlm.nothing", "load")

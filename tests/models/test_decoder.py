@@ -222,7 +222,7 @@ def test_scan_by_period_equals_layer_after_layer():
             runs = model.layers if period < 2 else model.tail
             index = ((period,) if period < 2 else ()) + ((place,) if place < 2 else ())
             block = jax.tree.map(lambda a, i=index: a[i], runs[place // 2])
-            assert block.attention.local == (config.layer_pattern[place] == "local")
+            assert block.attention.name == config.layer_pattern[place]
             x, _, _ = block(x, context)
         return model.final_norm(x)
 
