@@ -304,7 +304,16 @@ def test_a_program_of_other_flags_is_another(monkeypatch):
     assert len({plain, key("XLA_FLAGS", "--xla_a=1"), key("XLA_FLAGS", both), key("LIBTPU_INIT_ARGS", "--xla_a=1")}) == 4
 
 
-def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch):
+@pytest.fixture
+def lines_in_programs():
+    """Programs carry lines of Python, as those of users do; conftest.py leaves them out."""
+    before = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch, lines_in_programs):
     """A comment above a kernel, and another folder: the program is the same, and is not compiled again."""
     source = "def kernel(x_ref, out_ref):\n    out_ref[...] = 2 * x_ref[...]\n"
     block = jax.ShapeDtypeStruct((8, 128), jnp.float32)

@@ -89,7 +89,7 @@ def test_it_is_the_difference_of_the_exports(runs, tmp_path):
 
 
 def test_what_peft_cannot_say_is_refused(tmp_path):
-    cases = [({}, None, "without model.lora"), ({"moe": {**MOE, "n_shared": 0}}, {"rank": 2}, "adapts `gate` beside experts")]
+    cases = [({}, None, "without model.lora"), ({"moe": {**MOE, "n_shared": 0}}, {"rank": 2}, "adapts `gate` in a model with experts")]
     for number, (model, lora, said) in enumerate(cases):
         program = tiny_program(1, model={**model, "lora": lora}, train={"start_from": {"path": "x"}})
         (tmp_path / f"{number}").mkdir()
