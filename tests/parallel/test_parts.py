@@ -121,4 +121,4 @@ def test_numbers_derived_from_the_depth_are_seen():
     whole, other = (tiny_config(model={**MODELS["CompleteP, dense"], "n_layers": depth}).model for depth in (16, 8))
     (mine,), (wanted,) = whole_blocks(whole), whole_blocks(other)
     differing = {name for (name, one), (_, another) in zip(mine, wanted, strict=True) if one != another}
-    assert differing == {"multiplier", "attention.out_HKD", "mlp.down_FD"}
+    assert differing == {"residual", "attention.out_HKD", "mlp.down_FD"}
