@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Found:
-    """A state whose every tile lies undamaged in the memory of some host. `here`: the copies that hold the tiles of this host."""
+    """A state with an undamaged copy of every tile in the memory of some host. `here`: the copies that hold the tiles of this host."""
 
     layout: Layout
     here: dict[Tile, HostCopy]

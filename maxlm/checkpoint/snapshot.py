@@ -165,7 +165,7 @@ def peer_ring(domains: Sequence[str]) -> list[int]:
 
 
 def device_moves(devices: Sequence[jax.Device], to: Sequence[int]) -> Moves:
-    """Pair the devices of each process with those of its peer, in order.
+    """Pair the devices of each process with the devices of its peer, in order.
 
     Raises ValueError if processes have different numbers of devices.
     """

@@ -1,1 +1,1 @@
-"""Processes of a run: which there are, how they meet, agree and end. No model, no data."""
+"""Processes of a run: finding them, joining them, agreement, and their end. No model, no data."""

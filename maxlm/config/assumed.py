@@ -1,4 +1,4 @@
-"""Settings that the loader fills in for a model alone, and those that it changes for a run that was made shorter."""
+"""Settings that the loader fills in for a model alone, and settings that it changes for a shortened run."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

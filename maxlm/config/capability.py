@@ -70,7 +70,7 @@ class State:
         return replace(self, entries={name: entry._replace(bytes=copies * entry.bytes) for name, entry in self.entries.items()})
 
     def bytes_in(self, *tiers: str | None, matrices: bool = False) -> int:
-        """Bytes in these tiers: of every parameter, or what is added for matrices."""
+        """Bytes in these tiers: for every parameter, or the bytes added for matrices alone."""
         return sum(entry.bytes for entry in self.entries.values() if entry.tier in tiers and entry.matrices == matrices)
 
 

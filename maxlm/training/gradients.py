@@ -38,7 +38,7 @@ Addition = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 def build_gradients(objective: Objective, sizes: Mapping[str, int], scan: Scan | None = None) -> GradFn:
-    """How the gradients of a batch are computed and reduced, chosen once, for a mesh of `sizes`. `scan`: of layers in host memory.
+    """Build the function that computes and reduces the gradients of a batch, for a mesh of `sizes`. `scan`: over layers in host memory.
 
     computed   by a pipeline (`mesh.stage`); microbatch after microbatch (`train.microbatches`); in one pass
     reduced    once an update (`reduction_axes`), over `data` by a transform where it is compressed; as layers are done, with whole weights
