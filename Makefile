@@ -25,7 +25,7 @@ soak: .venv/gpu-compiler
 gpu-compiler: .venv/gpu-compiler
 
 lint: .venv/installed-test
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
