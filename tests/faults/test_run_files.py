@@ -190,7 +190,7 @@ KINDS = {
     "empty": lambda path, whole: path.write_bytes(b""),
     "zeros": lambda path, whole: path.write_bytes(bytes(len(whole))),
     "cut": lambda path, whole: path.write_bytes(whole[: len(whole) // 2]),
-    "nested": lambda path, whole: path.write_bytes(b"[" * 5_000),
+    "nested": lambda path, whole: path.write_bytes(b"[" * 1_500),
     "another type": lambda path, whole: path.write_bytes(b"[3]\n"),
     "a great number": lambda path, whole: path.write_bytes(b'{"hosts": 1' + b"0" * 5000 + b"}\n"),
     "folder": lambda path, whole: path.mkdir(),
