@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
+from maxlm.config.loader import parse_yaml
 from maxlm.telemetry.course import Undone, current_step, surviving
 from maxlm.telemetry.ledger import Attempt, LastRecord, Ledger, attempts_of, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
@@ -258,7 +258,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        config = YAML(typ="safe", pure=True).load(text)
+        config = parse_yaml(text)
         dict(flatten(config))  # it may hold itself
     except (YAMLError, ValueError, LookupError, RecursionError):
         config = None
