@@ -60,7 +60,7 @@ def generate_from_run(
         raise UserError("the prompt is empty: give a text to continue.")
     ids, sampler = _encoded(run.directory / TOKENIZER, tokenizer, prompts, sampler, chat=chat, special=special)
     longest = max(map(len, ids))
-    length, most = longest + sampler.max_new_tokens, most_generated(config)
+    length, most = longest + sampler.max_new_tokens, most_generated(config.model, config.data.seq_len)
     if length > most:
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
@@ -191,7 +191,7 @@ def print_samples(
     except UserError as error:  # the run is done and saved
         console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
         return {}
-    most, ids = most_generated(config), dict(zip(samples.prompts, encoded, strict=True))
+    most, ids = most_generated(config.model, config.data.seq_len), dict(zip(samples.prompts, encoded, strict=True))
     lengths = {text: len(ids[text]) for text in ids}
     limits = {text: min(samples.tokens, min(most, config.model.most_generated(n) or most) - n) for text, n in lengths.items()}
     texts: dict[str, str] = {}

@@ -233,7 +233,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     """
     optimizer, passed = config.optimizer, _passed(config)
     peak, end = optimizer.peak_lr, optimizer.peak_lr * optimizer.end_lr_fraction
-    steps = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    steps = config.warmup_steps
     total, warmup = passed(config.total_steps), passed(steps)
     after = max(total - warmup, 1)
     if optimizer.schedule == "cosine":

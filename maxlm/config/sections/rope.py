@@ -1,12 +1,15 @@
 """Rotary position embeddings, and frequencies scaled for contexts longer than in pretraining."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Config, Inert, Problems
+from maxlm.config.capability import Capability, Inert, Problems
 from maxlm.config.fields import AtLeastOne, Bool, Float, Positive, PositiveFloat, Section
+
+if TYPE_CHECKING:
+    from maxlm.config.sections.model import ModelConfig
 
 
 class Llama3Scaling(Section):
@@ -90,9 +93,8 @@ class RopeConfig(Section):
         return head_dim if self.share is None else int(head_dim * self.share)
 
 
-def _problems(config: Config, section: RopeConfig) -> Problems:
+def _problems(section: RopeConfig, model: "ModelConfig") -> Problems:
     """Settings of `model.rope` and `model.rope_local`."""
-    model = config.model
     for name in ("rope", "rope_local"):
         rope: RopeConfig | None = getattr(model, name)
         if rope is None or rope == RopeConfig():
@@ -120,8 +122,7 @@ def _problems(config: Config, section: RopeConfig) -> Problems:
             yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
 
 
-def _inert(config: Config, rope: RopeConfig) -> Iterator[Inert]:
-    model = config.model
+def _inert(rope: RopeConfig, model: "ModelConfig") -> Iterator[Inert]:
     if "global" not in model.layer_pattern and model.rope_local is not None and not model.mtp_depth:
         yield Inert("model.rope", "model.layer_pattern has no global layer, and model.rope_local is set", "add `global` layers")
     if model.learned_positions is not None:
