@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlm.config import rules
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.table import config_class
 from maxlm.data.batch import Batch
 from maxlm.models import Parameters, abstract_parameters
 from maxlm.parallel import build_mesh
@@ -30,7 +31,7 @@ def tiny_config(**sections) -> Config:
         "memory": {"remat": "full"},
         "precision": {"compute": "float32"},
     }
-    config = Config(**{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {**defaults, **sections}})
+    config = config_class()(**{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {**defaults, **sections}})
     rules.check(config)
     return config
 

@@ -8,7 +8,7 @@ momentum, and all continue from the result. Between two synchronisations only sc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +52,24 @@ class LocalUpdates(Update):
     """
 
     def __init__(
-        self, config: Config, objective: Objective, optimizer: Any, gradients: GradFn, transforms: Sequence[Transform] = ()
+        self,
+        settings: DilocoConfig,
+        total_steps: int,
+        config: Config,
+        objective: Objective,
+        optimizer: Any,
+        gradients: GradFn,
+        transforms: Sequence[Transform],
     ) -> None:
         super().__init__(config, objective, optimizer, gradients, transforms)
+        self._settings, self._total_steps = settings, total_steps
         self._of_worker = _WorkerUpdate(config, objective, optimizer, gradients)
         self._changes = next((one for one in transforms if isinstance(one, CompressedSums)), None)
 
-    @property
-    def _settings(self) -> DilocoConfig:
-        assert self.config.diloco is not None, "program.py chooses"
-        return self.config.diloco
+    @classmethod
+    def from_config(cls, diloco: DilocoConfig, total_steps: int, parts: tuple[Any, ...]) -> Self:
+        """`parts`: of the plain update."""
+        return cls(diloco, total_steps, *parts)
 
     def init(self, params: Parameters, model_state: Parameters) -> TrainState:
         one = self._of_worker.init(params, model_state)
@@ -76,7 +84,7 @@ class LocalUpdates(Update):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         states, sums, grad_norm = self._update_workers(state.extra[WORKERS].states, batch)
-        total, done = self.config.total_steps, state.step - state.skipped + 1
+        total, done = self._total_steps, state.step - state.skipped + 1
         due = (done % min(self._settings.every, total) == 0) | (state.step + 1 == total)
         workers = state.extra[WORKERS]._replace(states=states)
         gradient_of = _mean_change if self._changes is None else partial(_compressed_mean, self._changes, done - 1)

@@ -22,6 +22,7 @@ from maxlm.checkpoint.errors import CopyLostError
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.config.sections.health import HealthConfig
+from maxlm.config.table import averages
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.objectives import Sums
@@ -29,7 +30,6 @@ from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
-from maxlm.training.ema import average_of
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.replay import Replay
@@ -308,8 +308,8 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     if session.held_out is None:
         return None
     sets = {"": session.held_out, **{f"/{name}": held_out for name, held_out in session.named.items()}}
-    average = average_of(state)
-    states = {"eval_loss": state, **({} if average is None else {"eval_loss_ema": replace(state, params=average)})}
+    kept = averages(session.program.config)
+    states = {"eval_loss": state, **{f"eval_loss_{name}": replace(state, params=state.extra[name]) for name in kept}}
     losses: dict[str, float] = {}
     meter.flush()
     began = time.monotonic()

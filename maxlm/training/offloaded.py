@@ -87,7 +87,9 @@ class Offloading:
 
     def tier(self, path: Name) -> str | None:
         """Tier of the leaf at this path of the state: host, nvme or None for the device."""
-        masters = ("extra",) if difference_dtype(self.config) is not None else ("extra", "params")  # matmuls read the halves of masters
+        masters = (
+            ("extra",) if difference_dtype(self.config.optimizer.state) is not None else ("extra", "params")
+        )  # matmuls read the halves of masters
         kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
         owner = owner_of(path, self._axes)
         if path[0] == "params" and owner is not None and self.is_hosted(owner) and not self.is_copied(owner):
@@ -100,7 +102,7 @@ class Offloading:
 
     def is_copied(self, name: Name) -> bool:
         """True for a parameter that matmuls read as a copy."""
-        return is_matrix(self._axes[name]) and difference_dtype(self.config) is None
+        return is_matrix(self._axes[name]) and difference_dtype(self.config.optimizer.state) is None
 
     def groups(self, state: TrainState) -> list[Group]:
         """The parameters of an abstract state in the order in which they are updated."""

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.config.errors import UserError
 from maxlm.config.rules import check_chip
 from maxlm.config.schema import Config
+from maxlm.config.table import build
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
 from maxlm.memory.creation import create
@@ -22,36 +24,18 @@ from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.compilations import because
 from maxlm.telemetry.metric import Metric
-from maxlm.training.compression import CompressedSums
-from maxlm.training.diloco import LocalUpdates
-from maxlm.training.ema import MovingAverage
 from maxlm.training.gradients import build_gradients, cast_frozen
 from maxlm.training.hosted_layers import layer_scan
-from maxlm.training.layer_figures import LayerFiguresOfUpdates
 from maxlm.training.layer_probe import LayerProbe, probe_metrics
-from maxlm.training.loss_scale import LossScaling
-from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, PartNorms
+from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS
 from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import Offloading, StreamedUpdate
 from maxlm.training.optimizer import build_optimizer
-from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
-from maxlm.training.spike_guard import SpikeGuard
-from maxlm.training.split_masters import SplitMasters
 from maxlm.training.state_paths import path_of
 from maxlm.training.step import GradFn, TrainState, build_train_step
-from maxlm.training.transform import Transform
+from maxlm.training.stored_form import StoredForm
+from maxlm.training.transform import in_order
 from maxlm.training.update import Update
-
-# In the order in which they see the gradient; parameters are written in the reverse order.
-TRANSFORMS: tuple[type[Transform], ...] = (
-    LossScaling,
-    PartNorms,
-    SplitMasters,
-    LayerFiguresOfUpdates,
-    SpikeGuard,
-    CompressedSums,
-    MovingAverage,
-)
 
 
 class RampedStep:
@@ -104,9 +88,19 @@ class Program:
     @cached_property
     def update(self) -> Update:
         """The update: from one gradient of the whole batch, or by workers with local updates (`diloco`), and its transforms."""
-        chosen = [one for kind in TRANSFORMS if (one := kind.from_config(self.config, self.mesh)) is not None]
-        kind = Update if self.config.diloco is None else LocalUpdates
-        return kind(self.config, self.objective, self.optimizer, self.gradients, chosen)
+        parts = (
+            self.config,
+            self.objective,
+            self.optimizer,
+            self.gradients,
+            in_order(build(self.config, "transforms", device_mesh=self.mesh)),
+        )
+        found: list[Update] = build(self.config, "update", parts=parts)
+        if len(found) > 1:
+            raise UserError(
+                f"{' and '.join(type(one).__name__ for one in found)} replace the plain update: remove the section of one of them."
+            )
+        return found[0] if found else Update(*parts)
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -233,20 +227,19 @@ class Program:
         return state if self.streamed is None else self.streamed.readable(state)
 
     def evaluated(self, state: TrainState) -> TrainState:
-        """The state that is evaluated, `readable`: with schedule-free AdamW its parameters are the averaged point."""
-        if self.config.optimizer.name != SCHEDULE_FREE:
-            return self.readable(state)
-        return replace(state, params=self._averaged(state.params, state.opt_state[-1].z))
+        """The state that is evaluated, `readable`: with the parameters that its form says, such as an averaged point."""
+        state = self.readable(state)
+        return replace(state, params=reduce(lambda params, form: form.evaluated(params, state.opt_state), self._forms, state.params))
+
+    @cached_property
+    def _forms(self) -> list[StoredForm]:
+        return build(self.config, "stored", device_mesh=self.mesh)
 
     @cached_property
     def layer_probe(self) -> LayerProbe | None:
         """Looks at layers now and then (`health.activations_every`)."""
         health = self.config.health
         return None if health is None or health.layers is None or not health.activations_every else LayerProbe(self)
-
-    @cached_property
-    def _averaged(self) -> Any:
-        return jax.jit(partial(averaged, self.config.optimizer.beta1), out_shardings=self.state_shardings.params)
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
