@@ -95,8 +95,8 @@ class Capability:
     state: Callable[[Config, Any, State, Sizes], State] | None = None  # `State` with what the section adds, moves or multiplies
     unplanned: str = ""  # what `maxlm plan` has no cost model of, with the setting
     # Implementations, as "module:object", imported on use. Each has a `from_config`: see `table.build`.
-    transforms: tuple[str, ...] = ()  # `training.transform.Transform`: parts of the update, in the order of their phases
-    update: tuple[str, ...] = ()  # `training.update.Update`: replaces the plain update; one of a run
+    transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
+    update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
 

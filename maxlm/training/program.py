@@ -1,8 +1,8 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import jax
@@ -32,10 +32,30 @@ from maxlm.training.nvme_step import NvmeStep
 from maxlm.training.offloaded import Offloading, StreamedUpdate
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.state_paths import path_of
-from maxlm.training.step import GradFn, TrainState, build_train_step
+from maxlm.training.step import GradFn, TrainState, Transform, Update, build_train_step
 from maxlm.training.stored_form import StoredForm
-from maxlm.training.transform import in_order
-from maxlm.training.update import Update
+
+# Phases of an update, in the order in which its transforms see the gradient; parameters are written in the reverse order. Transforms of one
+# phase follow the order of the settings.
+PHASES = {
+    "scale": "a factor of the loss, which is taken out of the gradient",
+    "store": "parameters are stored in another form between updates",
+    "measure": "figures of the gradient and of the change",
+    "refuse": "updates that are not applied",
+    "sum": "the gradient is summed where links are slow",
+    "average": "averages follow the updated parameters",
+}
+
+
+def in_order(transforms: Sequence[Transform]) -> list[Transform]:
+    """Sort by phase. Raises ValueError for a phase that does not exist, or for two transforms with one name, and so one state."""
+    names, phases = [one.name for one in transforms], list(PHASES)
+    for one in transforms:
+        if one.phase not in phases:
+            raise ValueError(f"{type(one).__name__}.phase = {one.phase!r} is no phase of an update: use one of {', '.join(phases)}.")
+        if names.count(one.name) > 1:
+            raise ValueError(f"{type(one).__name__}.name = {one.name!r} is the name of another transform, too: rename one of them.")
+    return sorted(transforms, key=lambda one: phases.index(one.phase))
 
 
 class RampedStep:
@@ -209,12 +229,11 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""
-        built = partial(build_train_step, self.config, self.objective, metrics=self.update.metrics)
         if self.nvme is not None:
             with jax.set_mesh(self.mesh):
-                return self.nvme.lower(built(self.nvme.gradient), self.abstract_batch)
+                return self.nvme.lower(build_train_step(self.update, self.nvme.gradient), self.abstract_batch)
         update = jax.jit(
-            built(self.streamed or self.update),
+            build_train_step(self.update, self.streamed),
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
             donate_argnums=0,

@@ -9,8 +9,7 @@ from jaxtyping import Array
 from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, State, keeps
 from maxlm.config.fields import Fraction, Positive, Section
 from maxlm.models import Parameters
-from maxlm.training.step import TrainState
-from maxlm.training.transform import Transform
+from maxlm.training.step import TrainState, Transform
 
 
 class SwaConfig(Section):
