@@ -61,7 +61,7 @@ def first_state(program: Program) -> TrainState:
 
     That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix` by `steps_on`.
     """
-    if program.streamed is not None:
+    if not program.placement.on_device:
         return program.init()
     config = program.config
     leaves, structure = jax.tree.flatten(program.abstract_state)

@@ -97,6 +97,8 @@ class Capability:
     # Implementations, as "module:object", imported on use. Each has a `from_config`: see `table.build`.
     transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
     update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
+    placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
+    probes: tuple[str, ...] = ()  # programs beside the step, such as `training.layer_probe.LayerProbe`
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
 

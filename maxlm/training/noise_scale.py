@@ -41,9 +41,10 @@ def with_part_norms(grad_fn: GradFn) -> GradFn:
 
 
 class PartNorms(Transform):
-    """Declare the figures of `with_part_norms`."""
+    """Declare the figures of `with_part_norms`, and the scale that the host computes from them."""
 
     name, phase, metrics = "noise_scale", "measure", PART_METRICS
+    recorded = (NOISE_SCALE,)
 
     @classmethod
     def from_config(cls, settings: NoiseScaleConfig) -> Self:

@@ -4,10 +4,10 @@ The gradient of a batch is computed from a copy of the parameters in the dtype o
 step, runs for a group of parameters at a time: the state of the group is fetched, updated and written back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import Config
+from maxlm.config.sections.offload_state import OffloadStateConfig
+from maxlm.memory.creation import create
 from maxlm.memory.disk import load_all
 from maxlm.memory.layer_stream import empty_on_host
 from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
@@ -26,6 +28,8 @@ from maxlm.objectives import Sums
 from maxlm.training.gradients import build_gradients
 from maxlm.training.hosted_layers import STACK, layer_scan
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.placement import Placement
+from maxlm.training.program import Program
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
 from maxlm.training.step import Pending, TrainState, Update
@@ -70,9 +74,8 @@ class GroupUpdate:
 class Offloading:
     """Where the leaves of a state live, and the update of those that live elsewhere than on the device."""
 
-    def __init__(self, config: Config) -> None:
-        assert config.memory.offload_state is not None, "program.py chooses"
-        self.config, self._settings = config, config.memory.offload_state
+    def __init__(self, config: Config, settings: OffloadStateConfig) -> None:
+        self.config, self._settings = config, settings
         self._axes = flat_params(parameter_axes(config.model))
 
     def shardings(self, shardings: TrainState) -> TrainState:
@@ -137,8 +140,8 @@ class _HostedGradients(Update):
 class StreamedUpdate:
     """`update` of a state of which parts are in host memory, as one program."""
 
-    def __init__(self, update: Update, abstract: TrainState) -> None:
-        self.plain, self.config, self.offloading = update, update.config, Offloading(update.config)
+    def __init__(self, update: Update, abstract: TrainState, offloading: Offloading, settings: OffloadStateConfig) -> None:
+        self.plain, self.config, self.offloading, self._settings = update, update.config, offloading, settings
         self._abstract = abstract
 
     @cached_property
@@ -156,8 +159,7 @@ class StreamedUpdate:
         return nested({name: copies.get(name, leaf) for name, leaf in flat.items()})
 
     def _computed_on_host(self, name: Name) -> bool:
-        settings = self.config.memory.offload_state
-        return settings is not None and settings.weights is not None and self.offloading.is_hosted(name)
+        return self._settings.weights is not None and self.offloading.is_hosted(name)
 
     @cached_property
     def computed_shardings(self) -> Parameters:
@@ -202,11 +204,10 @@ class StreamedUpdate:
         A gradient is in the memory of what is differentiated. So where weights and gradients of the layers are in different memories,
         arrays that are never read stand for the weights in the tree of parameters, and the weights are passed apart.
         """
-        flat, settings = flat_params(params), self.config.memory.offload_state
-        gradients_on_host = settings is not None and settings.gradients == "host"
+        flat, gradients_on_host = flat_params(params), self._settings.gradients == "host"
         apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
-        plain, scan = self.plain, layer_scan(self.config, apart) if self.config.memory.layers_on_host else None
+        plain, scan = self.plain, layer_scan(self.config, apart) if self._settings.layers_on_host else None
         gradients = build_gradients(plain.objective, jax.sharding.get_abstract_mesh().shape, scan)
         hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, gradients, plain.transforms)
         pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
@@ -222,3 +223,39 @@ class StreamedUpdate:
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}
         update(zeros, [of_params[name] for name in group.names], 0)
         return update.shared
+
+
+class Offloaded(Placement):
+    """Parts of the state in host memory (`memory.offload_state`)."""
+
+    on_device = False
+
+    def __init__(self, program: Program, settings: OffloadStateConfig) -> None:
+        super().__init__(program)
+        self.settings, self.offloading = settings, Offloading(program.config, settings)
+        self.scan = layer_scan(program.config, {}) if settings.layers_on_host else None
+
+    @classmethod
+    def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
+        return None if settings.on_nvme else cls(program, settings)
+
+    @cached_property
+    def run(self) -> StreamedUpdate:  # type: ignore[override]
+        return StreamedUpdate(self.program.update, self.program.abstract_state, self.offloading, self.settings)
+
+    def shardings(self, shardings: TrainState) -> TrainState:
+        return self.offloading.shardings(shardings)
+
+    def create(self, make: Callable[..., TrainState], *given: Parameters) -> TrainState:
+        state: TrainState = create(make, self.program.state_shardings, *given, keep=self.keep)
+        return state
+
+    def keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        """The stand-in for a leaf of a state that is created: itself."""
+        return leaf
+
+    def readable(self, state: TrainState) -> TrainState:
+        return self.run.readable(state)
+
+    def read_shardings(self) -> Parameters:
+        return self.run.computed_shardings

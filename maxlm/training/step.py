@@ -232,6 +232,11 @@ class Transform:
     kept_if_refused = False
     metrics: tuple[Metric, ...] = ()
 
+    @property
+    def recorded(self) -> tuple[Metric, ...]:
+        """Figures in the records of a run, by default `metrics`."""
+        return self.metrics
+
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> "Transform | None":
         """The transform that a section asks for; None if it asks for none. Gets the section, and what the parameters of the subclass

@@ -53,7 +53,7 @@ class Data(NumberedData):
 class Script:
     """A program whose update n has the loss `loss(n)` and sets the parameter to `parameter(n)`."""
 
-    mesh, batch_sharding, metrics, layer_probe = MESH, None, (), None
+    mesh, batch_sharding, metrics, probes = MESH, None, (), ()
 
     def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
         self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})

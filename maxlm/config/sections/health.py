@@ -47,5 +47,6 @@ CAPABILITY = Capability(
     key="health",
     rules=(_problems,),
     inert=_inert,
+    probes=("maxlm.training.layer_probe:LayerProbe",),
     transforms=("maxlm.training.layer_figures:LayerFiguresOfUpdates", "maxlm.training.spike_guard:SpikeGuard"),
 )
