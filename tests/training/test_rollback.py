@@ -68,6 +68,7 @@ class Script:
         return state
 
     readable = evaluated = adopt
+    placement = property(lambda self: self)
 
     def step(self, state, n):
         self.trained.append(n)

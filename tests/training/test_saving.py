@@ -75,6 +75,7 @@ class Script:
         return state
 
     readable = evaluated = adopt
+    placement = property(lambda self: self)
 
     def step(self, state, n):
         loss = self._loss(n)
