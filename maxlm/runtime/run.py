@@ -314,7 +314,7 @@ def _record_start(run: OpenRun) -> Start:
     directory.write_config(saved_text(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
-        source = source_tokenizer(config)
+        source = source_tokenizer(config.train)
         turns = turn_ends(config.data.stores)
         copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
         copy_published(source and source.parent, directory.path, goes_on=goes_on)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxlm.config.axes import BATCH_AXES
-from maxlm.config.schema import Config, HealthConfig, ModelConfig
+from maxlm.config.schema import HealthConfig, ModelConfig
 from maxlm.kernels.attention.entropy import attention_entropy
 from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
@@ -100,7 +100,7 @@ def with_updates(values: Mapping[str, Any]) -> dict[str, Any]:
 def _forward(program: Program, params: Parameters, model_state: Parameters, batch: Any) -> BlockFigures:
     """Figures of every layer [L] in depth order, from the first sequence of each device."""
     config, objective = program.config, program.objective
-    batch = objective.inputs(first_rows(config, dict(program.mesh.shape), batch), training=False)
+    batch = objective.inputs(first_rows(dict(program.mesh.shape), batch), training=False)
     model = bind(config.model, cast_matrices(config, params), model_state)
     with jax.default_matmul_precision(config.precision.float32_matmul):
         x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
@@ -109,7 +109,7 @@ def _forward(program: Program, params: Parameters, model_state: Parameters, batc
     return reports
 
 
-def first_rows(config: Config, sizes: Mapping[str, int], batch: Any) -> Any:
+def first_rows(sizes: Mapping[str, int], batch: Any) -> Any:
     """The first row of each device's share of the batch; no row moves."""
     shares = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
 

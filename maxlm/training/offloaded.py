@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.offload_state import OffloadStateConfig
 from maxlm.memory.creation import create
 from maxlm.memory.disk import load_all
@@ -22,6 +22,7 @@ from maxlm.memory.layer_stream import empty_on_host
 from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import parameter_axes
+from maxlm.models.layers import Scan
 from maxlm.models.parameters import Parameters, is_matrix
 from maxlm.models.stack import group_of, split_layers
 from maxlm.objectives import Sums
@@ -74,9 +75,10 @@ class GroupUpdate:
 class Offloading:
     """Where the leaves of a state live, and the update of those that live elsewhere than on the device."""
 
-    def __init__(self, config: Config, settings: OffloadStateConfig) -> None:
-        self.config, self._settings = config, settings
-        self._axes = flat_params(parameter_axes(config.model))
+    def __init__(self, settings: OffloadStateConfig, model: ModelConfig, *, split: bool) -> None:
+        """`split`: masters are stored in two parts, of which matmuls read one."""
+        self._settings, self._model, self._split = settings, model, split
+        self._axes = flat_params(parameter_axes(model))
 
     def shardings(self, shardings: TrainState) -> TrainState:
         """`shardings` with the memory of every leaf: of matrices, those kinds of state that the settings name."""
@@ -88,9 +90,7 @@ class Offloading:
 
     def tier(self, path: Name) -> str | None:
         """Tier of the leaf at this path of the state: host, nvme or None for the device."""
-        masters = (
-            ("extra",) if difference_dtype(self.config.optimizer.state) is not None else ("extra", "params")
-        )  # matmuls read the halves of masters
+        masters = ("extra",) if self._split else ("extra", "params")
         kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
         owner = owner_of(path, self._axes)
         if path[0] == "params" and owner is not None and self.is_hosted(owner) and not self.is_copied(owner):
@@ -103,13 +103,13 @@ class Offloading:
 
     def is_copied(self, name: Name) -> bool:
         """True for a parameter that matmuls read as a copy."""
-        return is_matrix(self._axes[name]) and difference_dtype(self.config.optimizer.state) is None
+        return is_matrix(self._axes[name]) and not self._split
 
     def groups(self, state: TrainState) -> list[Group]:
         """The parameters of an abstract state in the order in which they are updated."""
         names: dict[Name, list[Name]] = {}
         for name in self._axes:
-            group = group_of(self.config.model, name)
+            group = group_of(self._model, name)
             names.setdefault(group.path if group is not None and group.stacked else (), []).append(name)
         leaves = {path: leaf for path, leaf in flat_state(state).items() if path[0] != "model_state"}
         owners = {path: owner_of(path, self._axes) for path in leaves}
@@ -207,12 +207,17 @@ class StreamedUpdate:
         flat, gradients_on_host = flat_params(params), self._settings.gradients == "host"
         apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
-        plain, scan = self.plain, layer_scan(self.config, apart) if self._settings.layers_on_host else None
+        plain, scan = self.plain, self.scan(apart)
         gradients = build_gradients(plain.objective, jax.sharding.get_abstract_mesh().shape, scan)
         hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, gradients, plain.transforms)
         pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
+
+    def scan(self, read: Leaves) -> Scan | None:
+        """Scan over layers in host memory, if they are. `read`: matrices that are read in place of parameters."""
+        inputs_on_host = "layer_input" in self.config.memory.offload
+        return layer_scan(self.config.model, read, inputs_on_host=inputs_on_host) if self._settings.layers_on_host else None
 
     def _counted(self, leaves: Leaves, pending: Pending) -> Leaves:
         """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
@@ -232,8 +237,8 @@ class Offloaded(Placement):
 
     def __init__(self, program: Program, settings: OffloadStateConfig) -> None:
         super().__init__(program)
-        self.settings, self.offloading = settings, Offloading(program.config, settings)
-        self.scan = layer_scan(program.config, {}) if settings.layers_on_host else None
+        self.settings = settings
+        self.offloading = Offloading(settings, program.config.model, split=difference_dtype(program.config.optimizer.state) is not None)
 
     @classmethod
     def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
@@ -242,6 +247,10 @@ class Offloaded(Placement):
     @cached_property
     def run(self) -> StreamedUpdate:  # type: ignore[override]
         return StreamedUpdate(self.program.update, self.program.abstract_state, self.offloading, self.settings)
+
+    @property
+    def scan(self) -> Scan | None:  # type: ignore[override]
+        return self.run.scan({})
 
     def shardings(self, shardings: TrainState) -> TrainState:
         return self.offloading.shardings(shardings)

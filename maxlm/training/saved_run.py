@@ -15,6 +15,7 @@ from maxlm.checkpoint.errors import UnreachableError
 from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.loader import RUN_CONFIG, load_saved
+from maxlm.config.sections.train import TrainConfig
 from maxlm.config.table import averages, build
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
@@ -214,9 +215,9 @@ def _has(tree: Parameters, name: Names) -> bool:
     return True
 
 
-def source_tokenizer(config: Config) -> Path | None:
+def source_tokenizer(train: TrainConfig) -> Path | None:
     """The tokenizer of the run or the model that a run begins as; None if its config names none."""
-    source = config.train.branch_from or config.train.start_from
+    source = train.branch_from or train.start_from
     return None if source is None else Path(source.path) / TOKENIZER
 
 

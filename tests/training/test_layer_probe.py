@@ -114,7 +114,7 @@ def test_padding_is_left_out(program):
 
 
 def test_one_row_of_each_device():
-    rows = first_rows(SimpleNamespace(), {"data": 2, "fsdp": 2, "tensor": 2}, {"a": jnp.arange(16), "b": jnp.ones((16, 3))})
+    rows = first_rows({"data": 2, "fsdp": 2, "tensor": 2}, {"a": jnp.arange(16), "b": jnp.ones((16, 3))})
     assert rows["a"].tolist() == [0, 4, 8, 12]
     assert rows["b"].shape == (4, 3)
 
