@@ -99,6 +99,7 @@ class Capability:
     update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
     placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
     probes: tuple[str, ...] = ()  # programs beside the step, such as `training.layer_probe.LayerProbe`
+    observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
 

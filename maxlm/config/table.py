@@ -62,8 +62,13 @@ def build(config: Config, kind: str, **given: Any) -> list[Any]:
     """Build the implementations of this kind, a field of `Capability`, that `config` asks for: `call` their `from_config`, which returns
     None where the section does not ask for it.
     """
-    built = (call(load(place).from_config, config, section, **given) for one, section in present(config) for place in getattr(one, kind))
+    built = (call(found.from_config, config, section, **given) for found, section in implementations(config, kind))
     return [one for one in built if one is not None]
+
+
+def implementations(config: Config, kind: str) -> Iterator[tuple[Any, Any]]:
+    """Pairs of an implementation of this kind, a field of `Capability`, and its section, for sections that `config` has."""
+    return ((load(place), section) for one, section in present(config) for place in getattr(one, kind))
 
 
 def averages(config: Config) -> tuple[str, ...]:

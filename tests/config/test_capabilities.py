@@ -19,7 +19,6 @@ from maxlm.config import ConfigError, load, sections, table
 from maxlm.config.capability import Capability, load as load_object, value_of
 from maxlm.config.explain import sections_of
 from maxlm.config.loader import dump
-from maxlm.config.schema import Config
 from maxlm.config.sections.mesh import AXES
 from maxlm.hardware.topologies import parse
 from maxlm.planning.analytic import Analytic
@@ -47,7 +46,7 @@ def test_every_file_of_sections_has_a_record_of_a_setting_in_the_config():
     keys = [one.key for one in table.capabilities()]
     assert len(keys) == len(set(keys)) == len(list(pkgutil.iter_modules(sections.__path__)))
     for key in keys:
-        owner, *path = Config, *key.split(".")
+        owner, *path = table.config_class(), *key.split(".")
         for name in path:
             assert name in owner.model_fields, key
             owner = (sections_of(owner.model_fields[name]) or [owner])[0]
@@ -61,7 +60,7 @@ def test_rules_of_a_section_run_after_those_of_the_sections_before_it():
 
 def test_implementations_exist():
     for one in table.capabilities():
-        for place in (*one.transforms, *one.update, *one.stored):
+        for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.observers, *one.stored):
             assert callable(load_object(place).from_config), one.key
 
 
