@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from maxlm.config.axes import mesh_axes_of
-from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_path
+from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.mesh import AXES
 from maxlm.config.sections.offload_state import COPY
@@ -74,10 +74,10 @@ def layers(model: ModelConfig) -> tuple[LayerKind, ...]:
 
 def _alike(model: ModelConfig, depths: Iterable[int]) -> Iterable[Sequence[int]]:
     """`depths` in groups of layers whose parts are of the same classes."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for depth in depths:
         mixer, *others = layer_parts(model, depth)
-        groups.setdefault((mixer_path(model, mixer), *others), []).append(depth)
+        groups.setdefault((mixer_class(model, mixer), *others), []).append(depth)
     return groups.values()
 
 

@@ -11,29 +11,31 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.offload_state import OffloadStateConfig
 from maxlm.memory.creation import create
 from maxlm.memory.disk import load_all
-from maxlm.memory.layer_stream import empty_on_host
+from maxlm.memory.layer_stream import empty_on_host, scan_layers
 from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import parameter_axes
 from maxlm.models.layers import Scan
-from maxlm.models.parameters import Parameters, is_matrix
-from maxlm.models.stack import group_of, split_layers
+from maxlm.models.parameters import Parameters, declarations, is_matrix
+from maxlm.models.stack import LayerGroup, group_of, split_layers
 from maxlm.objectives import Sums
+from maxlm.parallel import partition_spec
 from maxlm.training.gradients import build_gradients
-from maxlm.training.hosted_layers import STACK, layer_scan
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.placement import Placement
 from maxlm.training.program import Program
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
 from maxlm.training.step import Pending, TrainState, Update
+
+STACK = "layers"  # entry of the parameters that is scanned
 
 
 class Group(NamedTuple):
@@ -268,3 +270,30 @@ class Offloaded(Placement):
 
     def read_shardings(self) -> Parameters:
         return self.run.computed_shardings
+
+
+# Layers in host memory.
+
+
+def layer_scan(model: ModelConfig, read: Leaves, *, inputs_on_host: bool) -> Scan:
+    """Scan over a stack of which one layer at a time is on the device. `read`: matrices that are read in place of parameters."""
+    leaves = _of_stack(model)
+
+    def scan(period: Any, x_BSD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        mesh, shapes = jax.sharding.get_abstract_mesh(), [leaf.shape[1:] for leaf in jax.tree.leaves(layers)]
+        named = zip(shapes, leaves, strict=True)
+        specs = [PartitionSpec() if mesh.empty else partition_spec(axes, dims, mesh, ".".join(name)) for dims, (name, axes) in named]
+        weights = [read.get(name) for name, _ in leaves]
+        return scan_layers(period, x_BSD, layers, weights=weights, specs=specs, inputs_on_host=inputs_on_host)
+
+    return scan
+
+
+def _of_stack(model: ModelConfig) -> list[tuple[Name, tuple[str, ...]]]:
+    """(name, logical axes within a period) of every leaf of the stack, in order."""
+
+    def axes(group: LayerGroup | None, own: tuple[str, ...]) -> tuple[str, ...]:
+        assert group is not None, "a leaf of a stack is one of layers"
+        return group.axes[1:] + own
+
+    return [(name, axes(group_of(model, name), variable.axes)) for name, variable in declarations(model) if name[0] == STACK]
