@@ -56,6 +56,7 @@ class CompressedSums(Transform):
         precision_compute: str,
         diloco: DilocoConfig | None,
     ) -> Self:
+        """Compress gradients, or with `diloco` the changes of workers."""
         return cls(settings, device_mesh, model, optimizer_beta1, precision_compute, of_changes=diloco is not None)
 
     def __init__(
@@ -84,6 +85,7 @@ class CompressedSums(Transform):
         return params, dict.fromkeys(self._kept, zeros)
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Any:
+        """Split as the parameters, and along `data`."""
         return {kind: {name: NamedSharding(mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Feedback]:

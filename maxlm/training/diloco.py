@@ -41,6 +41,7 @@ class _WorkerUpdate(Update):
     """The update of one worker, which is applied in any case: all workers are judged together."""
 
     def judge(self, state: TrainState, sums: Sums, norm: Array, extra: Mapping[str, Any]) -> tuple[Bool[Array, ""], dict[str, Any]]:
+        """Apply every update: `LocalUpdates` judges all workers together."""
         return jnp.bool_(True), {}
 
 
@@ -70,12 +71,14 @@ class LocalUpdates(Update):
         return cls(diloco, total_steps, *parts)
 
     def init(self, params: Parameters, model_state: Parameters) -> TrainState:
+        """The shared weights, and a state of each worker that begins there."""
         one = self._of_worker.init(params, model_state)
         workers = WorkerState(_stack(one, self._settings.workers), jax.tree.map(jnp.zeros_like, params))
         first = super().init(params, model_state)
         return replace(first, opt_state=(), extra={**first.extra, WORKERS: workers})
 
     def shardings(self, mesh: Mesh) -> TrainState:
+        """States of workers are split along `data`."""
         axes, whole = mesh_axes("worker", mesh) or None, super().shardings(mesh)
         states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), self._of_worker.shardings(mesh))
         return replace(whole, opt_state=(), extra={**whole.extra, WORKERS: WorkerState(states, whole.params)})

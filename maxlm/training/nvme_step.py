@@ -33,6 +33,7 @@ class InFiles(Offloaded):
 
     @classmethod
     def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
+        """None where no state is in files."""
         return cls(program, settings) if settings.on_nvme else None
 
     @cached_property
@@ -43,18 +44,23 @@ class InFiles(Offloaded):
 
     @property
     def resident_bytes(self) -> int:  # type: ignore[override]
+        """State that the program of the gradients does not read."""
         return self.nvme.resident_bytes
 
     def adopt(self, state: TrainState) -> TrainState:
+        """Write what belongs in files there."""
         return jax.tree_util.tree_map_with_path(self.keep, state)
 
     def keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        """The stand-in for a leaf, which may be in a file from now on."""
         return self.nvme.keep(path_of(path), leaf)
 
     def lower(self) -> jax.stages.Lowered:
+        """The program of the gradients."""
         return self.nvme.lower(build_train_step(self.program.update, self.nvme.gradient), self.program.abstract_batch)
 
     def step(self, compiled: jax.stages.Compiled) -> "NvmeStep":
+        """The update that the host drives, with these gradients."""
         return self.nvme.with_gradients(compiled)
 
 

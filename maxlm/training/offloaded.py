@@ -148,6 +148,7 @@ class StreamedUpdate:
 
     @cached_property
     def groups(self) -> list[Group]:
+        """All groups, in the order of their updates."""
         return self.offloading.groups(self._abstract)
 
     def compute_copy(self, params: Parameters) -> Parameters:
@@ -244,10 +245,12 @@ class Offloaded(Placement):
 
     @classmethod
     def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
+        """None where some state is in files: `InFiles`."""
         return None if settings.on_nvme else cls(program, settings)
 
     @cached_property
     def run(self) -> StreamedUpdate:  # type: ignore[override]
+        """The update, as one program."""
         return StreamedUpdate(self.program.update, self.program.abstract_state, self.offloading, self.settings)
 
     @property
@@ -255,9 +258,11 @@ class Offloaded(Placement):
         return self.run.scan({})
 
     def shardings(self, shardings: TrainState) -> TrainState:
+        """Matrices of the kinds that the settings name are in host memory."""
         return self.offloading.shardings(shardings)
 
     def create(self, make: Callable[..., TrainState], *given: Parameters) -> TrainState:
+        """Create the state some leaves at a time."""
         state: TrainState = create(make, self.program.state_shardings, *given, keep=self.keep)
         return state
 
@@ -266,9 +271,11 @@ class Offloaded(Placement):
         return leaf
 
     def readable(self, state: TrainState) -> TrainState:
+        """A copy of the parameters, as the forward pass reads them."""
         return self.run.readable(state)
 
     def read_shardings(self) -> Parameters:
+        """Shardings of this copy."""
         return self.run.computed_shardings
 
 

@@ -73,6 +73,7 @@ class AveragedPoint(StoredForm):
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, device_mesh: Mesh | None, model: ModelConfig) -> Self | None:
+        """None with another optimizer."""
         return cls(optimizer.beta1, model, device_mesh) if optimizer.name == NAME else None
 
     def asked(self, entries: Parameters) -> Parameters:
@@ -81,11 +82,13 @@ class AveragedPoint(StoredForm):
         return {**entries, entry: {place: {name: entries["params"]}}} if "params" in entries else entries
 
     def restored(self, entries: Parameters) -> Parameters:
+        """Compute x in place of z."""
         entry, place, name = ROOT
         if entry not in entries:
             return entries
         return {**entries, "params": _in_place(self._beta1, entries["params"], entries[entry][place][name])}
 
     def evaluated(self, params: Parameters, opt_state: Any) -> Parameters:
+        """The averaged point x."""
         point: Parameters = self._averaged(self._beta1, params, opt_state[-1].z)
         return point

@@ -51,12 +51,15 @@ class Storage:
     by_chance: bool
 
     def read(self, stored: Array, scales: Array | None) -> Float[Array, "..."]:
+        """The moment in float32."""
         return stored.astype(jnp.float32) if scales is None else decode(stored, scales)
 
     def scales(self, moment: Array) -> Array | None:
+        """New scales of a moment, or None."""
         return None if self.dim is None else scales_of(moment, self.dim)
 
     def write(self, moment: Array, scales: Array | None, random: Array | None) -> Array:
+        """The moment as it is stored."""
         if scales is None:
             return to_bfloat16(moment, random)
         return encode(moment, scales, signed=self.signed, random=random)
@@ -91,6 +94,7 @@ class _SmallMoments:
         self._scaled = any(form is not None and form.dim is not None for form in self._forms)
 
     def init(self, params: Parameters) -> SmallState:
+        """The first state, rounded."""
         moments = self._tree.flatten_up_to(self._inner.init(params))
         return self._stored(moments, self._scales(moments), jnp.zeros((), jnp.int32))
 
