@@ -22,7 +22,7 @@ from maxlm.config.loader import dump
 from maxlm.config.sections.mesh import AXES
 from maxlm.hardware.topologies import parse
 from maxlm.planning.analytic import Analytic
-from maxlm.planning.layouts import layout_of
+from maxlm.planning.layouts import LayoutSpace
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
 from maxlm.training.program import Program
@@ -106,7 +106,7 @@ def test_a_registered_average_trains_and_resumes_to_the_bit(average, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, open_run(tmp_path).weights(program.mesh, kind="swa").params, states[0].extra["swa"])
     assert table.averages(config) == ("swa",) and "swa" in CliRunner().invoke(app, ["config", str(tmp_path)]).output
 
-    layout, mesh = layout_of(config, 1), ONE
+    layout, mesh = LayoutSpace(config, 1).own(), ONE
     plain, planned = (Analytic(one, parse("v5p:2x2x1"), lambda layout: {}).estimate(layout).state for one in (tiny_config(), config))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(states[0].extra["swa"]))
     assert planned - plain == held and fits.least(config, mesh)[0].bytes - fits.least(tiny_config(), mesh)[0].bytes == held
