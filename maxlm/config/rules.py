@@ -9,9 +9,9 @@ from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
 from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig
-from maxlm.config.table import problems
+from maxlm.config.table import problems, weights_kinds
 from maxlm.hardware.chips import Chip
-from maxlm.hardware.topologies import Topology
+from maxlm.hardware.topologies import Topology, either
 
 NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
@@ -25,6 +25,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     _refuse(problems(config, "rules"), origins)
+    _refuse(_weights(config), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         topology = topology_of(config, origins.get("cluster.topology", ""))
@@ -39,6 +40,12 @@ def topology_of(config: Config, source: str = "") -> Topology:
     """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
     assert config.cluster is not None, "asked about a cluster that the config does not name"
     return cluster.topology_of(config.cluster, config.mesh.slices, source)
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    start = config.train.start_from
+    if start is not None and start.weights not in weights_kinds():
+        yield "train.start_from.weights", start.weights, "is no kind of weights", f"use {either(weights_kinds())}"
 
 
 def check_chip(config: Config, chip: Chip, sources: Mapping[str, str] | None = None) -> None:

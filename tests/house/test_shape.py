@@ -152,11 +152,11 @@ def test_no_section_holds_one_setting():
 
 def test_figures_are_counted():
     tree = ast.parse(
-        "import maxlm.a\nfrom maxlm import b\nfrom maxlm.kernels.c import d\ndef f(one: 'Config', two: RunConfig): ...\n"
+        "import x.a\nfrom x import b\nfrom x.c import d\ndef f(one: 'Config', two: RunConfig): ...\n"
         "def g(*, one: Config | None = None):\n    'Said.'\nclass C:\n    def h(self, one: RunConfig): ...\n    def _i(self): ...\n"
     )
     assert with_config(tree) == 2 and undocumented(tree) == ["f", "h"]
-    others = {"maxlm.a": ast.parse(""), "maxlm.b": ast.parse(""), "kernels.c": ast.parse("")}
+    others = {name: ast.parse("") for name in ("x.a", "x.b", "x.c")}
     assert importers({"x": tree, **others}) == {name: {"x"} for name in others}
     assert len(VAGUE.findall("a boat whose sail is besides that of others")) == 2
     assert {len(one["commits"]) > 0 for one in FEATURES} == {True} and len(FEATURES) >= 5

@@ -121,5 +121,8 @@ def _state(tiers: OffloadStateConfig, state: State) -> State:
 
 
 CAPABILITY = Capability(
-    key="memory.offload_state", rules=(excludes(ON_DEVICE, ", and memory.offload_state keeps it elsewhere"), _layers_on_host), state=_state
+    key="memory.offload_state",
+    rules=(excludes(ON_DEVICE, ", and memory.offload_state keeps it elsewhere"), _layers_on_host),
+    state=_state,
+    placement=("maxlm.training.offloaded:Offloaded", "maxlm.training.nvme_step:InFiles"),
 )

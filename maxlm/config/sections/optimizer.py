@@ -193,4 +193,10 @@ def _identity(optimizer: OptimizerConfig) -> dict[str, Any]:
     return found | ({"optimizer.beta1": optimizer.beta1} if optimizer.name == "schedule_free" else {})  # the averaged point reads it
 
 
-CAPABILITY = Capability(key="optimizer", rules=(_problems, _lengths, _schedule_free, _alone), inert=_inert, identity=_identity)
+CAPABILITY = Capability(
+    key="optimizer",
+    rules=(_problems, _lengths, _schedule_free, _alone),
+    inert=_inert,
+    identity=_identity,
+    stored=("maxlm.training.schedule_free:AveragedPoint",),
+)

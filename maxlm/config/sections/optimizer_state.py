@@ -80,4 +80,12 @@ def _state(settings: OptimizerStateConfig, state: State) -> State:
     return state.add("masters", 1 if settings.masters == "split24" else 2).add(HALVES, 2)
 
 
-CAPABILITY = Capability(key="optimizer.state", rules=(_problems,), inert=_inert, state=_state, identity=_identity)
+CAPABILITY = Capability(
+    key="optimizer.state",
+    rules=(_problems,),
+    inert=_inert,
+    state=_state,
+    identity=_identity,
+    transforms=("maxlm.training.split_masters:SplitMasters",),
+    stored=("maxlm.training.split_masters:SplitMasters",),
+)

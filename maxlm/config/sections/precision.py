@@ -126,4 +126,5 @@ CAPABILITY = Capability(
     chip_rules=(_on_chip,),
     inert=_inert,
     identity=_identity,
+    transforms=("maxlm.training.loss_scale:LossScaling",),
 )
