@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxlm.config.errors import UserError
+from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.data.metadata import About
 from maxlm.data.readers import Document
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.data.workers import end_with_parent, workers_without_signals
 
 BATCH_CHARS = 2**20  # of text in a batch for a worker
 QUEUED = 3  # batches a worker

@@ -36,7 +36,8 @@ class Windows:
         if documents is not None and not len(documents):
             self._ends = np.zeros(1, np.int64)
         elif documents is not None:
-            firsts, lasts = (documents[edge] for edge in _stretches(documents))
+            breaks = np.flatnonzero(np.diff(documents) != 1)
+            firsts, lasts = documents[np.append(0, breaks + 1)], documents[np.append(breaks, len(documents) - 1)]
             offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
             self._starts, self._ends = offsets[firsts], offsets[lasts + 1]
         self._first = np.concatenate([[0], np.cumsum(self._ends - self._starts)])  # token of the stream that begins each stretch
@@ -71,12 +72,6 @@ class Windows:
 
     def inputs(self, number: int) -> int:
         return min(self.tokens - 1 - number * self._seq_len, self._seq_len)
-
-
-def _stretches(documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the first and of the last document of each stretch of neighbours."""
-    breaks = np.flatnonzero(np.diff(documents) != 1)
-    return np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(documents) - 1]])
 
 
 def _near(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:

@@ -267,17 +267,16 @@ def _data_only(places: Sequence[str], source: str) -> list[str]:
 
 def _without_descriptions(names: list[str], source: str, hidden: Iterable[str]) -> list[str]:
     """The files that are data. Logs which ones are not, the hidden ones included."""
-    described = {name for name in names if _is_description(name)}
-    if any(format_by_name(name) in RECORDS for name in names if name not in described):
+    records = {name for name in names if format_by_name(name) in RECORDS}
+    bare = {name: PurePosixPath(name).name for name in names}
+    described = {
+        name for name in names if DESCRIPTIONS.fullmatch(bare[name]) or (name not in records and DESCRIPTION_STEMS.fullmatch(bare[name]))
+    }
+    if records - described:
         described |= {name for name in names if suffix_of(name) in (*BESIDE_RECORDS, *PICTURES)}
     if out := [*hidden, *described]:
         _log.warning("%s: left out as no data: %s; to read one of them, name it", shorten(source), _listed_names(out))
     return [name for name in names if name not in described]
-
-
-def _is_description(path: str) -> bool:
-    name = PurePosixPath(path).name
-    return bool(DESCRIPTIONS.fullmatch(name) or (format_by_name(name) not in RECORDS and DESCRIPTION_STEMS.fullmatch(name)))
 
 
 def _listed_names(paths: list[str]) -> str:

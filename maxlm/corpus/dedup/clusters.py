@@ -54,7 +54,11 @@ def cluster(files: Sequence[Path], output: Path, settings: DedupSettings, *, wor
         if settings.minhash is not None:
             _near(database, files, settings.minhash)
         _connect(database)
-        _removed(database)
+        database.run(  # the node that stays is `root`
+            "CREATE TABLE removed AS SELECT * FROM (SELECT ranked.node, id, coalesce(labels.root, copies.first, ranked.node) AS root, "
+            "coalesce(copies.kind, 'near') AS kind FROM ranked LEFT JOIN copies USING (node) "
+            "LEFT JOIN labels ON labels.node = coalesce(copies.first, ranked.node)) WHERE node <> root"
+        )
         _write(database, output)
 
 
@@ -195,28 +199,13 @@ def _connect(database: Database) -> None:
     for every node; here each round is a sort and a join on disk, and O(log^2 n) rounds end in stars.
     """
     database.run("CREATE TABLE links AS SELECT DISTINCT high AS child, low AS parent FROM edges")
-    while not _is_stars(database):
+    parents = "SELECT count(*) FROM links SEMI JOIN (SELECT child AS parent FROM links) USING (parent)"  # that have a parent
+    while database.number("SELECT count(*) - count(DISTINCT child) FROM links") or database.number(parents):
         for step in (_LARGE_STAR, _SMALL_STAR):
             database.run(step)
             database.run("DROP TABLE links")
             database.run("ALTER TABLE next RENAME TO links")
     database.run("CREATE TABLE labels AS SELECT child AS node, parent AS root FROM links")
-
-
-def _is_stars(database: Database) -> bool:
-    """Every node has one parent, and no parent has one."""
-    if database.number("SELECT count(*) - count(DISTINCT child) FROM links"):
-        return False
-    return not database.number("SELECT count(*) FROM links SEMI JOIN (SELECT child AS parent FROM links) USING (parent)")
-
-
-def _removed(database: Database) -> None:
-    """Table `removed`: node, id, root (the node that stays) and kind, from `copies` and `labels`."""
-    database.run(
-        "CREATE TABLE removed AS SELECT * FROM (SELECT ranked.node, id, coalesce(labels.root, copies.first, ranked.node) AS root, "
-        "coalesce(copies.kind, 'near') AS kind FROM ranked LEFT JOIN copies USING (node) "
-        "LEFT JOIN labels ON labels.node = coalesce(copies.first, ranked.node)) WHERE node <> root"
-    )
 
 
 def _write(database: Database, output: Path) -> None:
