@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,7 @@ class _Notes:
         self._first: dict[str, str] = {}
 
     def add(self, note: Note | None) -> None:
+        """Count a note."""
         if note is not None:
             self._counts[note.kind] = self._counts.get(note.kind, 0) + 1
             self._first.setdefault(note.kind, note.text)
@@ -269,9 +271,9 @@ def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
     """The encoder of the documents, and the fields of the sources that it reads."""
     spoken = job.config.conversations
     if spoken is None:
-        return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
+        return partial(TextEncoder, tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
     content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
-    encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
+    encoder = partial(ConversationEncoder, spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
     fields = frozenset({*content, "tools", "system", "conversations", "chat_template_kwargs"})
     return encoder, Fields(None, fields, lenient=spoken.bad_rows == "leave_out")
 

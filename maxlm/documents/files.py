@@ -87,7 +87,34 @@ def find(source: str) -> list[SourceFile]:
         UserError: the source does not exist, has no file, cannot be listed, or needs a package that is not installed.
         UnavailableError: its storage cannot be reached now.
     """
-    return _remote(source) if is_remote(source) else _local(source)
+    if is_remote(source):
+        return _remote(source)
+    path = os.path.expanduser(source)  # noqa: PTH111 - Path would change the name that ids begin with
+    root = PurePath(path).parent
+    if Path(path).is_dir():
+        names, problem = _data_only([path], source), "is a folder without files of data"
+    elif os.path.lexists(path):
+        names, problem = [path], ""
+    elif glob.has_magic(path):
+        matches = _matches(path)
+        any_name = not re.search(r"\w", PurePosixPath(path).name)  # such as data/*, which names no file
+        some = [] if any_name else [match for match in matches if not Path(match).is_dir()]
+        left = [match for match in matches if match not in set(some)]
+        names, problem = list(dict.fromkeys([*some, *(_data_only(left, source) if left else [])])), "matches no file"
+        root = PurePath(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(path).parts)).parent
+    else:
+        raise _none(source, "does not exist")
+    if not names:
+        raise _none(source, problem)
+    found = []
+    for name in sorted(names, key=PurePath):
+        pure = PurePath(name)
+        below = pure.relative_to(root) if pure.is_relative_to(root) else pure
+        size = 0
+        with contextlib.suppress(OSError):  # a link that leads nowhere: `records` says so
+            size = Path(name).stat().st_size
+        found.append(SourceFile(name, size, source, below.as_posix()))
+    return found
 
 
 def find_once(sources: Sequence[str]) -> list[SourceFile]:
@@ -171,35 +198,6 @@ def reading(path: str) -> Iterator[None]:
             raise
         kind, fix = (UnavailableError, "; try again when the cause is gone") if is_transient(error) else (UserError, "")
         raise kind(f"{path}: cannot be read: {first_line(error)}{fix}.") from error
-
-
-def _local(source: str) -> list[SourceFile]:
-    path = os.path.expanduser(source)  # noqa: PTH111 - Path would change the name that ids begin with
-    root = PurePath(path).parent
-    if Path(path).is_dir():
-        names, problem = _data_only([path], source), "is a folder without files of data"
-    elif os.path.lexists(path):
-        names, problem = [path], ""
-    elif glob.has_magic(path):
-        matches = _matches(path)
-        any_name = not re.search(r"\w", PurePosixPath(path).name)  # such as data/*, which names no file
-        some = [] if any_name else [match for match in matches if not Path(match).is_dir()]
-        left = [match for match in matches if match not in set(some)]
-        names, problem = list(dict.fromkeys([*some, *(_data_only(left, source) if left else [])])), "matches no file"
-        root = PurePath(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(path).parts)).parent
-    else:
-        raise _none(source, "does not exist")
-    if not names:
-        raise _none(source, problem)
-    found = []
-    for name in sorted(names, key=PurePath):
-        pure = PurePath(name)
-        below = pure.relative_to(root) if pure.is_relative_to(root) else pure
-        size = 0
-        with contextlib.suppress(OSError):  # a link that leads nowhere: `records` says so
-            size = Path(name).stat().st_size
-        found.append(SourceFile(name, size, source, below.as_posix()))
-    return found
 
 
 def _matches(pattern: str) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from maxlm.config.errors import UserError, shorten, system_errors
-from maxlm.corpus.dedup.database import BATCH_ROWS, Database
+from maxlm.corpus.dedup.database import BATCH_ROWS, Database, open_database
 from maxlm.corpus.dedup.minhash import jaccard
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
 from maxlm.corpus.dedup.writing import parquet, row_groups
@@ -47,7 +47,7 @@ def cluster(files: Sequence[Path], output: Path, settings: DedupSettings, *, wor
     order has its URL, else "exact" if one has the same normalised text, else "near"; `size`: documents of the cluster, the one that stays
     among them. `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
     """
-    with Database(work, memory_mb, threads) as database:
+    with open_database(work, memory_mb, threads) as database:
         _number(database, files)
         _copies(database, settings)
         database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")  # pairs of near copies

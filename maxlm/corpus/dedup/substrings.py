@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from maxlm.corpus.dedup.database import Database
+from maxlm.corpus.dedup.database import Database, open_database
 from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import SubstringSettings
 from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
@@ -67,7 +67,7 @@ def find_runs(
     some, in the order of the shard; runs from a word to before another, ascending and apart. `work`: a folder
     for temporary files, several times as large as the files of windows. Raises UserError.
     """
-    with Database(work, memory_mb, threads) as database:
+    with open_database(work, memory_mb, threads) as database:
         database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, priority BIGINT)")
         for shard, path in enumerate(files):
             for table in row_groups(path, ["row", "id", "priority", "first"]):
