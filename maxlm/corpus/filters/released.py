@@ -35,9 +35,11 @@ class ReleasedGopherQuality(GopherQualityFilter):
     """Signs count as words, but for the number and length of words; bullets are "•" and "-"; stop words are compared with case."""
 
     def hashes(self, words: tuple[str, ...]) -> Hashes:
+        """Hashes of stop words with case, sorted."""
         return np.unique(TextStatistics(" ".join(words)).pieces[0])
 
     def words(self, statistics: TextStatistics) -> Hashes:
+        """Hashes of words and signs with case."""
         return statistics.pieces[0]
 
     def _counts(self, statistics: TextStatistics) -> Broken | None:
@@ -85,6 +87,7 @@ class ReleasedGopherRepetition(GopherRepetitionFilter):
         return None
 
     def shares(self, statistics: TextStatistics) -> Sequence[float]:
+        """Fraction of all characters of the text, by the n-gram's length in words."""
         hashes_W, _, lengths_W, _ = statistics.pieces
         return scan.find_repetition(hashes_W, lengths_W, len(statistics.text)).tolist()
 
