@@ -37,8 +37,7 @@ from maxlm.telemetry.observer import Observers
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import LISTEN_AGAIN_S, MetricsPort
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training import bit_flips, fits, integrity
-from maxlm.training.bit_flips import BitFlips
+from maxlm.training import fits, integrity
 from maxlm.training.loop import restore_or_init
 from maxlm.training.program import Program, build_program
 from maxlm.training.rollback import Journal
@@ -95,7 +94,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Everything that a run works with. `init` makes the first state. `flips`: bits to flip on purpose."""
+    """Everything that a run works with. `init` makes the first state."""
 
     context: RunContext
     data: OpenedData
@@ -106,7 +105,6 @@ class OpenRun:
     journal: Journal
     start: Start
     init: Init
-    flips: BitFlips | None
 
     @property
     def config(self) -> Config:
@@ -139,7 +137,6 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     config = _with_possible_checks(config, program, here, phases)
     context = replace(context, config=config)
     directory = context.directory
-    flips = bit_flips.from_environment(directory.path)
     checkpoints = _checkpoints(config, directory, data.train.tokenizer_hash, here)
     tasks = None
     if open_tasks is not None:
@@ -155,7 +152,7 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
             if phases.primary:
                 _log.warning("%s", line)
         data.train.check_length(config.total_steps)
-    return OpenRun(context, data, program, tasks, checkpoints, metrics_port, journal, start, init, flips)
+    return OpenRun(context, data, program, tasks, checkpoints, metrics_port, journal, start, init)
 
 
 def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -> MetricsPort | None:

@@ -60,7 +60,7 @@ from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
-from maxlm.training import bit_flips, findings, fits
+from maxlm.training import findings, fits
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
@@ -226,10 +226,6 @@ def _train(run: OpenRun, stop: StopSignal, bill: Bill | None, predict: Callable[
         start = _record_start(run)
         startup = {"startup_s": round(context.phases.seconds(), 3), "attempt": attempt}
         observers.on_event(Event("start", start.step, data=_facts(run, bill) | _predicted(run, predict) | startup))
-        if run.flips is not None:
-            bit_flips.inject(run.program, run.flips)
-            reason = f"bits are flipped on purpose, as {bit_flips.VARIABLE} says"
-            observers.on_event(Event("alarm", start.step, data={"cause": "bit_flips", "reason": reason}))
         session = replace(_session(run, stop), concluded=concluded, check_owner=check_owner)
         with _profiling(run, session, stop) as session:
             outcome = train(session, start)

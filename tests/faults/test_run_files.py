@@ -225,7 +225,7 @@ TRUSTED = {
     "of the kernel, or of a program that was just run": (
         *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "cluster/accelerators.py"),
         *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
-        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "cluster/deadline.py"),
+        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "cluster/deadline.py"),
     ),
     "of maxlm itself": (
         "corpus/filters/personal_data.py",
