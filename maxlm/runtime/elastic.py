@@ -19,6 +19,8 @@ from maxlm.config import Config, UserError, elastic
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.rules import resolve_mesh
+from maxlm.config.sections.elastic import ElasticConfig
+from maxlm.config.sections.mesh import MeshConfig
 from maxlm.runtime.consistency import code_digest, digest, machine_facts
 from maxlm.telemetry.goodput import Part
 from maxlm.training import fits
@@ -84,9 +86,9 @@ def _describe(quorum: Quorum, units: int, say: Say, *, alone: bool) -> None:
     say(f"elastic: can go on with {', '.join(map(str, sizes))} of {units} {unit} after {quorum.wait_s:g} s{first}")
 
 
-def waiting_part(config: Config, environ: Mapping[str, str] = os.environ) -> Part:
+def waiting_part(settings: ElasticConfig | None, environ: Mapping[str, str] = os.environ) -> Part:
     """Part of the ledger that waiting for hosts is in: `elastic`, a change of hosts, from the second start of an elastic run on."""
-    return "elastic" if config.elastic is not None and progress_file.ABSENT_VARIABLE in environ else "wait_hosts"
+    return "elastic" if settings is not None and progress_file.ABSENT_VARIABLE in environ else "wait_hosts"
 
 
 def _absent_before(environ: Mapping[str, str]) -> frozenset[int]:
@@ -132,12 +134,12 @@ def waiting_if_too_large(here: Cluster) -> Iterator[None]:
         raise RendezvousError(f"elastic: without {names(here.absent)}, {error}") from None
 
 
-def facts(config: Config, here: Cluster) -> dict[str, Any]:
+def facts(mesh: MeshConfig, microbatches: int, here: Cluster) -> dict[str, Any]:
     """Data of the start event: the absent processes, and the mesh and microbatches without them."""
     if not here.absent:
         return {}
-    sizes = {axis: size for axis, size in resolve_mesh(config.mesh, jax.device_count()).items() if size > 1}
-    return {"elastic": {"absent": list(here.absent), "mesh": sizes, "microbatches": config.train.microbatches}}
+    sizes = {axis: size for axis, size in resolve_mesh(mesh, jax.device_count()).items() if size > 1}
+    return {"elastic": {"absent": list(here.absent), "mesh": sizes, "microbatches": microbatches}}
 
 
 def names(labels: Sequence[str], most: int = 4) -> str:

@@ -54,12 +54,12 @@ def _store(place: str, overrides: Sequence[str], step: int | None) -> tuple[dict
 
 def _run_or_config(place: str, overrides: Sequence[str], step: int | None, *, all_rows: bool) -> tuple[dict[str, Any], RenderableType]:
     from maxlm.data.shares import describe_batch, describe_shares, render_batch, render_shares
-    from maxlm.runtime.open_data import open_training_data
+    from maxlm.runtime.open_data import open_data
 
     folder = user_path(place)
     is_run = (folder / RUN_CONFIG).is_file()
     config = load(str((folder / RUN_CONFIG).absolute()) if is_run else place, overrides, any_mesh=True).config
-    pipeline = open_training_data(config)
+    pipeline = open_data(config, held_out=False).train
     position, left_out = _next_start(config, folder if is_run else None)
     pipeline.go_on(position, left_out)
     if step is not None:

@@ -1,7 +1,6 @@
 """Batches of a run: for training, held out, and of further held-out sets."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import jax
 from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
+from maxlm.config.sections.data import DataConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.prepare import prepare as prepare_store
@@ -31,25 +31,9 @@ class OpenedData(NamedTuple):
         return {"train": self.train, **held_out, **{f"eval/{name}": pipeline for name, pipeline in self.named.items()}}
 
 
-def open_data(config: Config) -> OpenedData:
-    """Open the training batches, and the held-out ones if evaluation is on. Raises UserError for an unusable store."""
-    create = _create(config)
-    data, named = create(config.data, batch_sizes=config.batch_sizes), {}
-    for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
-        named[name] = create(config.data.model_copy(update={"store": store, "mixture": None}), split="eval", field=f"data.eval.{name}")
-        if named[name].tokenizer_hash != data.tokenizer_hash:
-            fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
-            raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
-    return OpenedData(data, create(config.data, split="eval") if config.train.eval_batches > 0 else None, named)
-
-
-def open_training_data(config: Config) -> Pipeline:
-    """Open the training batches alone. Raises UserError for an unusable store."""
-    return _create(config)(config.data, batch_sizes=config.batch_sizes)
-
-
-def _create(config: Config) -> Callable[..., Pipeline]:
-    return functools.partial(
+def open_data(config: Config, *, held_out: bool = True) -> OpenedData:
+    """Open the training batches, and with `held_out` the held-out ones if evaluation is on. Raises UserError for an unusable store."""
+    create = functools.partial(
         Pipeline,
         global_batch=config.train.global_batch,
         seed=config.train.seed,
@@ -57,6 +41,15 @@ def _create(config: Config) -> Callable[..., Pipeline]:
         make_batch=build_objective(config).make_batch,
         content=CONTENT[kind_of(config)],
     )
+    data, named = create(config.data, batch_sizes=config.batch_sizes), {}
+    if not held_out:
+        return OpenedData(data, None, named)
+    for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():
+        named[name] = create(config.data.model_copy(update={"store": store, "mixture": None}), split="eval", field=f"data.eval.{name}")
+        if named[name].tokenizer_hash != data.tokenizer_hash:
+            fix = "prepare it with data.prepare.tokenizer.path of that tokenizer"
+            raise ConfigError(f"data.eval.{name}", store, "has another tokenizer than the training data", fix)
+    return OpenedData(data, create(config.data, split="eval") if config.train.eval_batches > 0 else None, named)
 
 
 def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
@@ -66,7 +59,7 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     def open_here() -> OpenedData:
         if config.data.prepare is not None and not frozen.is_restart():  # at a restart, sources may have been edited since
             phases.say("preparing the data")
-            _prepare(config)
+            _prepare(config.data)
         with phases("reading the data"):
             opened = open_data(config)
         frozen.check_unchanged(digests(opened))
@@ -75,10 +68,8 @@ def open_data_on_all_hosts(config: Config, phases: Phases) -> OpenedData:
     return agree.on_all(open_here, digests, frozen.explained)
 
 
-def _prepare(config: Config) -> None:
+def _prepare(data: DataConfig) -> None:
     if jax.process_count() == 1:
-        prepare_store(config.data)
-    elif config.data.store is None or storage.read_bytes(config.data.store, manifest.MANIFEST) is None:  # of a disk or a bucket
-        raise UserError(
-            f"data.store = {config.data.store} is not prepared: on several hosts run `maxlm data prepare` once before training."
-        )
+        prepare_store(data)
+    elif data.store is None or storage.read_bytes(data.store, manifest.MANIFEST) is None:  # of a disk or a bucket
+        raise UserError(f"data.store = {data.store} is not prepared: on several hosts run `maxlm data prepare` once before training.")

@@ -5,7 +5,6 @@ found here, on all hosts alike, before anything is written.
 import functools
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +21,7 @@ from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config, UserError
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
+from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.config.table import identity
 from maxlm.data.tokenizer import open_tokenizer
 from maxlm.parallel import build_mesh
@@ -126,23 +126,19 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     """Open the run on the hosts that are present. Raises UserError, in all processes alike."""
     here, phases = context.cluster, context.phases
     config = elastic.on_present(context.asked, here)
+    context = replace(context, config=config)
     with elastic.waiting_if_too_large(here):
-        _check_machine(config, phases, here)
+        _check_machine(context)
     if here.absent and phases.primary:
         context.say(elastic.summary(context.asked, config, here))
     data = open_data_on_all_hosts(config, phases)
-    context = replace(context, config=config)
     context.follow()
     program = build_program(config, build_mesh(config))
-    config = _with_possible_checks(config, program, here, phases)
-    context = replace(context, config=config)
-    directory = context.directory
-    checkpoints = _checkpoints(config, directory, data.train.tokenizer_hash, here)
-    tasks = None
-    if open_tasks is not None:
-        opening = functools.partial(open_tasks, goes_on=checkpoints.latest() is not None)
-        tasks = _open_tasks_on_all_hosts(opening, config, program, directory)
-    metrics_port = open_metrics_port(config, directory, phases)
+    context = _with_possible_checks(context, program)
+    config, directory = context.config, context.directory
+    checkpoints = _checkpoints(context, data.train.tokenizer_hash)
+    tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, context, program, goes_on=checkpoints.latest() is not None)
+    metrics_port = open_metrics_port(config.prometheus, directory, phases)
     leave_out = config.health.leave_out if config.health is not None else ()
     journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
     with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
@@ -155,12 +151,11 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     return OpenRun(context, data, program, tasks, checkpoints, metrics_port, journal, start, init)
 
 
-def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
+def open_metrics_port(settings: PrometheusConfig | None, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
     """Open the port of `prometheus` on the primary process. Raises UserError on all processes if it cannot be opened for a new run.
 
     A run that has begun before goes on without the port, and tries again meanwhile: the program that took the port must not end it.
     """
-    settings = config.prometheus
     if settings is None:
         return None
     port = MetricsPort(settings.host, settings.port) if phases.primary else None
@@ -180,8 +175,9 @@ def open_metrics_port(config: Config, directory: RunDirectory, phases: Phases) -
     return port
 
 
-def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
+def _check_machine(context: RunContext) -> None:
     """Check versions, devices and memory before anything is built. Raises UserError, on all hosts alike where they differ."""
+    config, phases, here = context.config, context.phases, context.cluster
     with phases("looking for devices"):
         enable_compilation_cache()
     if jax.process_count() > 1:
@@ -193,14 +189,15 @@ def _check_machine(config: Config, phases: Phases, here: Cluster) -> None:
     fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
 
 
-def _checkpoints(config: Config, directory: RunDirectory, tokenizer_hash: str, here: Cluster) -> Checkpoints:
+def _checkpoints(context: RunContext, tokenizer_hash: str) -> Checkpoints:
     """Open the checkpoints of this run. Raises UserError if hosts do not share their folder, or if saved ones are missing."""
+    config, directory = context.config, context.directory
     folder = config.checkpoint.dir or str(directory.checkpoints)
     check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
     checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
     if config.memory_checkpoints is not None:
         supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
-        checkpoints.add_memory(config.memory_checkpoints, here.hosts, supervisor)
+        checkpoints.add_memory(config.memory_checkpoints, context.cluster.hosts, supervisor)
     if checkpoints.latest() is None:
         _refuse_if_lost(checkpoints, directory)
     return checkpoints
@@ -228,7 +225,7 @@ def _start(context: RunContext, program: Program, checkpoints: Checkpoints, jour
     anything is written next to it.
     """
     config, goodput, local_processes = context.config, context.goodput, context.cluster.local_processes
-    init, reading = _first_state(config, program, checkpoints)
+    init, reading = _first_state(program, checkpoints)
     restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
     with context.phases(f"{restoring}compiling the step"), goodput.measure("compile"):
         anew = functools.partial(begin_anew, init, checkpoints, context.directory)
@@ -249,11 +246,12 @@ def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) ->
     return init()
 
 
-def _first_state(config: Config, program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:
+def _first_state(program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:
     """The function that makes the state this run begins with, and what it reads, in words. Raises UserError, on all hosts alike, if they
     need the source and one lacks it.
     """
-    branch, source = config.train.branch_from, config.train.start_from
+    train = program.config.train
+    branch, source = train.branch_from, train.start_from
     needed = checkpoints.latest() is None
     if branch is not None:
         if needed:
@@ -264,30 +262,29 @@ def _first_state(config: Config, program: Program, checkpoints: Checkpoints) -> 
         return program.init, ""
     if needed:
         agree.on_all(functools.partial(fingerprint, source), lambda found: {"train.start_from": found})  # before anyone waits for it
-    stored = open_tokenizer(config.data.stores[0])
+    stored = open_tokenizer(program.config.data.stores[0])
     return functools.partial(begin_from, program, source, stored), f"reading the parameters of {source.path} and "
 
 
-def _with_possible_checks(config: Config, program: Program, here: Cluster, phases: Phases) -> Config:
-    """`config`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
+def _with_possible_checks(context: RunContext, program: Program) -> RunContext:
+    """`context`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
     try:
-        integrity.check_mesh(config, program.mesh)
+        integrity.check_mesh(context.config, program.mesh)
     except ConfigError as error:
-        if not here.absent:
+        if not context.cluster.absent:
             raise
-        phases.say(f"no checks for silent corruption until all hosts are back ({error})")
-        return config.model_copy(update={"integrity": None})
-    return config
+        context.phases.say(f"no checks for silent corruption until all hosts are back ({error})")
+        return replace(context, config=context.config.model_copy(update={"integrity": None}))
+    return context
 
 
-def _open_tasks_on_all_hosts(
-    open_tasks: Callable[[Config, Mesh, Path | None], Tasks], config: Config, program: Program, directory: RunDirectory
-) -> Tasks:
+def _open_tasks_on_all_hosts(open_tasks: OpenTasks, context: RunContext, program: Program, *, goes_on: bool) -> Tasks:
     """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
     asked = lambda opened: {f"task {name}": digest for name, digest in opened.asked.items()}  # noqa: E731
 
     def open_here() -> Tasks:
-        opened = open_tasks(config, program.mesh, directory.evaluations if directory.primary else None)
+        folder = context.directory.evaluations if context.primary else None
+        opened = open_tasks(context.config, program.mesh, folder, goes_on=goes_on)
         frozen.check_unchanged(asked(opened))
         return opened
 

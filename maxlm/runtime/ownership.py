@@ -20,6 +20,7 @@ from maxlm.cluster.message_socket import own_name
 from maxlm.config import Config, directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
+from maxlm.config.sections.elastic import ElasticConfig
 from maxlm.config.transient import is_storage_error, retried
 from maxlm.runtime import frozen
 from maxlm.runtime.open_run import OpenRun
@@ -87,7 +88,7 @@ def locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
 
         def lock() -> None:
-            seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config)
+            seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config.elastic)
             if directory.primary:
                 frozen.check_folder(directory)
             for folder, field in folders.values() if directory.primary else ():
@@ -108,7 +109,7 @@ def locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
 def owning(run: OpenRun) -> Callable[[], None]:
     """Own the run's folders and checkpoints. Returns a check, which raises UserError once another start of the run does."""
     folder, needs_token = run.checkpoints.directory, run.context.asked.elastic is not None or is_remote(str(run.checkpoints.directory))
-    owner = Ownership(folder, _superseded(run.context.asked)) if needs_token else None
+    owner = Ownership(folder, _superseded(run.context.asked.elastic)) if needs_token else None
 
     def check() -> None:
         for path in (run.directory.path, *([] if is_remote(str(folder)) else [Path(folder)])):
@@ -121,6 +122,6 @@ def owning(run: OpenRun) -> Callable[[], None]:
     return check
 
 
-def _superseded(config: Config) -> type[UserError]:
+def _superseded(elastic: ElasticConfig | None) -> type[UserError]:
     """Error of a start that has lost the run to a later one; an elastic one may join that."""
-    return UserError if config.elastic is None else SupersededRunError
+    return UserError if elastic is None else SupersededRunError

@@ -16,7 +16,7 @@ from maxlm.config.table import identity
 from maxlm.parallel import build_mesh
 from maxlm.runtime.consistency import check_devices
 from maxlm.runtime.jax_setup import enable_compilation_cache
-from maxlm.runtime.open_data import open_training_data
+from maxlm.runtime.open_data import open_data
 from maxlm.telemetry.profile import PAGE, TRACE, Facts, Profile, reduce_trace
 from maxlm.telemetry.profile.attribution import HOST_MARK
 from maxlm.telemetry.profile.page import Predicted
@@ -56,7 +56,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     if config.memory.offload_state is not None and config.memory.offload_state.on_nvme:
         raise UserError(f"{run_dir} keeps its state in files, which steps would overwrite: profile it as it runs, with run.profile.")
     check_devices(config, jax.devices())
-    data = open_training_data(config)
+    data = open_data(config, held_out=False).train
     traced = config.model_copy(update={"run": config.run.model_copy(update={"profile": ProfileConfig()})})
     program = build_program(traced, build_mesh(config))
     place = config.checkpoint.dir or RunDirectory(run_dir, primary=False).checkpoints

@@ -12,7 +12,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from maxlm.cluster import agree
-from maxlm.config import Config, UserError
+from maxlm.config import UserError
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.objectives import LogProbabilities, with_reference
 from maxlm.runtime import reference_file
@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 
 
 def attach_reference(
-    config: Config,
     program: Program,
     start: Start,
     pipelines: dict[str, Pipeline],
@@ -43,13 +42,29 @@ def attach_reference(
 
     Raises UserError: the file cannot be written, or is missing or damaged though training has begun, or is of another source or other data.
     """
-    needed = {name: (_batches(config, name, pipeline), pipeline.fingerprint) for name, pipeline in pipelines.items()}
-    first = jax.process_index() == 0
+    config, first = program.config, jax.process_index() == 0
+    named, evaluated = config.train.start_from, config.train.eval_batches
+    assert named is not None, "config/rules.py requires it"
+    batches = {  # to read, in order: all of the training pairs, and as many held-out ones as an evaluation reads
+        name: one.n_batches if name == "train" else min(evaluated, one.n_batches) for name, one in pipelines.items()
+    }
     if start.restored is None:
-        sets = {name: _computed(program, start, name, pipeline, needed[name][0], phases, touch) for name, pipeline in pipelines.items()}
-        agree.on_all(lambda: _keep(config, folder, sets) if first else None)
+        sets = {name: _computed(program, start, name, pipeline, batches[name], phases, touch) for name, pipeline in pipelines.items()}
+
+        def keep() -> None:
+            source = reference_file.source_now(named, named.step)
+            reference_file.write(folder, Reference(source, sets), config.run, config.checkpoint)
+
+        agree.on_all(lambda: keep() if first else None)
     else:
-        kept = agree.on_all(lambda: _kept(config, folder, needed) if first else None)
+        needed = {name: (batches[name], pipeline.fingerprint) for name, pipeline in pipelines.items()}
+
+        def read_kept() -> Reference:
+            kept = reference_file.read(folder)
+            reference_file.check(kept, config.train, config.data, needed)
+            return kept
+
+        kept = agree.on_all(lambda: read_kept() if first else None)
         sets = {name: _shared(pipeline, kept and kept.sets[name]) for name, pipeline in pipelines.items()}
     for name, pipeline in pipelines.items():
         if damaged := sets[name].damaged:
@@ -57,11 +72,6 @@ def attach_reference(
             _log.warning("%s: they have no reference, and stay omitted", reason)
             phases.say(f"{reason}: they stay omitted")
         pipeline.annotate = partial(with_reference, reference=sets[name].table)
-
-
-def _batches(config: Config, name: str, pipeline: Pipeline) -> int:
-    """Number of batches to read, in order: all of the training pairs, and as many held-out ones as an evaluation reads."""
-    return pipeline.n_batches if name == "train" else min(config.train.eval_batches, pipeline.n_batches)
 
 
 def _computed(
@@ -105,18 +115,6 @@ def _fill(table: np.ndarray, rows: Pipeline, step: int, found: Any) -> int:
             wrong = "the reference's log-probabilities are not finite; its parameters, or precision.compute, are no good"
             raise UserError(f"train.start_from: {wrong}.")
     return damaged
-
-
-def _keep(config: Config, folder: ocp.path.Path, sets: dict[str, Pairs]) -> None:
-    source = config.train.start_from
-    assert source is not None, "config/rules.py requires it"
-    reference_file.write(folder, Reference(reference_file.source_now(source, source.step), sets), config)
-
-
-def _kept(config: Config, folder: ocp.path.Path, needed: dict[str, tuple[int, str]]) -> Reference:
-    kept = reference_file.read(folder)
-    reference_file.check(kept, config, needed)
-    return kept
 
 
 def _shared(pipeline: Pipeline, pairs: Pairs | None) -> Pairs:

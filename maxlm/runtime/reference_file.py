@@ -16,8 +16,10 @@ from orbax.checkpoint import v1 as ocp
 from maxlm.checkpoint import manifest
 from maxlm.config.errors import ConfigError, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
-from maxlm.config.schema import Config
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.checkpoint import CheckpointConfig
+from maxlm.config.sections.data import DataConfig
+from maxlm.config.sections.run import RunConfig
+from maxlm.config.sections.train import StartFromConfig, TrainConfig
 from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.data.manifest import fingerprint
 from maxlm.telemetry.atomic import replacing
@@ -76,7 +78,7 @@ def source_now(named: StartFromConfig, step: int | None) -> Source:
     return Source(path, step, named.weights, fingerprint(digests) if digests else None)
 
 
-def write(folder: ocp.path.Path, reference: Reference, config: Config) -> None:
+def write(folder: ocp.path.Path, reference: Reference, run: RunConfig, checkpoint: CheckpointConfig) -> None:
     """Replace the file in `folder`, the checkpoints' own. Raises UserError."""
     path, content = folder / FILE, _content(reference)
     if is_remote(str(folder)):
@@ -89,7 +91,7 @@ def write(folder: ocp.path.Path, reference: Reference, config: Config) -> None:
     try:
         _replace(Path(folder), content)
     except OSError as error:
-        field, place = ("run.dir", config.run.dir) if config.checkpoint.dir is None else ("checkpoint.dir", config.checkpoint.dir)
+        field, place = ("run.dir", run.dir) if checkpoint.dir is None else ("checkpoint.dir", checkpoint.dir)
         raise unwritable(error, field, place) from error
 
 
@@ -133,33 +135,33 @@ def read(folder: ocp.path.Path) -> Reference:
         raise UserError(f"{path} is {wrong}: {held}; bring it back, or {_ANEW}.") from error
 
 
-def check(kept: Reference, config: Config, needed: dict[str, tuple[int, str]]) -> None:
-    """Raise ConfigError, naming the setting, unless `kept` is of the source and the stores of `config`. `needed`: name of each set of pairs
-    -> (batches that are read, fingerprint of the stores).
+def check(kept: Reference, train: TrainConfig, data: DataConfig, needed: dict[str, tuple[int, str]]) -> None:
+    """Raise ConfigError, naming the setting, unless `kept` has the source and the stores of these settings. `needed`: name of each set of
+    pairs -> (batches that are read, fingerprint of the stores).
     """
-    assert config.train.start_from is not None, "config/rules.py requires it"
-    _check_source(kept.source, config.train.start_from)
+    assert train.start_from is not None, "config/rules.py requires it"
+    _check_source(kept.source, train.start_from)
     for name, (batches, stores) in needed.items():
-        field, value = _stores(config, name)
+        field, value = _stores(data, name)
         pairs = kept.sets.get(name)
         if pairs is None and name == "eval":
             rule = f"was 0 when this run began, so {FILE} has no held-out pairs"
-            raise ConfigError("train.eval_batches", config.train.eval_batches, rule, "use 0")
+            raise ConfigError("train.eval_batches", train.eval_batches, rule, "use 0")
         if pairs is None:
             raise ConfigError(field, value, f"was not there when this run began, so {FILE} has none of its pairs", f"remove {field}")
         if pairs.fingerprint != stores:
             raise ConfigError(field, value, f"holds other {name} pairs than {FILE} has of this run", f"bring them back, or {_ANEW}")
         if pairs.batches < batches:
             rule = f"is more than the {pairs.batches} batches of {name} pairs in {FILE}, which was made when this run began"
-            raise ConfigError("train.eval_batches", config.train.eval_batches, rule, f"use {pairs.batches}")
+            raise ConfigError("train.eval_batches", train.eval_batches, rule, f"use {pairs.batches}")
 
 
-def _stores(config: Config, name: str) -> tuple[str, Any]:
+def _stores(data: DataConfig, name: str) -> tuple[str, Any]:
     """The setting that names the stores of a set of pairs, and its value."""
     own = name.removeprefix("eval/")
     if own != name:
-        return f"data.eval.{own}", config.data.eval.stores[own] if config.data.eval is not None else None
-    return ("data.store", config.data.store) if config.data.store else ("data.mixture", list(config.data.stores))
+        return f"data.eval.{own}", data.eval.stores[own] if data.eval is not None else None
+    return ("data.store", data.store) if data.store else ("data.mixture", list(data.stores))
 
 
 def _check_source(kept: Source, named: StartFromConfig) -> None:

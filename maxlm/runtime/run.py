@@ -111,7 +111,7 @@ def run_training(
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
     goodput = Goodput(began=phases.began, mark=jax.profiler.TraceAnnotation)
     with contextlib.ExitStack() as stack:
-        with goodput.measure(elastic.waiting_part(config)):
+        with goodput.measure(elastic.waiting_part(config.elastic)):
             joined = cluster.joined(named or {}, say, quorum_of=functools.partial(elastic.quorum_of, config, say))
             here = stack.enter_context(joined)
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
@@ -128,7 +128,7 @@ def run_training(
 
 def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTasks | None, predictor: Predictor | None, log: RunLog) -> int:
     here, goodput, watchdog = context.cluster, context.goodput, context.watchdog
-    predict = _on_all_hosts(predictor, context.asked, here.hosts)
+    predict = _on_all_hosts(predictor, context)
     run = open_run(context, open_tasks)
     config, directory, checkpoints = run.config, run.directory, run.checkpoints
     if config.checkpoint.dir is not None:
@@ -140,7 +140,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     concluded = _concluded(run)
     if config.objective is not None and config.objective.kind == "dpo" and (run.trains or not concluded):
         touch = watchdog.progress.touch
-        attach_reference(config, run.program, run.start, run.data.pipelines, checkpoints.directory, context.phases, touch)
+        attach_reference(run.program, run.start, run.data.pipelines, checkpoints.directory, context.phases, touch)
     deadline.stacks_to(directory.path / f"stacks-{jax.process_index()}.txt")
     with contextlib.closing(StopSignal(here.regrouping)) as stop:  # until the end, so that a signal cannot prevent the report
         bill = _bill(run) if directory.primary else None
@@ -346,16 +346,16 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "metrics": charts_of(metrics),
         **({"bill": bill.facts()} if bill is not None else {}),
         **({"ended_before": ends} if (ends := here.ends_before()) else {}),
-        **elastic.facts(config, here),
+        **elastic.facts(config.mesh, config.train.microbatches, here),
     }
 
 
-def _on_all_hosts(predictor: Predictor | None, config: Config, hosts: Sequence[str]) -> Callable[[Program], float] | None:
+def _on_all_hosts(predictor: Predictor | None, context: RunContext) -> Callable[[Program], float] | None:
     """The function that predicts a step, if there is a predictor. Raises UserError in all processes alike."""
 
     def predict() -> Callable[[Program], float] | None:
         try:
-            return None if predictor is None else predictor(config, hosts)
+            return None if predictor is None else predictor(context.asked, context.cluster.hosts)
         except UserError as error:
             if not frozen.is_restart():
                 raise

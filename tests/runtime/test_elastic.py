@@ -88,8 +88,8 @@ def test_those_that_were_absent_before_are_known(monkeypatch):
 
 def test_waiting_is_a_change_of_hosts_from_the_second_start_of_an_elastic_run_on():
     elastic, fixed = tiny_config(elastic=ELASTIC), tiny_config()
-    assert [waiting_part(config, {}) for config in (elastic, fixed)] == ["wait_hosts", "wait_hosts"]
-    assert [waiting_part(config, {ABSENT_VARIABLE: ""}) for config in (elastic, fixed)] == ["elastic", "wait_hosts"]
+    assert [waiting_part(config.elastic, {}) for config in (elastic, fixed)] == ["wait_hosts", "wait_hosts"]
+    assert [waiting_part(config.elastic, {ABSENT_VARIABLE: ""}) for config in (elastic, fixed)] == ["elastic", "wait_hosts"]
 
 
 def test_a_smaller_mesh_that_is_too_small_makes_all_wait():

@@ -2,7 +2,6 @@
 
 import io
 import socket
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,25 +20,23 @@ def taken():
 
 
 def test_a_new_run_does_not_begin_and_one_that_goes_on_does(tmp_path, taken):
-    config = SimpleNamespace(prometheus=PrometheusConfig(port=taken))
+    settings = PrometheusConfig(port=taken)
     run, phases = RunDirectory(tmp_path, primary=True), Phases(Console(file=io.StringIO()))
     with pytest.raises(ConfigError, match=rf"prometheus.port = {taken}: 127.0.0.1:{taken} cannot be listened at .*; choose another port"):
-        open_metrics_port(config, run, phases)
+        open_metrics_port(settings, run, phases)
     run.events.touch()
-    assert open_metrics_port(config, run, phases) is not None
+    assert open_metrics_port(settings, run, phases) is not None
     assert phases.console.file.getvalue().startswith(f"warning: prometheus.port = {taken}: ")
 
 
 def test_an_address_of_another_machine_is_an_error_too(tmp_path):
-    config = SimpleNamespace(prometheus=PrometheusConfig(port=9400, host="192.0.2.1"))
+    settings = PrometheusConfig(port=9400, host="192.0.2.1")
     with pytest.raises(ConfigError, match=r"192.0.2.1:9400 cannot be listened at"):
-        open_metrics_port(config, RunDirectory(tmp_path, primary=True), Phases(Console(file=io.StringIO())))
+        open_metrics_port(settings, RunDirectory(tmp_path, primary=True), Phases(Console(file=io.StringIO())))
 
 
 def test_other_hosts_and_runs_without_the_section_open_nothing(tmp_path, taken):
     phases = Phases(Console(file=io.StringIO()))
-    assert open_metrics_port(SimpleNamespace(prometheus=None), RunDirectory(tmp_path, primary=True), phases) is None
+    assert open_metrics_port(None, RunDirectory(tmp_path, primary=True), phases) is None
     phases.primary = False
-    assert (
-        open_metrics_port(SimpleNamespace(prometheus=PrometheusConfig(port=taken)), RunDirectory(tmp_path, primary=False), phases) is None
-    )
+    assert open_metrics_port(PrometheusConfig(port=taken), RunDirectory(tmp_path, primary=False), phases) is None

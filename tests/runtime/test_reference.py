@@ -66,7 +66,7 @@ def attach(folder, config, program, state, *, resumed=False, printed=None):
     opened = open_data(config)
     began = Start(state, 5 if resumed else 0, {} if resumed else None)
     phases = Phases(Console(file=printed or StringIO(), width=200))
-    attach_reference(config, replace(program, config=config), began, opened.pipelines, beside(folder, config), phases)
+    attach_reference(replace(program, config=config), began, opened.pipelines, beside(folder, config), phases)
     return opened.pipelines
 
 

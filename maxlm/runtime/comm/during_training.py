@@ -51,7 +51,9 @@ def run(config: Config, named: Mapping[str, str], steps: int, out: Path | None, 
     Nothing is saved. `named`: settings of the cluster on the command line.
     """
     check_out(out)
-    _check(config)
+    if config.objective is not None and config.objective.kind == "dpo":
+        rule, fix = "needs the figures of a reference model, which this command does not compute", "use sft, which sends the same"
+        raise ConfigError("objective.kind", "dpo", rule, fix)
     log = Console(stderr=True)
     phases = Phases(log)
     select_platform()
@@ -66,7 +68,7 @@ def run(config: Config, named: Mapping[str, str], steps: int, out: Path | None, 
             found = measure(config, here, steps, phases)
         rows = agree.agree([use.to_json() for use in found.uses])
     if phases.primary:
-        _print(config, found, [LinkUse.from_json(row) for part in rows for row in part], here, out, as_json=as_json)
+        _print(config.run.name, found, [LinkUse.from_json(row) for part in rows for row in part], here, out, as_json=as_json)
     return 0
 
 
@@ -111,35 +113,28 @@ def _samplers(here: Cluster) -> tuple[list[Sampler], bool | None]:
     return samplers, links is not None
 
 
-def _check(config: Config) -> None:
-    """Raise ConfigError for an objective that needs more than the data for its batches."""
-    if config.objective is not None and config.objective.kind == "dpo":
-        rule, fix = "needs the figures of a reference model, which this command does not compute", "use sft, which sends the same"
-        raise ConfigError("objective.kind", "dpo", rule, fix)
-
-
-def _print(config: Config, found: Found, uses: list[LinkUse], here: Cluster, out: Path | None, *, as_json: bool) -> None:
+def _print(name: str, found: Found, uses: list[LinkUse], here: Cluster, out: Path | None, *, as_json: bool) -> None:
     kind = jax.devices()[0].device_kind
     hosts = dict.fromkeys(here.hosts)
     where = (
         f"{jax.device_count()} x {kind}, {len(here.hosts)} process{'es' * (len(here.hosts) > 1)}, {len(hosts)} host{'s' * (len(hosts) > 1)}"
     )
     if as_json:
-        facts = {"source": "counters", "run": config.run.name, "device_kind": kind, "devices": jax.device_count(), "hosts": list(hosts)}
+        facts = {"source": "counters", "run": name, "device_kind": kind, "devices": jax.device_count(), "hosts": list(hosts)}
         times = {"jax": jax.__version__, "steps": found.steps, "step_s": found.step_s, "sampled_every_s": PERIOD_S, "nvml": found.nvml}
         sys.stdout.write(json.dumps({**facts, **times, "links": [use.to_json() for use in uses]}) + "\n")
     else:
-        _show(config, found, uses, where)
+        _show(name, found, uses, where)
     if out is not None:  # after the figures, which a full disk must not take along
-        plot(found.uses, f"{config.run.name} on {where}: links of {here.hosts[0]} during {found.steps} steps", out)
+        plot(found.uses, f"{name} on {where}: links of {here.hosts[0]} during {found.steps} steps", out)
         if not as_json:
             sys.stdout.write(f"plot: {out}\n")
 
 
-def _show(config: Config, found: Found, uses: list[LinkUse], where: str) -> None:
+def _show(name: str, found: Found, uses: list[LinkUse], where: str) -> None:
     console = Console(width=max(WIDTH, Console().width))
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    say(f"{config.run.name} on {where}: {found.steps} steps of {duration(found.step_s)}")
+    say(f"{name} on {where}: {found.steps} steps of {duration(found.step_s)}")
     if found.nvml is False:
         say("NVLink and PCIe are not counted: there is no NVML, the library of NVIDIA's driver.")
     if not uses:
