@@ -78,7 +78,7 @@ class ProcessGroup:
         self.regrouping = ""  # why all are to save and join anew
         self._spec, self._sockets = spec, dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end
-        self._addresses = {number: _peer_address(one) for number, one in sockets.items()}
+        self._addresses = {number: one.peer_address() for number, one in sockets.items()}
         self._symptoms: dict[int, str] = {}  # processes that an error of their own ends, earliest first, and the peer that it names
         self._closed: dict[int, Closed] = {}  # at process 0, earliest first
         self._last_message = dict.fromkeys(sockets, time.monotonic())
@@ -224,10 +224,6 @@ class ProcessGroup:
         now = time.monotonic()
         return {number for number in list(self._sockets) if number not in self._leaving and now > self._last_message[number] + seconds}
 
-    def _suspects(self) -> set[int]:
-        """Processes without a recent heartbeat, at this process or at process 0."""
-        return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
-
     def _settled_in(self) -> float:
         """Seconds until one of the processes with a closed connection is named; inf if there are none, or all are ending."""
         if not self._closed or self._left.is_set():
@@ -242,7 +238,8 @@ class ProcessGroup:
         the one that the earliest error names, else the one with the connection that closed first.
         """
         if not self._closed:
-            return min(self._suspects(), default=None)
+            late = self._overdue(SUSPECT_SECONDS) or self._suspected - {self._spec.process}  # at this process, or at process 0
+            return min(late, default=None)
         silent = [number for number in self._closed if number not in self._symptoms] or list(self._closed)
         for peer in list(self._symptoms.values()):
             names = {peer, peer.partition(".")[0]} - {""}  # an address or a name, perhaps with its domain
@@ -311,10 +308,3 @@ def peer_named(error: str) -> str:
     """Name or address of the peer at the other end of a broken connection, as the error of a collective has it; "" if it has none."""
     match = _PEER.search(error)
     return "" if match is None else ipv4_if_mapped(match[1] or match[2])
-
-
-def _peer_address(connection: MessageSocket) -> str:
-    try:
-        return connection.peer_address()
-    except OSError:  # closed already
-        return ""

@@ -120,22 +120,16 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
         listener = open_sockets.enter_context(_open_listener(spec, until))
         service = replace(spec, address=service_address(spec.address))
         with _open_listener(service, until, met_before=True):  # else an attempt that is about to end may still have the port
-            met = _meet(listener, coordinator, until)
+            met = asyncio.run(coordinator.meet(listener, until - time.monotonic()))
+        codes = {str(number): code for number, code in met.codes.items()}
+        for one in met.sockets.values():
+            one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes)
         group = _group(spec, met)
         group.service_bind = listener.getsockname()[0]
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
             group.returning = ReturningProcesses(coordinator, listener, met.numbers)
     return group
-
-
-def _meet(listener: socket.socket, coordinator: Coordinator, until: float) -> Meeting:
-    """The meeting, of which all members have been told."""
-    met = asyncio.run(coordinator.meet(listener, until - time.monotonic()))
-    for one in met.sockets.values():
-        codes = {str(number): code for number, code in met.codes.items()}
-        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes)
-    return met
 
 
 def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
@@ -294,16 +288,14 @@ class _Seeker:
                 raise NumberTakenError(message["reason"])
             else:
                 break
-        expected = _is_valid(message, self.spec) if message["kind"] == "members" else message["kind"] in ("refused", "finished")
+        expected = message["kind"] in ("refused", "finished")
+        if message["kind"] == "members":
+            numbers: list[int] = message["numbers"]
+            unique = len(set(numbers)) == len(numbers) == len(message["hosts"])
+            expected = unique and self.spec.process in numbers[1:] and max(numbers) < self.spec.count
         if not expected:
             raise AuthenticationError(message_socket.OTHER_PROTOCOL)
         return message
-
-
-def _is_valid(members: Message, spec: ProcessSpec) -> bool:
-    numbers: list[int] = members["numbers"]
-    unique = len(set(numbers)) == len(numbers) == len(members["hosts"])
-    return unique and spec.process in numbers[1:] and max(numbers) < spec.count
 
 
 def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False) -> socket.socket:

@@ -58,7 +58,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         settings.wait_s,
         settings.grow_after_s,
         digest(f"{maxlm.__version__} {code_digest()} {sorted(machine_facts().items())} {dump(config)}"),
-        _absent_before(os.environ),
+        frozenset(map(int, re.findall(r"\d{1,9}", os.environ.get(progress_file.ABSENT_VARIABLE, "")))),
     )
     alone = len(candidates(place.spec, together)) == 1
     _describe(quorum, units, say if place.spec.process == 0 else lambda line: None, alone=alone)
@@ -89,10 +89,6 @@ def _describe(quorum: Quorum, units: int, say: Say, *, alone: bool) -> None:
 def waiting_part(settings: ElasticConfig | None, environ: Mapping[str, str] = os.environ) -> Part:
     """Part of the ledger that waiting for hosts is in: `elastic`, a change of hosts, from the second start of an elastic run on."""
     return "elastic" if settings is not None and progress_file.ABSENT_VARIABLE in environ else "wait_hosts"
-
-
-def _absent_before(environ: Mapping[str, str]) -> frozenset[int]:
-    return frozenset(map(int, re.findall(r"\d{1,9}", environ.get(progress_file.ABSENT_VARIABLE, ""))))
 
 
 def on_present(config: Config, here: Cluster) -> Config:
@@ -143,5 +139,6 @@ def facts(mesh: MeshConfig, microbatches: int, here: Cluster) -> dict[str, Any]:
 
 
 def names(labels: Sequence[str], most: int = 4) -> str:
+    """The first labels, and the number of the others."""
     more = f" and {len(labels) - most} others" if len(labels) > most else ""
     return ", ".join(labels[:most]) + more

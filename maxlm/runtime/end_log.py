@@ -47,7 +47,10 @@ class EndLog:
             self._write()
         cause = "hang" if process.hung else CAUSES.get(process.code, "crash")
         if not (progress.alerted or progress.regroup) and self._known.alerts is not None and _speaks(progress):
-            self._send({"cause": cause, "text": process.reason, **self._run(progress), "time": round(process.ended, 3)})
+            own = progress.process or 0
+            host = progress.hosts[own] if own < len(progress.hosts) else ""
+            run = {"run": self._known.name, "folder": self._known.folder, "host": host, "step": progress.step}
+            self._send({"cause": cause, "text": process.reason, **run, "time": round(process.ended, 3)})
 
     def close(self) -> None:
         """Wait for the alerts, CLOSE_S seconds at most."""
@@ -78,13 +81,8 @@ class EndLog:
                 self._say(f"maxlm launch: supervisor.jsonl of {self._known.folder} cannot be written: {error.strerror}; tried again later")
             self._unwritable = True
 
-    def _run(self, progress: Progress) -> dict[str, Any]:
-        own = progress.process or 0
-        host = progress.hosts[own] if own < len(progress.hosts) else ""
-        return {"run": self._known.name, "folder": self._known.folder, "host": host, "step": progress.step}
-
     def _send(self, alert: dict[str, Any]) -> None:
-        if self._sender is None:
+        if self._sender is None or self._delivery is None:
             try:
                 config = AlertsConfig.model_validate(self._known.alerts)
             except ValidationError:
@@ -96,11 +94,7 @@ class EndLog:
             except RuntimeError as error:  # no thread can be started now
                 self._say(f"maxlm launch: alerts: {error}")
                 return
-        self._sender.put(self._deliver, alert)
-
-    def _deliver(self, alert: dict[str, Any]) -> None:
-        assert self._delivery is not None, "made with the sender"
-        self._delivery.send(alert)
+        self._sender.put(self._delivery.send, alert)
 
 
 def _speaks(progress: Progress) -> bool:

@@ -1,7 +1,7 @@
 """Operations of the training loops of all processes, and which process is behind in a hang. Pure: no clock, no socket."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,8 @@ def verdict(
     """
     mute = tuple(number for number in behind if number not in frames)
     alone = tuple(number for number in behind if number in frames and not frames[number].waits)
-    sending = _only(number for number in behind if number in frames and frames[number].sends)
+    sending = tuple(number for number in behind if number in frames and frames[number].sends)
+    sending = sending if len(sending) == 1 else ()
     culprits = mute or alone or sending or tuple(behind)
     others = [number for number in operations if number not in culprits]
     place = _places(culprits, frames)
@@ -105,12 +106,6 @@ def verdict(
         silent = ", and a thread of it has not come to the end of sending"
     rest = f"{len(others)} {'other is' if len(others) == 1 else 'others are'} {_common([operations[number] for number in others])}"
     return Verdict(culprits, f"hung: {names} {state}{place}{silent}; {rest}{_places(others, frames)}")
-
-
-def _only(numbers: Iterable[int]) -> tuple[int, ...]:
-    """The number, if there is only one."""
-    found = tuple(numbers)
-    return found if len(found) == 1 else ()
 
 
 def _position(one: Operation) -> tuple[int, int]:

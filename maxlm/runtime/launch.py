@@ -223,16 +223,14 @@ class Supervisor:
             try:
                 path, process = self._start(stack)
             except OSError as error:  # no space for a file, no memory, no process: these pass, and this process must outlive them
-                return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), no_command=self._is_no_command(error), began=began)
+                no_command = error.errno in (errno.ENOENT, errno.EACCES) and error.filename == self._command[0]
+                return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), no_command=no_command, began=began)
             if self._signal is not None:  # it came between two attempts
                 process.send_signal(self._signal)
             killed_for = self._wait(process, path.with_name("frozen.json"))
             seconds = time.monotonic() - started
             clock_s = time.time() - began - seconds
             return End(process.returncode, progress_file.read(path), killed_for, began=began, seconds=seconds, clock_s=clock_s)
-
-    def _is_no_command(self, error: OSError) -> bool:
-        return error.errno in (errno.ENOENT, errno.EACCES) and error.filename == self._command[0]
 
     def _start(self, stack: contextlib.ExitStack) -> tuple[Path, "subprocess.Popen[bytes]"]:
         """Start an attempt; return the path of its progress file, which is removed with `stack`, and its process. Raises OSError."""

@@ -47,12 +47,13 @@ class Ownership:
         """
         self._file, self._own = folder / FILE, {"token": secrets.token_hex(16), "host": own_name()}
         self._kind = kind
-        agree.on_process_0(lambda: retried(self._take, f"writing {self._file}"), f"writing {self._file}")
 
-    def _take(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        check_regular(self._file)
-        self._file.write_text(json.dumps(self._own))
+        def take() -> None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            check_regular(self._file)
+            self._file.write_text(json.dumps(self._own))
+
+        agree.on_process_0(lambda: retried(take, f"writing {self._file}"), f"writing {self._file}")
 
     def check(self) -> None:
         """Raise an error of the given kind if a later start has taken it. A file that is missing or cannot be read proves nothing."""

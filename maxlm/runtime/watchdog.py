@@ -152,7 +152,9 @@ class Watchdog:
             return
         if self._group is not None:
             self._followed |= {number for number, report in list(self._group.reports.items()) if report.fields["operation"] is not None}
-        if self._overdue_anywhere() and (behind := hung(operations := self._operations())):
+        reports = list(self._group.reports.values()) if self._group is not None else []
+        overdue = self._operation.overdue or any((report.fields["operation"] or {}).get("overdue") for report in reports)
+        if overdue and (behind := hung(operations := self._operations())):  # asked every second, of up to ten thousand
             self._end(operations, behind)
         elif self._group is not None and time.monotonic() - self._compared >= HEARTBEAT_SECONDS:
             self._compared = time.monotonic()
@@ -184,11 +186,6 @@ class Watchdog:
         kept = dict([*others.items(), (self._layout, self._limits.to_json())][-LAYOUTS_KEPT:])
         with contextlib.suppress(OSError):
             write_text(RunDirectory(self.folder, primary=True).lengths, dumps(kept))
-
-    def _overdue_anywhere(self) -> bool:
-        """True if any process is overdue: asked every second, of up to ten thousand."""
-        reports = list(self._group.reports.values()) if self._group is not None else []
-        return self._operation.overdue or any((report.fields["operation"] or {}).get("overdue") for report in reports)
 
     def _operations(self) -> dict[int, Operation]:
         """Operations of all processes with a running loop. A process that was not heard of lately is not overdue: the process group

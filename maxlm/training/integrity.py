@@ -7,7 +7,7 @@ docs/integrity.md says what each check can see.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,9 +120,11 @@ class Integrity:
         if not unequal:
             self._agreed = compared
             return None
-        verdict = _join(judge_copies(values) for _, values in unequal)
-        if not verdict.odd:
-            clearest = max((self._replicas.widest(state, name, values) for name, values in unequal[:LOOKED_AT]), key=_clarity)
+        verdicts = [judge_copies(values) for _, values in unequal]
+        odd = frozenset[int]().union(*(one.odd for one in verdicts))
+        verdict = Verdict(odd, frozenset() if odd else frozenset[int]().union(*(one.suspects for one in verdicts)))
+        if not odd:
+            clearest = max((self._replicas.widest(state, name, values) for name, values in unequal[:LOOKED_AT]), key=Element.spread)
             self._findings.record.unsettled = Unsettled(step, clearest, tuple(device.key for device in self._devices))
         leaves = len({name for name, _ in unequal})
         more = f" and {leaves - 1} more" if leaves > 1 else ""
@@ -199,16 +201,3 @@ def check_memory(program: Program, limit: int | None) -> None:
     if needed > limit:
         rule = f"needs a copy of the state beside the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
         raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out, or split the state over more devices")
-
-
-def _join(verdicts: Iterable[Verdict]) -> Verdict:
-    """Devices that any verdict names; only if none does, all suspects."""
-    all_of_them = list(verdicts)
-    odd = frozenset(position for verdict in all_of_them for position in verdict.odd)
-    return Verdict(odd, frozenset() if odd else frozenset(position for verdict in all_of_them for position in verdict.suspects))
-
-
-def _clarity(element: Element) -> float:
-    """Distance between the values of an element, as a share of the largest."""
-    values = list(element.values.values())
-    return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30)

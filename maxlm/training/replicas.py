@@ -32,6 +32,11 @@ class Element:
     place: int
     values: dict[int, float]  # by position of the device in `mesh.devices.flat`; not finite: the largest float
 
+    def spread(self) -> float:
+        """Distance between its values, as a share of the largest."""
+        values = list(self.values.values())
+        return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30)
+
 
 class Replicas:
     """The leaves of a state that several devices hold alike."""
