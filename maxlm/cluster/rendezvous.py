@@ -54,19 +54,11 @@ class FinishedError(UserError):
     exit_code = ExitCode.DONE
 
 
-class RunEndedError(ConnectionLostError):
-    """The run that this process waited for has ended, or its coordinator is lost."""
-
-
 class TakenError(RendezvousError):
     """Another process had the number of this one as long as it tried."""
 
 
-class NumberTakenError(ConnectionLostError):
-    """Another process has the number of this one now."""
-
-
-class ElsewhereError(ConnectionLostError):
+class ElsewhereError(Exception):
     """Another process coordinates."""
 
 
@@ -227,26 +219,33 @@ class _Seeker:
                     patience = ROUND_TRIP_SECONDS if len(addresses) == 1 else ASK_SECONDS
                     connection = connect(self.spec, address, self.secret, min(patience, left), self.digest)
                     answer = self._answer(connection, time.monotonic() + seconds + PING_SECONDS)  # it may have begun to wait just now
-                except RunEndedError:
-                    if not forever:
-                        raise RendezvousError(f"the run at {address} has ended.") from None
-                    began, pause = time.monotonic(), RETRY_SECONDS
-                    until = began + seconds
-                except ElsewhereError as error:
-                    if not forever:
-                        raise
-                    reason = str(error)
-                except OSError as error:
-                    reason = error.strerror or str(error)
                 except AuthenticationError as error:
                     untrusted = str(error)
-                except NumberTakenError as error:
-                    taken[number] = str(error)
+                    continue
+                except (OSError, ConnectionLostError) as error:
+                    reason = getattr(error, "strerror", None) or str(error)
+                    continue
+                kind = answer["kind"]
+                if kind == "members":
+                    codes = {int(digits): code for digits, code in answer["codes"].items()}
+                    met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
+                    return _group(replace(self.spec, address=address), met)
+                if kind == "finished":
+                    raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
+                if kind == "refused":
+                    raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
+                if kind == "taken":
+                    taken[number] = answer["reason"]
                     until = max(until, min(time.monotonic() + seconds, began + taken_s))
-                except ConnectionLostError as error:
-                    reason = str(error)
+                elif kind == "elsewhere":
+                    if not forever:
+                        raise ElsewhereError
+                    reason = "another process coordinates"
                 else:
-                    return _group(replace(self.spec, address=address), self._meeting(answer, number, connection))
+                    if not forever:
+                        raise RendezvousError(f"the run at {address} has ended.")
+                    began, pause = time.monotonic(), RETRY_SECONDS
+                    until = began + seconds
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
             pause = min(1.3 * pause, 10 * RETRY_SECONDS)
@@ -258,22 +257,18 @@ class _Seeker:
             "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
         )
 
-    def _meeting(self, answer: Message, number: int, connection: MessageSocket) -> Meeting:
-        if answer["kind"] == "finished":
-            raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
-        if answer["kind"] == "refused":
-            raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-        codes = {int(digits): code for digits, code in answer["codes"].items()}
-        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
-
     def _answer(self, connection: MessageSocket, until: float) -> Message:
-        """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
+        """Answer pings, and return the message that ends the wait: `members`, `refused`, `finished`, `taken` or `elsewhere`; `ended` if a run
+        that had made this process wait has ended. Raises ConnectionLostError or OSError.
+        """
         waits = False
         while True:
             try:
                 message = connection.receive(time.monotonic() + SILENCE_SECONDS if waits else until)
-            except ConnectionLostError as error:
-                raise (RunEndedError(str(error)) if waits else error) from None
+            except ConnectionLostError:
+                if not waits:
+                    raise
+                return {"kind": "ended"}
             if message["kind"] == "ping":
                 connection.send("pong")
                 until = max(until, time.monotonic() + FOUND_SECONDS)
@@ -282,13 +277,9 @@ class _Seeker:
                 self.say("a run goes on without this process: waiting until it takes it in")
             elif message["kind"] == "stranger":
                 raise message_socket.other_secret(self.secret)
-            elif message["kind"] == "elsewhere":
-                raise ElsewhereError("another process coordinates")
-            elif message["kind"] == "taken":
-                raise NumberTakenError(message["reason"])
             else:
                 break
-        expected = message["kind"] in ("refused", "finished")
+        expected = message["kind"] in ("refused", "finished", "taken", "elsewhere")
         if message["kind"] == "members":
             numbers: list[int] = message["numbers"]
             unique = len(set(numbers)) == len(numbers) == len(message["hosts"])

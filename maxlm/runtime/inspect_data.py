@@ -18,7 +18,7 @@ ROWS = 8  # of a batch that are printed
 
 
 def run(place: str, overrides: Sequence[str], step: int | None, *, as_json: bool) -> int:
-    """Print what `place` holds: a token store, the folder of a run, or a config. `step`: an update, whose samples are looked up. Returns
+    """Print what `place` holds: a token store, the folder of a run, or a config. `step`: an update; its samples are looked up. Returns
     the exit code. Raises UserError.
     """
     described, rendered = _store(place, overrides, step) if _is_store(place) else _run_or_config(place, overrides, step, all_rows=as_json)

@@ -57,8 +57,8 @@ class CellReplay:
         return frozenset(int(position) for position in positions[tuple(chosen)].reshape(-1))
 
     def run(self, number: int, state: TrainState, batch: Any, rotations: Sequence[int] = ROTATIONS) -> NDArray[np.uint32]:
-        """Sums of the gradients that every cell computed [rotations, cells, leaves, 2]; with rotation r those of the rows of the cell r
-        places before. `number`: of the replay, which chooses the layers. Waits for the devices.
+        """Sums of the gradients that every cell computed [rotations, cells, leaves, 2]; with rotation r it computed the rows of the cell r
+        places before it. `number`: of the replay, which chooses the layers. Waits for the devices.
         """
         arguments = np.asarray(number % max(self._periods, 1), np.int32), np.asarray(rotations, np.int32)
         sums = self.program(state.params, state.model_state, state.step, batch, *arguments)
