@@ -258,8 +258,8 @@ class _Seeker:
         )
 
     def _answer(self, connection: MessageSocket, until: float) -> Message:
-        """Answer pings, and return the message that ends the wait: `members`, `refused`, `finished`, `taken` or `elsewhere`; `ended` if a run
-        that had made this process wait has ended. Raises ConnectionLostError or OSError.
+        """Answer pings, and return the message that ends the wait: `members`, `refused`, `finished`, `taken` or `elsewhere`; `ended` if a
+        run that had made this process wait has ended. Raises ConnectionLostError or OSError.
         """
         waits = False
         while True:

@@ -192,7 +192,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def check_memory(program: Program, limit: int | None) -> None:
-    """Raise ConfigError if `integrity.repeat_every` is set, and a device with `limit` bytes has no room for a second state during a step."""
+    """Raise ConfigError if `integrity.repeat_every` is set, and no second state fits into `limit` bytes of a device during a step."""
     settings, memory = program.config.integrity, program.step.memory_analysis()
     if settings is None or settings.repeat_every is None or limit is None or memory is None:
         return

@@ -17,11 +17,12 @@ from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config.errors import ConfigError
 from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training import findings
+from maxlm.training import cell_replay, findings
 from maxlm.training.cell_replay import FURTHER, ROTATIONS, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import Findings, Unsettled, device_names
 from maxlm.training.integrity import Integrity, check_mesh
 from maxlm.training.replicas import Element, Replicas, Verdict, judge_by, judge_copies
+from maxlm.training.step import in_one_pass
 
 
 @pytest.fixture(scope="module")
@@ -259,19 +260,22 @@ def test_a_platform_that_is_not_deterministic_ends_the_replay_with_an_alarm(copi
     assert [alarm.data["cause"] for alarm in checks.alarms] == ["replay_not_comparable"]
 
 
-def one_wrong_bit(cell, grads):
-    """Cell 2 flips the lowest bit of one element of its gradient."""
+def one_wrong_bit(loss, *arguments):
+    """`in_one_pass`, but cell 2 flips the lowest bit of one element of its gradient."""
+    total, grads = in_one_pass(loss, *arguments)
+    cell = jax.lax.axis_index(("data", "fsdp"))
     leaves, structure = jax.tree.flatten(grads)
     bits = jax.lax.bitcast_convert_type(leaves[-1].reshape(-1)[5], jnp.uint32) ^ jnp.uint32(1)
     wrong = leaves[-1].reshape(-1).at[5].set(jax.lax.bitcast_convert_type(bits, jnp.float32)).reshape(leaves[-1].shape)
-    return jax.tree.unflatten(structure, [*leaves[:-1], jnp.where(cell == 2, wrong, leaves[-1])])
+    return total, jax.tree.unflatten(structure, [*leaves[:-1], jnp.where(cell == 2, wrong, leaves[-1])])
 
 
-def test_one_bit_of_a_gradient_is_seen_by_the_replay(copied):
+def test_one_bit_of_a_gradient_is_seen_by_the_replay(copied, monkeypatch):
     """What cells compute agrees to the bit on other devices, and one flipped bit on one cell does not. Copies of the state stay equal."""
     program, state, _ = copied
     batch = jax.device_put(tiny_batch(0), program.batch_sharding)
-    replay = CellReplay(program, corrupt=one_wrong_bit)
+    monkeypatch.setattr(cell_replay, "in_one_pass", one_wrong_bit)
+    replay = CellReplay(program)
     sums = np.concatenate([replay.run(0, state, batch), replay.run(0, state, batch, FURTHER)])
     assert wrong_work(sums[:2]) == [1, 2]
     assert judge_cells(sums) == Verdict(odd=frozenset({2}))
