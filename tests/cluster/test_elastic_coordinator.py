@@ -20,7 +20,7 @@ from maxlm.cluster.process_group import ProcessGroup
 from maxlm.cluster.quorum import Quorum, candidates
 from maxlm.cluster.rendezvous import ASK_SECONDS, connect
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime.launch import NO_RESTART
+from maxlm.supervision.launch import NO_RESTART
 
 SECRET = b"a secret of the tests"
 

@@ -20,8 +20,8 @@ from maxlm.evaluation.task import find_tasks
 from maxlm.evaluation.while_training import open_tasks
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
-from maxlm.runtime import open_run
-from maxlm.runtime.open_data import open_data
+from maxlm.run import open_run
+from maxlm.run.open_data import open_data
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory

@@ -15,11 +15,11 @@ from chaos_store import ALPHABET
 from chaos_world import DISK_MB, SAVE_EVERY, STEPS, Shape, World
 
 PARTS = {  # part -> its module: faults that need it are run once it is there
-    "watchdog": "maxlm.runtime.watchdog",
+    "watchdog": "maxlm.supervision.watchdog",
     "health": "maxlm.training.rollback",
     "memory": "maxlm.checkpoint.memory",
     "integrity": "maxlm.training.integrity",
-    "elastic": "maxlm.runtime.elastic",
+    "elastic": "maxlm.run.elastic",
 }
 BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
 LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s

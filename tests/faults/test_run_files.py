@@ -17,7 +17,8 @@ from maxlm.config.loader import load_saved, saved_text
 from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.cost import calibration
 from maxlm.ladder import recommend
-from maxlm.runtime import frozen, limits, resume_checks, watchdog
+from maxlm.run import frozen, resume_checks
+from maxlm.supervision import limits, watchdog
 from maxlm.telemetry.alert_delivery import Limit
 from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.bill import rates_of, spent_before
@@ -223,9 +224,10 @@ def test_every_file_of_a_run_is_damaged_here():
 # Files that open others than through `config.paths`, which refuses pipes: why no pipe is there.
 TRUSTED = {
     "of the kernel, or of a program that was just run": (
-        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "cluster/accelerators.py"),
-        *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
-        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "cluster/deadline.py"),
+        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "supervision/stacks.py"),
+        *("cluster/accelerators.py", "diagnostics/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py"),
+        *("compiler/schedule.py", "kernel_lab/bundles.py", "kernel_lab/kernel_commands.py", "command_line.py"),
+        *("supervision/launch.py", "cluster/deadline.py"),
     ),
     "of maxlm itself": (
         "corpus/filters/personal_data.py",
@@ -238,10 +240,10 @@ TRUSTED = {
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
         *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
-        *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "runtime/resume_checks.py"),
-        *("runtime/reference_file.py", "runtime/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
+        *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "run/resume_checks.py"),
+        *("run/reference_file.py", "run/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
         *("checkpoint/reader.py", "data/storage.py", "data/token_store.py", "documents/files.py", "documents/reader.py"),
-        *("config/paths.py", "runtime/consistency.py", "config/directory_lock.py"),
+        *("config/paths.py", "run/consistency.py", "config/directory_lock.py"),
     ),
     "written by this command before": ("interop/importing.py", "interop/new_folder.py", "corpus/executors/slurm.py"),
     "in the memory of this host, or checked by the library for buckets": ("checkpoint/host_copies.py", "checkpoint/folder.py"),

@@ -9,7 +9,7 @@ from small_run import events, finish, make_workspace, metrics, start
 
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.data import manifest, storage
-from maxlm.runtime import open_data
+from maxlm.run import open_data
 from maxlm.telemetry.phases import Phases
 
 
