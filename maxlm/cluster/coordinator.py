@@ -137,7 +137,7 @@ class Coordinator:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
         sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
-        codes = {self._spec.process: progress_file.last_code()}
+        codes = {self._spec.process: progress_file.current().last_code}
         codes |= {number: member.code for number, member in self._members.items() if number in numbers}
         known = sorted((code, number) for number, code in codes.items() if code is not None)
         return Meeting(numbers, hosts, sockets, {number: code for code, number in known[:MAX_CODES]})
@@ -315,7 +315,7 @@ class Coordinator:
         """Refuse a process with a taken number. At the first start this is an error in the input; later the run has had one process of
         each number, and must not end for another one. That tries again: its host may be new, and the old one not yet known to be lost.
         """
-        if not self._running and progress_file.last_code() is None:
+        if not self._running and progress_file.current().last_code is None:
             self._reject(connection, address, reason)
             return
         connection.try_send("taken", reason=sendable(reason))

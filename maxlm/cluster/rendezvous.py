@@ -140,7 +140,7 @@ def connect(spec: ProcessSpec, address: str, secret: bytes, seconds: float, dige
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     messages = MessageSocket(connection)
-    about = {"process": spec.process, "count": spec.count, "host": own_name(), "code": progress_file.last_code()}
+    about = {"process": spec.process, "count": spec.count, "host": own_name(), "code": progress_file.current().last_code}
     messages.send("hello", token=message_socket.token(secret), asks=asks, digest=digest, **about)
     return messages
 
@@ -304,7 +304,8 @@ def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False)
                 continue
             hint = "is another run on this host?" if error.errno == errno.EADDRINUSE else "choose another port."
             where = f"port {port}, one above the port of this run" if met_before else f"port {port}"
-            passes = met_before or (error.errno == errno.EADDRINUSE and progress_file.last_code() is not None)  # the port was right before
+            began_before = progress_file.current().last_code is not None  # so the port was right
+            passes = met_before or (error.errno == errno.EADDRINUSE and began_before)
             kind = UnavailableError if passes and error.errno not in WRONG_PATH else UserError
             raise kind(f"this is {spec}, and cannot wait for the others at {where}: {error.strerror}; {hint}") from error
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +56,7 @@ def quorum_of(config: Config, say: Say, place: ClusterPlace) -> Quorum | None:
         settings.wait_s,
         settings.grow_after_s,
         digest(f"{maxlm.__version__} {code_digest()} {sorted(machine_facts().items())} {dump(config)}"),
-        frozenset(map(int, re.findall(r"\d{1,9}", os.environ.get(progress_file.ABSENT_VARIABLE, "")))),
+        frozenset(progress_file.current().absent_before or ()),
     )
     alone = len(candidates(place.spec, together)) == 1
     _describe(quorum, units, say if place.spec.process == 0 else lambda line: None, alone=alone)
@@ -86,9 +84,9 @@ def _describe(quorum: Quorum, units: int, say: Say, *, alone: bool) -> None:
     say(f"elastic: can go on with {', '.join(map(str, sizes))} of {units} {unit} after {quorum.wait_s:g} s{first}")
 
 
-def waiting_part(settings: ElasticConfig | None, environ: Mapping[str, str] = os.environ) -> Part:
+def waiting_part(settings: ElasticConfig | None) -> Part:
     """Part of the ledger that waiting for hosts is in: `elastic`, a change of hosts, from the second start of an elastic run on."""
-    return "elastic" if settings is not None and progress_file.ABSENT_VARIABLE in environ else "wait_hosts"
+    return "elastic" if settings is not None and progress_file.current().absent_before is not None else "wait_hosts"
 
 
 def on_present(config: Config, here: Cluster) -> Config:

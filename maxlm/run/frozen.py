@@ -1,24 +1,20 @@
 """Facts shared by all attempts of one `maxlm launch`: the config as the first attempt read it, and digests of files named in it.
 
-So an edit for the next experiment neither changes nor ends a running job. The supervisor keeps the text in its memory and gives it to each
-attempt in a file, which an attempt replaces as a whole.
+So an edit for the next experiment neither changes nor ends a running job. They are in the progress file: the supervisor keeps them in its
+memory, and begins the file of each attempt with them.
 """
 
-import contextlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlm.cluster.progress_file import FROZEN_VARIABLE
+from maxlm.cluster import progress_file
 from maxlm.config.errors import MissingError, UnavailableError, UserError, as_user_error
 from maxlm.config.loader import LoadedConfig, load, validate
-from maxlm.config.paths import read_file
-from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.run_dir import RunDirectory
 
 _ASKED, _CONFIG, _FACTS, _FOLDER = "asked", "config", "facts", "folder"
+_applies = True  # False in a command of another run than the supervisor's
 
 
 def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
@@ -26,14 +22,14 @@ def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
     config `name`, which is kept for the next attempts. Another config than theirs was asked for by a command of another run, to which
     nothing here applies from now on. Raises UserError as `load` does.
     """
-    asked, before = [name, *overrides], _read()
+    global _applies
+    asked, before = [name, *overrides], _kept()
     if before.get(_ASKED, asked) != asked:
-        os.environ.pop(FROZEN_VARIABLE)
-        before = {}
+        _applies, before = False, {}
     kept = before.get(_CONFIG)
     if kept is None:
         loaded = load(name, overrides)
-        _write({_ASKED: asked, _CONFIG: loaded.config.model_dump(mode="json")})
+        _record({_ASKED: asked, _CONFIG: loaded.config.model_dump(mode="json")})
         return loaded
     config = validate(kept, {})
     try:
@@ -48,7 +44,7 @@ def load_frozen(name: str, overrides: Sequence[str]) -> LoadedConfig:
 
 def is_restart() -> bool:
     """True if an attempt before this one has opened its data, under the same supervisor."""
-    return bool(_read().get(_FACTS))
+    return bool(_kept().get(_FACTS))
 
 
 def may_pass(problem: UserError) -> UserError:
@@ -64,7 +60,7 @@ def explained(error: UserError | OSError) -> UserError:
 
 def check_unchanged(facts: Mapping[str, str]) -> None:
     """Compare digests of files named in the config with the digests of earlier attempts. Raises UserError for a changed file."""
-    known = _read().get(_FACTS, {})
+    known = _kept().get(_FACTS, {})
     for name, digest in facts.items():
         if known.get(name, digest) != digest:
             raise UserError(
@@ -72,34 +68,28 @@ def check_unchanged(facts: Mapping[str, str]) -> None:
                 "start `maxlm launch` to go on with it as it is."
             )
     if facts.keys() - known.keys():
-        _write({_FACTS: {**known, **facts}})
+        _record({_FACTS: {**known, **facts}})
 
 
 def note_saved(folder: Path) -> None:
     """Tell later attempts that `folder` is the directory of a run with checkpoints."""
-    if _read().get(_FOLDER) != str(folder):
-        _write({_FOLDER: str(folder)})
+    if _kept().get(_FOLDER) != str(folder):
+        _record({_FOLDER: str(folder)})
 
 
 def check_folder(run: RunDirectory) -> None:
     """Raise UnavailableError if an earlier attempt has saved this run, and its directory is gone: the run would begin anew."""
-    if _read().get(_FOLDER) == str(run.path) and not run.events.is_file():
+    if _kept().get(_FOLDER) == str(run.path) and not run.events.is_file():
         raise UnavailableError(
             f"run.dir: {run.path} held this run, with checkpoints, when `maxlm launch` was started, and {run.events.name} is gone: "
             "is its file system mounted? To begin anew, stop and start `maxlm launch`."
         )
 
 
-def _read() -> dict[str, Any]:
-    path = os.environ.get(FROZEN_VARIABLE)
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-        return dict(json.loads(read_file(path))) if path else {}
-    return {}
+def _kept() -> Mapping[str, Any]:
+    return progress_file.current().frozen if _applies else {}
 
 
-def _write(values: Mapping[str, Any]) -> None:
-    """Add values to the file. A folder that is full or gone must not cost the run."""
-    path = os.environ.get(FROZEN_VARIABLE)
-    if path:
-        with contextlib.suppress(OSError):
-            write_text(Path(path), json.dumps({**_read(), **values}))
+def _record(values: Mapping[str, Any]) -> None:
+    if _applies:
+        progress_file.record(frozen={**_kept(), **values})

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.progress_file import Progress
@@ -103,7 +104,7 @@ class Supervisor:
         self._absent: tuple[int, ...] | None = None  # numbers of the processes without which the run went on; None before its first start
         self._has_peers = False  # other processes have joined this one, or wait for it
         self._gave_up = ""  # why this supervisor starts no more attempts, once it does
-        self._frozen = ""  # facts shared by all attempts: config and digests of its files, see frozen.py
+        self._frozen: Mapping[str, Any] = {}  # facts shared by all attempts: config and digests of its files, see run/frozen.py
         self._last_code: int | None = None  # of the last attempt that did not wait for hosts in vain, as `End.code`
 
     @property
@@ -227,7 +228,7 @@ class Supervisor:
                 return End(ExitCode.UNAVAILABLE, Progress(), not_started=str(error), no_command=no_command, began=began)
             if self._signal is not None:  # it came between two attempts
                 process.send_signal(self._signal)
-            killed_for = self._wait(process, path.with_name("frozen.json"))
+            killed_for = self._wait(process, path)
             seconds = time.monotonic() - started
             clock_s = time.time() - began - seconds
             return End(process.returncode, progress_file.read(path), killed_for, began=began, seconds=seconds, clock_s=clock_s)
@@ -236,19 +237,11 @@ class Supervisor:
         """Start an attempt; return the path of its progress file, which is removed with `stack`, and its process. Raises OSError."""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="maxlm-", ignore_cleanup_errors=True))
         path = Path(folder) / "progress.json"
+        told = Progress(frozen=self._frozen, absent_before=self._absent, last_code=self._last_code, gave_up=self._gave_up or None)
+        progress_file.write(path, told)
         parent_end, write_end = os.pipe()  # `write_end` is closed when this process is gone, and the run then ends too
         stack.callback(os.close, write_end)
-        frozen = Path(folder) / "frozen.json"
-        if self._frozen:
-            frozen.write_text(self._frozen, encoding="utf-8")
-        environment = {**os.environ, progress_file.VARIABLE: str(path), progress_file.FROZEN_VARIABLE: str(frozen)}
-        environment[deadline.PARENT_VARIABLE] = str(parent_end)
-        if self._absent is not None:
-            environment[progress_file.ABSENT_VARIABLE] = ",".join(map(str, self._absent))
-        if self._gave_up:
-            environment[progress_file.GAVE_UP_VARIABLE] = self._gave_up
-        if self._last_code is not None:
-            environment[progress_file.LAST_CODE_VARIABLE] = str(self._last_code)
+        environment = {**os.environ, progress_file.VARIABLE: str(path), deadline.PARENT_VARIABLE: str(parent_end)}
         try:
             with signals_blocked():  # until it has handlers, see `deadline.start`; its own group, so that it receives Ctrl-C once
                 self._process = subprocess.Popen(self._command, env=environment, process_group=0, pass_fds=(parent_end,))
@@ -256,9 +249,9 @@ class Supervisor:
             os.close(parent_end)
         return path, self._process
 
-    def _wait(self, process: "subprocess.Popen[bytes]", frozen: Path) -> str:
-        """Wait for the end of the run; return why it was killed if it did not end in time. Keeps what is in the file `frozen`, which a
-        cleaner of temporary folders may remove.
+    def _wait(self, process: "subprocess.Popen[bytes]", path: Path) -> str:
+        """Wait for the end of the run; return why it was killed if it did not end in time. Keeps the frozen facts of its progress file at
+        `path`, which a cleaner of temporary folders may remove.
         """
         frozen_since = None
         while True:
@@ -268,8 +261,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                with contextlib.suppress(OSError, UnicodeDecodeError):
-                    self._frozen = frozen.read_text(encoding="utf-8") or self._frozen
+                self._frozen = progress_file.read(path).frozen or self._frozen
             now = time.monotonic()
             frozen_since = (frozen_since or now) if _is_frozen(process.pid) else None
             reason = ""

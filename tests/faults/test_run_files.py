@@ -1,7 +1,6 @@
 """Damage to the small files of a run: each is read again at its next start, and none of them may end that with a traceback or hang it."""
 
 import ast
-import dataclasses
 import json
 import os
 import random
@@ -64,8 +63,8 @@ def make_run(folder):
     record = {"findings": [{"step": 1}], "strikes": {"host0:1": 2}, "hosts": {}, "unsettled": None}
     run.integrity.write_text(json.dumps(record, indent=1))
     run.unhealthy_hosts.write_text(json.dumps({"hosts": {"host0": {"strikes": 2, "reason": "a reason"}}}))
-    (run.path / "progress.json").write_text(json.dumps(dataclasses.asdict(progress_file.Progress(hosts=("a",), step=3))))
-    (run.path / "frozen.json").write_text(json.dumps({"config": CONFIG.model_dump(mode="json"), "facts": {"train data": "1"}}))
+    kept = {"config": CONFIG.model_dump(mode="json"), "facts": {"train data": "1"}}
+    progress_file.write(run.path / "progress.json", progress_file.Progress(hosts=("a",), step=3, frozen=kept))
     (run.path / recommend.RESULT).write_text(json.dumps({"form": {}, "parameters": {}, "runs": [], "base": "b", "assumed": {}}))
     (run.path / "calibration.json").write_text(json.dumps({"chip": None, "device_kind": "cpu"}))
     return run
@@ -82,13 +81,14 @@ def goes_on(run):
         run.config_until(3).unlink()
 
 
-def frozen_text(run):
-    os.environ[progress_file.FROZEN_VARIABLE] = str(run.path / "frozen.json")
+def frozen_facts(run):
+    os.environ[progress_file.VARIABLE] = str(run.path / "progress.json")
+    progress_file._known.clear()
     try:
         frozen.is_restart()
         frozen.check_unchanged({"train data": "1"})
     finally:
-        del os.environ[progress_file.FROZEN_VARIABLE]
+        del os.environ[progress_file.VARIABLE]
 
 
 def append(path):
@@ -123,8 +123,7 @@ READERS = {
     "roll_backs.json": (lambda run: Journal(run.roll_backs), lambda run: open_run(run.path).unfit),
     "integrity.json": (findings.read,),
     "unhealthy_hosts.json": (to_replace,),
-    "progress.json": (lambda run: progress_file.read(run.path / "progress.json"),),
-    "frozen.json": (frozen_text,),
+    "progress.json": (lambda run: progress_file.read(run.path / "progress.json"), frozen_facts),
     recommend.RESULT: (lambda run: recommend.recommend(run.path, "models/llama3-8b", [], 1e18),),
     "calibration.json": (lambda run: calibration.read(run.path / "calibration.json"),),
 }

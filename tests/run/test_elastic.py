@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from maxlm.cluster import progress_file
 from maxlm.cluster.cluster import Cluster, ClusterPlace
 from maxlm.cluster.coordinator import RendezvousError
 from maxlm.cluster.environment import ProcessSpec
-from maxlm.cluster.progress_file import ABSENT_VARIABLE
 from maxlm.config import ConfigError
 from maxlm.config.errors import ExitCode
 from maxlm.run.elastic import quorum_of, waiting_if_too_large, waiting_part
@@ -81,15 +81,16 @@ def test_slices_are_lost_as_a_whole():
 
 
 def test_those_that_were_absent_before_are_known(monkeypatch):
-    monkeypatch.setenv(ABSENT_VARIABLE, "1,3")
+    monkeypatch.setattr(progress_file, "current", lambda: progress_file.Progress(absent_before=(1, 3)))
     quorum, _ = asked(mesh={"data": 4, "fsdp": 2})
     assert quorum.absent == {1, 3}
 
 
-def test_waiting_is_a_change_of_hosts_from_the_second_start_of_an_elastic_run_on():
+def test_waiting_is_a_change_of_hosts_from_the_second_start_of_an_elastic_run_on(monkeypatch):
     elastic, fixed = tiny_config(elastic=ELASTIC), tiny_config()
-    assert [waiting_part(config.elastic, {}) for config in (elastic, fixed)] == ["wait_hosts", "wait_hosts"]
-    assert [waiting_part(config.elastic, {ABSENT_VARIABLE: ""}) for config in (elastic, fixed)] == ["elastic", "wait_hosts"]
+    assert [waiting_part(config.elastic) for config in (elastic, fixed)] == ["wait_hosts", "wait_hosts"]
+    monkeypatch.setattr(progress_file, "current", lambda: progress_file.Progress(absent_before=()))
+    assert [waiting_part(config.elastic) for config in (elastic, fixed)] == ["elastic", "wait_hosts"]
 
 
 def test_a_smaller_mesh_that_is_too_small_makes_all_wait():

@@ -12,7 +12,7 @@ from small_run import child, events, finish, make_workspace, metrics, start, wai
 from tiny import tiny_config
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.cluster.progress_file import FROZEN_VARIABLE
+from maxlm.cluster.progress_file import VARIABLE
 from maxlm.config import UserError, load
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode, UnavailableError
@@ -35,7 +35,7 @@ if known.exists():
 known.touch()
 Path("run.yml").unlink()
 time.sleep(2.5)
-Path(os.environ["MAXLM_FROZEN_FILE"]).unlink()
+Path(os.environ["MAXLM_PROGRESS_FILE"]).unlink()
 sys.exit(7)
 """
 BASE = "train: {steps: 9, global_batch: 8}\noptimizer: {warmup_steps: 2}\n"
@@ -62,7 +62,7 @@ def configs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_changes_no_later_attempt(configs, monkeypatch, edit):
-    monkeypatch.setenv(FROZEN_VARIABLE, str(configs / "frozen.json"))
+    monkeypatch.setenv(VARIABLE, str(configs / "progress.json"))
     first = frozen.load_frozen("run.yml", ["train.seed=3"])
     assert frozen.load_frozen("run.yml", ["train.seed=3"]) == LoadedConfig(first.config, {}, ())
     name, text = EDITS[edit]
@@ -70,7 +70,7 @@ def test_an_edit_changes_no_later_attempt(configs, monkeypatch, edit):
     again = frozen.load_frozen("run.yml", ["train.seed=3"])
     assert again.config == first.config
     assert "run.yml was edited since `maxlm launch` was started" in again.notes[0]
-    monkeypatch.delenv(FROZEN_VARIABLE)  # a new launch takes the file as it is
+    monkeypatch.delenv(VARIABLE)  # a new launch takes the file as it is
     if text.startswith(("{", "\0")):
         with pytest.raises(UserError):
             frozen.load_frozen("run.yml", ["train.seed=3"])
@@ -85,7 +85,7 @@ def test_the_supervisor_keeps_the_config_although_both_files_are_removed(configs
 
 
 def test_every_config_is_kept_exactly(tmp_path, monkeypatch):
-    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "progress.json"))
     for name in ("runs/quickstart", *(name for name in shipped() if name.startswith("runs/")))[::6]:
         config = load(name).config
         assert validate(config.model_dump(mode="json"), {}) == config
@@ -96,13 +96,14 @@ def test_every_config_is_kept_exactly(tmp_path, monkeypatch):
 @pytest.mark.parametrize("other", [("runs/quickstart", ["train.steps=30"]), ("run.yml", ["train.steps=20"])])
 def test_what_is_kept_answers_for_no_other_run(configs, monkeypatch, other):
     """A command of a run may start another one in its environment."""
-    monkeypatch.setenv(FROZEN_VARIABLE, str(configs / "frozen.json"))
+    monkeypatch.setattr(frozen, "_applies", True)
+    monkeypatch.setenv(VARIABLE, str(configs / "progress.json"))
     first = frozen.load_frozen("runs/quickstart", ["train.steps=20"])
     frozen.check_unchanged({"train data": "1"})
     assert frozen.load_frozen(*other).config == load(*other).config != first.config
     frozen.check_unchanged({"train data": "of the other"})
     assert not frozen.is_restart()
-    monkeypatch.setenv(FROZEN_VARIABLE, str(configs / "frozen.json"))
+    frozen._applies = True
     assert frozen.load_frozen("runs/quickstart", ["train.steps=20"]).config == first.config
     assert frozen.is_restart()
 
@@ -110,7 +111,7 @@ def test_what_is_kept_answers_for_no_other_run(configs, monkeypatch, other):
 def test_files_that_the_config_names_are_compared(tmp_path, monkeypatch):
     frozen.check_unchanged({"task hellaswag": "a"})  # without a supervisor
     assert not frozen.is_restart()
-    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "progress.json"))
     assert not frozen.is_restart()
     frozen.check_unchanged({"train data": "1"})
     frozen.check_unchanged({"task hellaswag": "a"})
@@ -149,7 +150,7 @@ def lost(folder):
 
 def test_storage_that_is_away_at_a_restart_may_come_back(tmp_path, monkeypatch):
     """At the first start it is wrong input, and so is what differs."""
-    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "progress.json"))
     assert set(lost(tmp_path).values()) == {ExitCode.WRONG_INPUT}
     frozen.check_unchanged({"train data": "1"})
     assert set(lost(tmp_path).values()) == {ExitCode.UNAVAILABLE}
@@ -178,7 +179,7 @@ def test_a_running_job_keeps_its_config_and_a_new_launch_takes_the_edited_one(tm
 
 def test_a_restart_does_not_begin_a_saved_run_anew_where_its_folder_is_away(tmp_path, monkeypatch):
     """The mount with the run directory may come back: exit code 7, and nothing is made in its place."""
-    monkeypatch.setenv(FROZEN_VARIABLE, str(tmp_path / "frozen.json"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "progress.json"))
     config = tiny_config(run={"dir": str(tmp_path / "mount"), "name": "r"})
     directory = RunDirectory.create(tmp_path / "mount", "r")
     observer = run._ProgressObserver(directory.path)

@@ -20,7 +20,8 @@ PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 from maxlm.cluster import progress_file
-if "MAXLM_GAVE_UP" in os.environ: Path("told").write_text(os.environ["MAXLM_GAVE_UP"]); sys.exit(6)
+told = progress_file.current()
+if told.gave_up: Path("told").write_text(told.gave_up); sys.exit(6)
 tries = Path("tries")
 number = len(tries.read_text()) if tries.exists() else 0
 tries.write_text("x" * (number + 1))
@@ -49,7 +50,11 @@ REGROUP = "progress_file.record(absent=[2, 5])\nif number in (1, 3): progress_fi
 
 def test_a_run_that_joins_anew_is_started_at_once_and_again_and_again(supervise):
     """It counts neither as a restart nor as another end at the same step; and the next attempt knows who was absent."""
-    crash = "Path(f'seen{number}').write_text(os.environ.get('MAXLM_ABSENT', ''))\ncame(7)\n" + REGROUP + "sys.exit(1 if number < 4 else 0)"
+    crash = (
+        "Path(f'seen{number}').write_text(','.join(map(str, told.absent_before or ())))\ncame(7)\n"
+        + REGROUP
+        + "sys.exit(1 if number < 4 else 0)"
+    )
     code, said, tries = supervise(crash, restarts=2)
     assert (code, tries) == (0, 5)
     assert [line for line in said if "join anew" in line] == ["maxlm launch: the run was saved, and its processes join anew"] * 2
@@ -154,7 +159,7 @@ def test_a_lost_host_is_named_and_one_that_crashes_again_and_again_is_no_acciden
 
 def test_each_attempt_knows_how_the_one_before_ended_here(supervise):
     """Not one that waited for hosts in vain between them."""
-    seen = "Path(f'seen{number}').write_text(str(progress_file.last_code()))\n"
+    seen = "Path(f'seen{number}').write_text(str(told.last_code))\n"
     script = seen + "if number == 0: came(5); os.kill(os.getpid(), signal.SIGKILL)\nif number == 2: came(6)\nsys.exit([0, 6, 1, 0][number])"
     assert supervise(script)[::2] == (0, 4)
     assert [Path(f"seen{number}").read_text() for number in range(4)] == ["None", "-9", "-9", "1"]
@@ -218,7 +223,7 @@ def test_why_a_process_could_not_join_is_said(supervise):
 def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
     """Over the real rendezvous: that process crashes before it joins, and the other would wait for it for ever."""
     join = "from maxlm.cluster import cluster\nwith cluster.joined(dict(a.split('=') for a in sys.argv[1:]), print): time.sleep(60)"
-    crashes = "if 'MAXLM_GAVE_UP' not in os.environ:\n    progress_file.record(hosts=('a', 'b'), step=7); sys.exit(1)\n" + join
+    crashes = "if progress_file.current().gave_up is None:\n    progress_file.record(hosts=('a', 'b'), step=7); sys.exit(1)\n" + join
     place, imports = (
         [f"coordinator=localhost:{free_port()}", "process_count=2"],
         "import os, sys, time\nfrom maxlm.cluster import progress_file\n",
@@ -240,7 +245,7 @@ def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
 
 def test_a_hang_that_may_pass_is_told_as_such(supervise):
     """To the supervisors of the others, for which its process was lost: they go by the exit code of the attempt before."""
-    seen = "Path(f'seen{number}').write_text(str(progress_file.last_code()))\n"
+    seen = "Path(f'seen{number}').write_text(str(told.last_code))\n"
     script = "came(number)\nprogress_file.record(passing=number == 0)\nsys.exit([5, 5, 0][number])"
     assert supervise(seen + script)[::2] == (0, 3)
     assert [Path(f"seen{number}").read_text() for number in range(3)] == ["None", "7", "5"]
@@ -498,14 +503,15 @@ def test_what_is_known_of_the_attempt_before_outlives_one_that_could_not_be_star
     real, made = launch.subprocess.Popen, []
 
     def fails_once(*arguments, **settings):
-        made.append(settings["env"].get("MAXLM_LAST_CODE", "") + " " + settings["env"].get("MAXLM_ABSENT", ""))
+        told = progress_file.read(Path(settings["env"][progress_file.VARIABLE]))
+        made.append((told.last_code, told.absent_before))
         if len(made) == 2:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(*arguments, **settings)
 
     monkeypatch.setattr(launch.subprocess, "Popen", fails_once)
     assert supervise("progress_file.record(absent=[2])\ncame(7)\nsys.exit(1 if number == 0 else 0)")[::2] == (0, 2)
-    assert made == [" ", "1 2", "1 2"]
+    assert made == [(None, None), (1, (2,)), (1, (2,))]
 
 
 def test_a_terminal_that_is_gone_ends_no_run(tmp_path, monkeypatch):
