@@ -41,7 +41,7 @@ def open_data(config: Config, *, held_out: bool = True) -> OpenedData:
         make_batch=build_objective(config).make_batch,
         content=CONTENT[kind_of(config)],
     )
-    data, named = create(config.data, batch_sizes=config.batch_sizes), {}
+    data, named = create(config.data, batch_sizes=config.batch_sizes), dict[str, Pipeline]()
     if not held_out:
         return OpenedData(data, None, named)
     for name, store in config.data.eval.stores.items() if config.data.eval is not None else ():

@@ -6,10 +6,11 @@ until there are enough of them, a fixed value instead of the floor. Process 0 le
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, ValidationError
 
 from maxlm.config.sections.watchdog import WatchdogConfig
-from maxlm.telemetry.strict_json import is_number
 
 BACKGROUND_SAVE = "background_save"  # a save during training steps
 DEBUGGER = "debugger"  # operation of a process with a main thread that a debugger has stopped
@@ -20,6 +21,7 @@ LONGEST_FACTOR = 3.0  # of the longest length seen
 RAISED_FACTOR = 2.0  # of the limit at which a run was ended
 RAISED_FOR = 10  # times `enough` lengths, for which that holds
 _LARGEST = math.ceil(math.log(1e7, RATIO))
+_Count = Annotated[float, Field(ge=0, le=2 * KEPT, allow_inf_nan=False)]
 
 
 class Phase(NamedTuple):
@@ -140,24 +142,18 @@ class Limits:
         return {"lengths": lengths, "raised": {part: list(one) for part, one in self._raised.items()}}
 
 
+class _Saved(BaseModel):
+    """What `to_json` returns."""
+
+    lengths: dict[str, dict[Annotated[int, Field(ge=0, le=_LARGEST)], _Count]]
+    raised: dict[str, tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Annotated[int, Field(ge=0, le=2 * KEPT)]]]
+
+
 def _read(saved: Any, longest: float) -> tuple[dict[str, Lengths], dict[str, tuple[float, int]]]:
     """Lengths, and raised limits up to `longest`, from a file; nothing, if one of its values makes no sense."""
     try:
-        lengths = {
-            str(name): Lengths({int(exponent): _amount(count) for exponent, count in one.items() if 0 <= int(exponent) <= _LARGEST})
-            for name, one in saved["lengths"].items()
-        }
-        raised = {
-            part: (min(_amount(until, math.inf), longest), int(_amount(left)))
-            for part, (until, left) in saved["raised"].items()
-            if part in PHASES
-        }
-    except (TypeError, KeyError, ValueError, AttributeError):
+        kept = _Saved.model_validate(saved)
+    except ValidationError:
         return {}, {}
-    return lengths, raised
-
-
-def _amount(value: Any, most: float = 2 * KEPT) -> float:
-    if not is_number(value) or not 0 <= value <= most:
-        raise ValueError(value)
-    return float(value)
+    raised = {part: (min(until, longest), left) for part, (until, left) in kept.raised.items() if part in PHASES}
+    return {name: Lengths(counts) for name, counts in kept.lengths.items()}, raised

@@ -78,8 +78,8 @@ class Replicas:
         found = jax.device_get(sums).swapaxes(0, 1)
         differs = np.any(found != found[np.arange(len(found))[:, None], self._first], (1, 2))
         groups: dict[tuple[int, int], dict[int, bytes]] = {}
-        for leaf in np.flatnonzero(differs):
-            for position, first in enumerate(self._first[leaf]):
+        for leaf in map(int, np.flatnonzero(differs)):
+            for position, first in enumerate(self._first[leaf].tolist()):
                 groups.setdefault((leaf, first), {})[position] = found[leaf, position].tobytes()
         return [(self.names[leaf], values) for (leaf, _), values in groups.items() if len(set(values.values())) > 1]
 
