@@ -20,9 +20,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel import mesh_axes
 from maxlm.training.compression import CompressedSums
-from maxlm.training.step import GradFn, TrainState
-from maxlm.training.transform import Transform
-from maxlm.training.update import Update, keep_if
+from maxlm.training.step import GradFn, TrainState, Transform, Update, keep_if
 
 AXIS = "data"
 WORKERS = "workers"  # entry of `TrainState.extra`

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from maxlm.config.schema import Config, EmaConfig
 from maxlm.models.parameters import Parameters
-from maxlm.training.step import TrainState
-from maxlm.training.transform import Transform
+from maxlm.training.step import TrainState, Transform
 
 EMA = "ema"
 

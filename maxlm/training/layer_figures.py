@@ -15,8 +15,7 @@ from maxlm.models.stack import within_layer
 from maxlm.objectives import Sums
 from maxlm.telemetry.layer_alarms import LayerFigures
 from maxlm.telemetry.metric import Metric
-from maxlm.training.step import TrainState
-from maxlm.training.transform import Transform
+from maxlm.training.step import TrainState, Transform
 
 MOST = 1e14  # the sum of the squares of so large entries stays finite up to 3e10 of them
 GRADIENT, RATIO = "layer_gradient", "layer_ratio"

@@ -18,8 +18,7 @@ from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric
-from maxlm.training.step import TrainState
-from maxlm.training.transform import Transform
+from maxlm.training.step import TrainState, Transform
 
 LOSS_SCALE = Metric("loss_scale", "Loss scale", "factor of the loss that gradients are computed of", reduce="sum")
 

@@ -19,8 +19,7 @@ from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.telemetry.metric import Metric
-from maxlm.training.step import GradFn
-from maxlm.training.transform import Transform
+from maxlm.training.step import GradFn, Transform
 
 NOISE_SCALE = Metric("noise_scale", "Gradient noise scale", "tokens")
 # Of the parts of a batch: how many have tokens, and the sum of their squared norms, each times its share of the tokens.

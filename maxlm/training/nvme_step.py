@@ -23,9 +23,7 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
 from maxlm.training.offloaded import Group, GroupUpdate, StreamedUpdate
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested
-from maxlm.training.step import Metrics, TrainState
-from maxlm.training.transform import Pending
-from maxlm.training.update import Update
+from maxlm.training.step import Metrics, Pending, TrainState, Update
 
 
 class NvmeStep:

@@ -28,9 +28,7 @@ from maxlm.training.hosted_layers import STACK, layer_scan
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
-from maxlm.training.step import TrainState
-from maxlm.training.transform import Pending
-from maxlm.training.update import Update
+from maxlm.training.step import Pending, TrainState, Update
 
 
 class Group(NamedTuple):

@@ -38,9 +38,7 @@ from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
 from maxlm.training.spike_guard import SpikeGuard
 from maxlm.training.split_masters import SplitMasters
 from maxlm.training.state_paths import path_of
-from maxlm.training.step import GradFn, TrainState, build_train_step
-from maxlm.training.transform import Transform
-from maxlm.training.update import Update
+from maxlm.training.step import GradFn, TrainState, Transform, Update, build_train_step
 
 # In the order in which they see the gradient; parameters are written in the reverse order.
 TRANSFORMS: tuple[type[Transform], ...] = (
@@ -215,12 +213,11 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""
-        built = partial(build_train_step, self.config, self.objective, metrics=self.update.metrics)
         if self.nvme is not None:
             with jax.set_mesh(self.mesh):
-                return self.nvme.lower(built(self.nvme.gradient), self.abstract_batch)
+                return self.nvme.lower(build_train_step(self.update, self.nvme.gradient), self.abstract_batch)
         update = jax.jit(
-            built(self.streamed or self.update),
+            build_train_step(self.update, self.streamed),
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
             donate_argnums=0,

@@ -1,18 +1,26 @@
-"""The training step: one update of the state, and its metrics."""
+"""The training step: one update of the state, and its metrics.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+An update is the gradient of a batch, then a list of transforms, each of which may keep state in `TrainState.extra` under its name. What
+concerns all parameters (reductions, the norm, whether the update is applied) is computed first. `Update.apply` then takes some parameters
+at a time, so that state which is not on the device is streamed through the same code (offloaded.py, nvme_step.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, UInt32
 
 from maxlm.config.schema import Config
-from maxlm.models import Parameters, Routing
+from maxlm.models import Parameters, Routing, balance_experts
 from maxlm.objectives import Objective, Sums
 from maxlm.telemetry.metric import Metric
 from maxlm.training.optimizer import learning_rate
+from maxlm.training.state_paths import state_shardings
 
 # (parameters, model state, batch) -> (sum that is differentiated, figures): `Objective.loss`
 LossFn = Callable[[Parameters, Parameters, Any], tuple[Float[Array, ""], Sums]]
@@ -30,7 +38,7 @@ class TrainState:
     params: Parameters
     opt_state: Any
     model_state: Parameters = field(default_factory=dict)  # not learnt by gradient, e.g. balancing biases of experts
-    extra: dict[str, Any] = field(default_factory=dict)  # states of transforms (`update.Transform`), by their names
+    extra: dict[str, Any] = field(default_factory=dict)  # states of transforms (`Transform`), by their names
 
 
 class Metrics(NamedTuple):
@@ -50,21 +58,135 @@ class Metrics(NamedTuple):
 
 
 def build_train_step(
-    config: Config, objective: Objective, update: Callable[[TrainState, Any], tuple[Any, Sums, Array]], metrics: Sequence[Metric]
+    update: "Update", run: Callable[[TrainState, Any], tuple[Any, Sums, Array]] | None = None
 ) -> Callable[[TrainState, Any], tuple[Any, Metrics]]:
-    """The training step that `config` describes, ready to be jitted. `metrics`: figures that `update`, an `Update`, reports."""
-    rate = learning_rate(config)
+    """The training step, ready to be jitted. `run`: computes the update, if its state is not on the device; default `update` itself."""
+    rate = learning_rate(update.config)
 
     def train_step(state: TrainState, batch: Any) -> tuple[Any, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
         lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
-        batch = objective.with_randomness(batch, state.step)
-        after, sums, grad_norm = update(state, batch)
-        values = sums.values(metrics)
+        batch = update.objective.with_randomness(batch, state.step)
+        after, sums, grad_norm = (run or update)(state, batch)
+        values = sums.values(update.metrics)
         values |= {"grad_norm": grad_norm, "lr": lr, "tokens": sums.denominator, "skipped": after.skipped, "batch_digest": digest(batch)}
         return after, Metrics(values, sums.routing)
 
     return train_step
+
+
+class Pending(NamedTuple):
+    """An update before its parameters are computed. `good`: it is applied; `clip`: factor of the gradient; `after`: the new state
+    without parameters and what is kept for each of them.
+    """
+
+    gradient: Parameters
+    good: Bool[Array, ""]
+    clip: Float[Array, ""]
+    after: TrainState
+
+    @property
+    def skipped(self) -> Any:
+        """Updates that were not applied, this one included."""
+        return self.after.skipped
+
+
+class Update:
+    """Gradients, then `transforms` from the first to the last; parameters are written from the last to the first."""
+
+    def __init__(
+        self,
+        config: Config,
+        objective: Objective,
+        optimizer: optax.GradientTransformation,
+        gradients: GradFn,
+        transforms: Sequence["Transform"] = (),
+    ) -> None:
+        self.config, self.objective, self.optimizer, self.gradients = config, objective, optimizer, gradients
+        self.transforms = tuple(transforms)
+        self.metrics = (*objective.metrics, *(metric for one in self.transforms for metric in one.metrics))
+
+    def init(self, params: Parameters, model_state: Parameters) -> TrainState:
+        """The first state, from float32 parameters."""
+        zero, opt_state, extra = jnp.zeros((), jnp.int32), self.optimizer.init(params), dict[str, Any]()
+        for one in reversed(self.transforms):
+            params, own = one.first(params)
+            extra |= {} if own is None else {one.name: own}
+        return TrainState(zero, zero, params, opt_state, model_state, extra)
+
+    def shardings(self, mesh: Mesh) -> TrainState:
+        """A NamedSharding for every leaf of the state."""
+        shardings = TrainState(*state_shardings(self.config.model, self.optimizer, mesh))
+        extra = {one.name: one.shardings(shardings.params, mesh) for one in self.transforms}
+        return replace(shardings, extra={name: own for name, own in extra.items() if own is not None})
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+        """(updated state, figures of the batch, norm of its gradient before clipping)."""
+        pending, sums, norm = self.gradient(state, batch)
+        after, figures = self.apply(state, pending)
+        return after, sums._replace(added={**sums.added, **figures}), norm
+
+    def gradient(self, state: TrainState, batch: Any) -> tuple[Pending, Sums, Float[Array, ""]]:
+        """(the update before `apply`, figures of the batch, norm of the gradient)."""
+        denominator = jnp.maximum(self.objective.denominator(batch), 1)  # of the global batch; the loss is a sum over it
+        for one in self.transforms:
+            denominator = denominator / one.loss_scale(state.extra.get(one.name))
+        sums, gradient = self.gradients(state.params, state.model_state, batch, denominator)
+        extra = dict[str, Any]()
+        for one in self.transforms:
+            sums, gradient, extra[one.name] = one.reduce(state, sums, gradient)
+        norm = self.norm(gradient)
+        good, extra = self.judge(state, sums, norm, extra)
+        model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
+        skipped = state.skipped + jnp.where(good, 0, 1)
+        after = TrainState(state.step + 1, skipped, {}, (), keep_if(good, model_state, state.model_state), extra)
+        return Pending(gradient, good, clip_factor(norm, self.config.optimizer.clip_norm), after), sums, norm
+
+    def norm(self, gradient: Parameters) -> Float[Array, ""]:
+        """Global norm of a gradient, in float32."""
+        return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
+
+    def judge(self, state: TrainState, sums: Sums, norm: Array, extra: Mapping[str, Any]) -> tuple[Bool[Array, ""], dict[str, Any]]:
+        """(True if the update is applied, states that are not by parameter): loss and norm, the same on all devices, are finite, and no
+        transform refuses it. `extra`: the states after `reduce`.
+        """
+        loss, found = sums.values(self.metrics)["loss"], dict[str, Any]()
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        for one in self.transforms:
+            refused, found[one.name] = one.judge(extra.get(one.name), state, loss, norm)
+            good &= ~refused
+        known = [one for one in self.transforms if one.name in state.extra and not one.by_parameter]
+        new = {one.name: found[one.name] if one.kept_if_refused else keep_if(good, found[one.name], state.extra[one.name]) for one in known}
+        return good, new
+
+    def apply(
+        self, state: TrainState, pending: Pending, optimizer: optax.GradientTransformation | None = None, first_row: Array | int = 0
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """(`pending.after` with the parameters of `state`, updated unless the update is refused; figures of the change). `optimizer`: of
+        these parameters alone, if `state` and the gradient hold some.
+        """
+        masters, extra, figures = state.params, dict(state.extra), dict[str, Array]()
+        for one in self.transforms:
+            masters = one.read(masters, extra.get(one.name))
+        clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * pending.clip, pending.gradient)
+        updates, opt_state = (optimizer or self.optimizer).update(clipped, state.opt_state, masters)
+        params = optax.apply_updates(masters, updates)
+        for one in reversed(self.transforms):
+            figures |= one.figures(masters, params)
+            params, own = one.write(params, extra.get(one.name), state, first_row)
+            extra |= {one.name: own} if one.by_parameter else {}
+        new = keep_if(pending.good, (params, opt_state, extra), (state.params, state.opt_state, dict(state.extra)))
+        return replace(pending.after, params=new[0], opt_state=new[1], extra={**new[2], **pending.after.extra}), figures
+
+
+def keep_if(good: Bool[Array, ""], new: Any, old: Any) -> Any:
+    """`new` where `good`, else `old`."""
+    return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
+
+
+def clip_factor(norm: Float[Array, ""], limit: float | None) -> Float[Array, ""]:
+    """Factor of gradients of this norm, so that theirs is at most `limit`."""
+    return jnp.float32(1.0) if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
 
 def in_one_pass(
@@ -80,6 +202,13 @@ def in_one_pass(
     return sums, grads
 
 
+def digest(batch: Any) -> UInt32[Array, ""]:
+    """Fingerprint of the tokens and their positions in the batch. Integer sums are associative, so it is the same on any mesh."""
+    tokens_BS = batch.tokens_BS.astype(jnp.uint32)
+    position_BS = jnp.arange(tokens_BS.size, dtype=jnp.uint32).reshape(tokens_BS.shape)
+    return jnp.sum((tokens_BS + 1) * (position_BS * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)
+
+
 def split(batch: Any, microbatches: int) -> Any:
     """The batch with a leading dim of microbatches. Microbatch m takes rows m, m + M, ...: every shard keeps its own rows, and nothing
     moves between devices.
@@ -87,8 +216,59 @@ def split(batch: Any, microbatches: int) -> Any:
     return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
 
 
-def digest(batch: Any) -> UInt32[Array, ""]:
-    """Fingerprint of the tokens and their positions in the batch. Integer sums are associative, so it is the same on any mesh."""
-    tokens_BS = batch.tokens_BS.astype(jnp.uint32)
-    position_BS = jnp.arange(tokens_BS.size, dtype=jnp.uint32).reshape(tokens_BS.shape)
-    return jnp.sum((tokens_BS + 1) * (position_BS * jnp.uint32(2654435761) | 1), dtype=jnp.uint32)
+# What varies between updates.
+
+
+class Transform:
+    """One part of an update. A hook that a subclass leaves out changes nothing; `own` is the transform's state.
+
+    `by_parameter`: the state has an array for each parameter, and `write` updates it by groups; other states are updated in `reduce` or
+    `judge`. `kept_if_refused`: the new state is kept although the update is not applied.
+    """
+
+    name: str
+    by_parameter = False
+    kept_if_refused = False
+    metrics: tuple[Metric, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
+        """The transform that `config` asks for; None if it asks for none."""
+        raise NotImplementedError
+
+    def first(self, params: Parameters) -> tuple[Parameters, Any]:
+        """(parameters as the state holds them, own state before the first update; None if there is none)."""
+        return params, None
+
+    def shardings(self, params: Parameters, mesh: Mesh) -> Any:
+        """A NamedSharding for every leaf of the own state, from the shardings of the parameters: by default whole on every device."""
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda _: whole, self.first(params)[1])
+
+    # Once an update, with what concerns all parameters.
+
+    def loss_scale(self, own: Any) -> Array | float:
+        """Factor of the loss that is differentiated; `reduce` takes it out of the gradient."""
+        return 1.0
+
+    def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Any]:
+        """(figures of the batch, its gradient, own state)."""
+        return sums, gradient, state.extra.get(self.name)
+
+    def judge(self, own: Any, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], Any]:
+        """(True if the update must not be applied, own state if it is)."""
+        return jnp.bool_(False), own
+
+    # For each group of parameters: `state` before the update has their part alone.
+
+    def read(self, params: Parameters, own: Any) -> Parameters:
+        """Parameters as the optimizer updates them."""
+        return params
+
+    def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
+        """(updated parameters, own state). `first_row`: of a piece of stacked parameters."""
+        return params, own
+
+    def figures(self, before: Parameters, after: Parameters) -> dict[str, Array]:
+        """Figures of the change, by the names of their metrics."""
+        return {}

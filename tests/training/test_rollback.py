@@ -24,8 +24,7 @@ from maxlm.training.health import Health
 from maxlm.training.loop import restore_or_init, train
 from maxlm.training.rollback import Journal
 from maxlm.training.session import BRANCH, RollBack, Session, Start
-from maxlm.training.step import Metrics, TrainState
-from maxlm.training.update import keep_if
+from maxlm.training.step import Metrics, TrainState, keep_if
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))
 WHOLE = NamedSharding(MESH, PartitionSpec())

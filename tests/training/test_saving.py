@@ -35,8 +35,7 @@ from maxlm.training import meter, saving
 from maxlm.training.loop import evaluate, restore_or_init, train
 from maxlm.training.saving import not_finite, prepare_saves
 from maxlm.training.session import Outcome, Session
-from maxlm.training.step import Metrics, TrainState
-from maxlm.training.update import keep_if
+from maxlm.training.step import Metrics, TrainState, keep_if
 
 EVERY, KEEP, TOTAL = 5, 2, 60
 MESH = Mesh(np.array(jax.devices()[:1]), ("data",))

@@ -26,8 +26,7 @@ from maxlm.training.factored import adafactor, factored_adam, matrix_dims
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.saved_run import open_run
 from maxlm.training.split_masters import SplitMasters, join_all, stored
-from maxlm.training.step import TrainState, build_train_step
-from maxlm.training.update import Update
+from maxlm.training.step import TrainState, Update, build_train_step
 
 INT8, BF16 = {"moments": "int8"}, {"moments": "bfloat16"}
 MOE = {"moe": {"n_experts": 4, "top_k": 2, "d_ff": 32}}
@@ -314,7 +313,7 @@ def test_other_updates_take_it(sections):
     program = tiny_program(2, **{**sections, "mesh": {"fsdp": 1, **sections["mesh"]}})
     with jax.set_mesh(program.mesh):
         after, _ = jax.eval_shape(
-            build_train_step(program.config, program.objective, program.update, program.update.metrics),
+            build_train_step(program.update),
             program.abstract_state,
             program.abstract_batch,
         )

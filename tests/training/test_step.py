@@ -10,8 +10,7 @@ from tiny import SEQ_LEN, run_steps, tiny_batch, tiny_config, tiny_program
 from maxlm.models import abstract_parameters, parameter_axes
 from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.program import Program
-from maxlm.training.step import digest
-from maxlm.training.update import clip_factor
+from maxlm.training.step import clip_factor, digest
 
 
 def leaves(tree):
