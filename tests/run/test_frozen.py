@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from small_run import child, events, finish, make_workspace, metrics, start, wait_for_step
@@ -128,17 +129,17 @@ def lost(folder):
     run.events.write_text(json.dumps({"kind": "save", "step": 3, "time": 1.0}) + "\n")
     config = tiny_config(data={"store": str(folder / "store"), "seq_len": 8})
 
-    def task(*_):
+    def task(*_, **__):
         try:
             (folder / "task.yml").read_text()
         except OSError as error:
             raise UserError(f"{error}") from None
 
-    phases = Phases(Console(file=io.StringIO()))
+    phases, context = Phases(Console(file=io.StringIO())), SimpleNamespace(config=config, primary=True, directory=run)
     opened = {
         "store": lambda: open_data.open_data_on_all_hosts(config, phases),
         "checkpoints": lambda: open_run._refuse_if_lost(Checkpoints(run.checkpoints, config.checkpoint, {}), run),
-        "task": lambda: open_run._open_tasks_on_all_hosts(task, config, type("Program", (), {"mesh": None}), run),
+        "task": lambda: open_run._open_tasks_on_all_hosts(task, context, SimpleNamespace(mesh=None), goes_on=False),
     }
     found = {}
     for name, what in opened.items():

@@ -29,6 +29,9 @@ class Step:
         raise jax.errors.JaxRuntimeError("INTERNAL: no statistics")
 
 
+HOSTS = SimpleNamespace(asked=None, cluster=SimpleNamespace(hosts=("a", "b")))
+
+
 def test_a_prediction_that_fails_does_not_end_the_run():
     opened = SimpleNamespace(trains=True, program=SimpleNamespace(step=Step()), directory=SimpleNamespace(primary=True))
     assert run._predicted(opened, lambda program: 1.0) == {"predicted": {}}
@@ -39,7 +42,7 @@ def test_processes_talk_whether_they_have_a_calibration_or_not(monkeypatch, pred
     """Configs are compared only afterwards: with one call less, a process would compare other facts than the rest."""
     calls = []
     monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: calls.append((facts, problem)))
-    predict = run._on_all_hosts(predictor, None, ["a", "b"])
+    predict = run._on_all_hosts(predictor, HOSTS)
     assert (predict is None) == (predictor is None)
     assert calls == [({}, None)]
 
@@ -51,7 +54,7 @@ def test_a_calibration_that_is_refused_is_refused_everywhere(monkeypatch):
     told = []
     monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: told.append(str(problem)))
     with pytest.raises(UserError):
-        run._on_all_hosts(refuse, None, ["a", "b"])
+        run._on_all_hosts(refuse, HOSTS)
     assert told == ["of another machine"]
 
 
