@@ -136,7 +136,7 @@ class RemoveRepeated(RemoveParts):
         write_occurrences(documents, path, self.settings, self.parts, self.priority)
 
     def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        find_repeated(files, [_result(folder, task) for task in tasks], self.settings, self.parts, **resources._asdict())
+        find_repeated(files, [_result(folder, task) for task in tasks], self.settings, **resources._asdict())
 
     def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
         positions = row["positions"]

@@ -85,7 +85,7 @@ def test_results_do_not_depend_on_order_or_shards(made):
     parts = [documents[shard::7] for shard in range(7)]
     learned = [Frequencies.learn(settings, part) for part in parts]
     merged = Frequencies.merge(reversed(learned))
-    assert merged.digest() == frequencies.digest()
+    assert merged.documents == frequencies.documents and np.array_equal(merged.counts, frequencies.counts)
     decontaminate = Decontaminator(EvalIndex.build(settings, merged))
     assert {one.id: one for part in parts[:3] for one in decontaminate.run(part)} == {
         one.id: expected[one.id] for p in parts[:3] for one in p
@@ -117,17 +117,8 @@ def test_the_saved_index_is_the_same(made, tmp_path):
         index.save(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     loaded = EvalIndex.load(tmp_path / "a")
-    assert loaded.digest == index.digest and loaded.report() == index.report()
+    assert loaded.report() == index.report()
     assert list(Decontaminator(loaded).run(corpus.documents[:300])) == results[:300]
-
-
-def test_the_digest_changes_with_every_input(tmp_path):
-    digests = {build(tmp_path, QUESTION).digest, build(tmp_path, QUESTION + "!").digest, build(tmp_path, QUESTION, threshold=0.7).digest}
-    digests |= {build(tmp_path, QUESTION, name="other").digest}
-    settings = DecontaminateSettings(sets={"lenses": EvalSet(path=str(tmp_path / "plain.txt"))})
-    digests |= {EvalIndex.build(settings, Frequencies.learn(settings, [Document("a#0", "a lens")])).digest}
-    assert len(digests) == 5
-    assert build(tmp_path, QUESTION).digest in digests
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
@@ -266,7 +257,8 @@ def test_gzip_and_plain_files_are_the_same(tmp_path):
     with gzip.open(tmp_path / "plain.txt.gz", "wt") as file:
         file.write(QUESTION)
     pair = [DecontaminateSettings(sets={"s": EvalSet(path=str(tmp_path / name))}) for name in ("plain.txt", "plain.txt.gz")]
-    assert len({EvalIndex.build(settings, Frequencies.none(settings)).digest for settings in pair}) == 1
+    plain, packed = (EvalIndex.build(settings, Frequencies.none(settings)) for settings in pair)
+    assert plain.texts == packed.texts and np.array_equal(plain.hash_W, packed.hash_W)
 
 
 def test_a_sample_is_chosen_by_id(tmp_path):
@@ -275,7 +267,8 @@ def test_a_sample_is_chosen_by_id(tmp_path):
     documents = [Document(f"a#{number}", "a lens") for number in range(1000)]
     learned = Frequencies.learn(settings, documents)
     assert 250 < learned.documents < 350
-    assert Frequencies.learn(settings, documents[::-1]).digest() == learned.digest()
+    again = Frequencies.learn(settings, documents[::-1])
+    assert again.documents == learned.documents and np.array_equal(again.counts, learned.counts)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +318,6 @@ def test_frequencies_of_other_sets_are_refused(tmp_path):
         EvalIndex.build(other, Frequencies.none(settings))
     with pytest.raises(UserError, match="learn them again"):
         Frequencies.merge([Frequencies.none(settings), Frequencies.none(other)])
-    with pytest.raises(UserError, match="no parts"):
-        Frequencies.merge([])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
 from maxlm.corpus.document import Document
 
 pytest.importorskip("duckdb")
@@ -37,7 +36,7 @@ def cleaned(documents: Sequence[Document], folder: Path, unit: lines.Unit, shard
     out = {}
     for shard, path in enumerate(files):
         lines.write_occurrences(documents[shard::shards], path, SETTINGS, unit)
-    lines.find_repeated(files, outputs, SETTINGS, unit, work=folder / "work")
+    lines.find_repeated(files, outputs, SETTINGS, work=folder / "work")
     for shard, path in enumerate(outputs):
         gone = {row["id"]: row["positions"] for row in pq.read_table(path).to_pylist()}
         out.update({one.id: lines.without(one.text, gone.get(one.id, ()), unit) for one in documents[shard::shards]})
@@ -75,12 +74,3 @@ def test_repeated_lines_stay_once_for_any_shards(unit: lines.Unit, tmp_path: Pat
 def test_parts_joined_are_the_text(text: str, unit: lines.Unit):
     assert "".join(lines.split(text, unit)) == text
     assert lines.without(text, (), unit) == text
-
-
-def test_other_settings_are_one_line(tmp_path: Path):
-    lines.write_occurrences([Document("a", "b")], tmp_path / "a", SETTINGS, "lines")
-    with pytest.raises(UserError, match="min_length"):
-        lines.find_repeated([tmp_path / "a"], [tmp_path / "b"], RepeatSettings(min_length=9), "lines", work=tmp_path / "w")
-    with pytest.raises(UserError, match="paragraphs"):
-        lines.find_repeated([tmp_path / "a"], [tmp_path / "b"], SETTINGS, "paragraphs", work=tmp_path / "w")
-    assert not (tmp_path / "b").exists()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
 from maxlm.corpus.document import Document
 
 pytest.importorskip("duckdb")
@@ -132,13 +131,6 @@ def test_nothing_is_cut_below_the_length_or_across_documents(tmp_path: Path):
     documents = [Document(f"{i}", text) for i, text in enumerate(texts)]
     assert cleaned(documents, tmp_path / "a") == {one.id: one.text for one in documents}
     assert cleaned([], tmp_path / "b") == {}
-
-
-def test_other_settings_are_one_line(tmp_path: Path):
-    substrings.write_windows([Document("a", "b")], tmp_path / "a", SETTINGS)
-    with pytest.raises(UserError, match="min_words"):
-        substrings.find_runs([tmp_path / "a"], [tmp_path / "b"], SubstringSettings(min_words=11), work=tmp_path / "w")
-    assert not (tmp_path / "b").exists()
 
 
 def test_words_of_a_long_text_are_those_of_its_pieces(monkeypatch: pytest.MonkeyPatch):

@@ -50,7 +50,8 @@ class Frequencies:
         empty = cls.none(settings)
         table, counts, number = HashTable(empty.keys), empty.counts.copy(), 0
         limit = round(settings.sample_share * 2**64)
-        sample = (document for document in documents if stable_hash(document.id) < limit)
+        hashed = ((document, hashlib.blake2b(document.id.encode("utf-8", "surrogatepass"), digest_size=8)) for document in documents)
+        sample = (document for document, state in hashed if int.from_bytes(state.digest(), "little") < limit)
         for texts in ([document.text for document in group] for group in groups(sample, CHUNK - 1, each=1)):
             number += len(texts)
             pieces = [(owner, piece) for owner, text in enumerate(texts) for piece in cut(clean(text), PIECE, 64)]
@@ -68,17 +69,12 @@ class Frequencies:
 
     @classmethod
     def merge(cls, parts: Iterable[Self]) -> Self:
-        """Add counts of separate parts of a corpus, in any order. Raises UserError if they are of different items, or there are none."""
-        given = list(parts)
-        if not given:
-            raise UserError("frequencies: there are no parts to merge.")
-        first, others = given[0], given[1:]
-        documents, counts = first.documents, first.counts.copy()
-        for other in others:
-            if other.items_digest != first.items_digest:
-                raise UserError("frequencies: parts were learned for different evaluation sets; learn them again.")
-            documents, counts = documents + other.documents, counts + other.counts
-        return cls(first.items_digest, documents, first.keys, counts)
+        """Add counts of separate parts of a corpus, one at least, in any order. Raises UserError if they are of different items."""
+        first, *others = parts
+        if any(other.items_digest != first.items_digest for other in others):
+            raise UserError("frequencies: parts were learned for different evaluation sets; learn them again.")
+        documents = first.documents + sum(other.documents for other in others)
+        return cls(first.items_digest, documents, first.keys, sum((other.counts for other in others), first.counts))
 
     def lookup(self, hashes: U64) -> I64:
         """Counts of `hashes`; 0 for one that is not a key."""
@@ -87,12 +83,6 @@ class Frequencies:
             found = np.minimum(np.searchsorted(self.keys, hashes), len(self.keys) - 1)
             counts = np.where(self.keys[found] == hashes, self.counts[found], 0)
         return counts
-
-    def digest(self) -> str:
-        """Hash of the counts and all that they depend on."""
-        state = hashlib.sha256(f"{self.items_digest} {self.documents} ".encode())
-        state.update(self.counts.astype("<i8").tobytes())
-        return state.hexdigest()
 
     def save(self, path: Path) -> None:
         """Write atomically; the same counts give the same bytes. Raises OSError."""
@@ -108,11 +98,6 @@ class Frequencies:
 def item_words(items: list[Item]) -> Words:
     """Words of all texts of all items: first the questions' texts in order, then the options'."""
     return words([text for item in items for text in item.question] + [text for item in items for text in item.options])
-
-
-def stable_hash(name: str) -> int:
-    """64 bits that depend on `name` alone."""
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def cut(text: str, size: int, overlap: int) -> list[str]:

@@ -1,8 +1,6 @@
 """Index of the n-grams of evaluation items and the weights of their words. K items, W words of all items, P postings."""
 
-import hashlib
 import itertools
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -10,7 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.config.errors import UserError
 from maxlm.corpus.decontaminate.frequencies import Frequencies, item_words, load_arrays, save_arrays
 from maxlm.corpus.decontaminate.items import Item, read_items
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings
@@ -51,7 +49,6 @@ class EvalIndex:
     among the item's own. `kind_W`: NUMBER, NAME or 0, and `lower`: sorted hashes of words that are no names.
     """
 
-    digest: str
     ngram: int
     names_K: list[tuple[str, int]]
     left_out: dict[str, dict[str, list[int]]]
@@ -94,15 +91,12 @@ class EvalIndex:
             else:
                 kept.append(item)
                 chosen.append(words)
-        about = {"settings": settings.model_dump(exclude={"sets"}), "items": items_digest, "frequencies": frequencies.digest()}
-        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        return cls._filled(settings, digest, left_out, kept, chosen, found, weight_W)
+        return cls._filled(settings, left_out, kept, chosen, found, weight_W)
 
     @classmethod
     def _filled(
         cls,
         settings: DecontaminateSettings,
-        digest: str,
         left_out: dict[str, dict[str, list[int]]],
         items: list[Item],
         chosen: list[I64],
@@ -136,7 +130,6 @@ class EvalIndex:
         parts = np.bincount(item_W, 1 / words_of[part_W], minlength=len(sizes))
         lower = _common_nouns(found)
         return cls(
-            digest=digest,
             ngram=n,
             names_K=[(item.set, item.number) for item in items],
             left_out=left_out,
@@ -197,18 +190,14 @@ class EvalIndex:
 
     def save(self, path: Path) -> None:
         """Write atomically; the same index gives the same bytes. Raises OSError."""
-        about = {"digest": self.digest, "ngram": self.ngram, "names": self.names_K, "left_out": self.left_out, "texts": self.texts}
+        about = {name: value for name, value in vars(self).items() if name not in _ARRAYS}
         save_arrays(path, about, {name: getattr(self, name) for name in _ARRAYS})
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Raises UserError if `path` cannot be read."""
         about, arrays = load_arrays(path, _ARRAYS)
-        try:
-            names = [(str(name), int(number)) for name, number in about["names"]]
-            return cls(about["digest"], about["ngram"], names, about["left_out"], **arrays, texts=about["texts"])
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{shorten(str(path))}: damaged, or not an index of evaluation items; build it again.") from None
+        return cls(**{**about, "names_K": [tuple(name) for name in about["names_K"]]}, **arrays)
 
 
 _ARRAYS = tuple(

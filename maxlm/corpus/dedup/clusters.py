@@ -16,9 +16,8 @@ import pyarrow as pa
 from maxlm.config.errors import UserError, shorten, system_errors
 from maxlm.corpus.dedup.database import BATCH_ROWS, Database
 from maxlm.corpus.dedup.minhash import jaccard
-from maxlm.corpus.dedup.settings import DedupSettings, VerifySettings
-from maxlm.corpus.dedup.signatures import read_columns
-from maxlm.corpus.dedup.writing import parquet
+from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
+from maxlm.corpus.dedup.writing import parquet, row_groups
 
 VERIFY_VALUES = 1 << 21  # sample values compared at once
 
@@ -48,24 +47,24 @@ def cluster(files: Sequence[Path], output: Path, settings: DedupSettings, *, wor
     order has its URL, else "exact" if one has the same normalised text, else "near"; `size`: documents of the cluster, the one that stays
     among them. `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
     """
-    for path in files:
-        next(read_columns(path, settings, ["id"]), None)  # refuses a wrong file before any work is done
     with Database(work, memory_mb, threads) as database:
-        _number(database, files, settings)
+        _number(database, files)
         _copies(database, settings)
-        _near(database, files, settings)
+        database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")  # pairs of near copies
+        if settings.minhash is not None:
+            _near(database, files, settings.minhash)
         _connect(database)
         _removed(database)
         _write(database, output)
 
 
-def _number(database: Database, files: Sequence[Path], settings: DedupSettings) -> None:
+def _number(database: Database, files: Sequence[Path]) -> None:
     """Table `ranked`: node (0, 1, ... in keep order), place (in order of arrival), id, exact hash, hash of the URL."""
     columns = "place BIGINT, id VARCHAR, priority BIGINT, lo UBIGINT, hi UBIGINT, url_lo UBIGINT, url_hi UBIGINT"
     database.run(f"CREATE TABLE documents ({columns})")
     place = 0
     for path in files:
-        for table in read_columns(path, settings, ["id", "priority", "exact_lo", "exact_hi", "url_lo", "url_hi"]):
+        for table in row_groups(path, ["id", "priority", "exact_lo", "exact_hi", "url_lo", "url_hi"]):
             places = pa.array(np.arange(place, place + len(table)))
             database.insert("documents", table.add_column(0, "place", places))
             place += len(table)
@@ -82,39 +81,27 @@ def _number(database: Database, files: Sequence[Path], settings: DedupSettings) 
 def _copies(database: Database, settings: DedupSettings) -> None:
     """Table `copies`: nodes with the URL, or the normalised text, of an earlier node; the kept node; the kind of copy."""
     database.run("CREATE TABLE copies (node BIGINT, first BIGINT, kind VARCHAR)")
-    if settings.url:
-        _equal(database, "url", "SELECT url_lo, url_hi, node FROM ranked WHERE url_lo <> 0 OR url_hi <> 0 ORDER BY url_lo, url_hi, node")
-    if settings.exact:
-        _equal(database, "exact", "SELECT lo, hi, node FROM ranked ANTI JOIN copies USING (node) ORDER BY lo, hi, node")
+    compared = {
+        "url": (settings.url, "SELECT url_lo AS lo, url_hi AS hi, node FROM ranked WHERE url_lo <> 0 OR url_hi <> 0"),
+        "exact": (settings.exact, "SELECT lo, hi, node FROM ranked ANTI JOIN copies USING (node)"),
+    }
+    for kind, (on, query) in compared.items():
+        if on:
+            database.run(
+                f"INSERT INTO copies WITH compared AS MATERIALIZED ({query}) SELECT node, first, '{kind}' FROM compared "  # noqa: S608
+                "JOIN (SELECT lo, hi, min(node) AS first FROM compared GROUP BY lo, hi HAVING count(*) > 1) USING (lo, hi) "
+                "WHERE node <> first"
+            )
     if settings.url and settings.exact:  # the first of an URL may be a copy itself
         database.run("UPDATE copies SET first = kept.first FROM (SELECT * FROM copies) kept WHERE kept.node = copies.first")
 
 
-def _equal(database: Database, kind: str, query: str) -> None:
-    """Add to `copies` the nodes of `query` with the hash of an earlier one: hashes and nodes, in their order."""
-    last = np.zeros(3, np.uint64)  # hash and first node of the group before
-    known = False
-    for lo, hi, node in database.arrays(query):
-        new = np.empty(len(lo), bool)
-        new[1:] = (lo[1:] != lo[:-1]) | (hi[1:] != hi[:-1])
-        new[0] = not known or lo[0] != last[0] or hi[0] != last[1]
-        heads = np.maximum.accumulate(np.where(new, np.arange(len(lo)), -1))
-        first = np.where(heads < 0, int(last[2]), node[heads])
-        if not new.all():
-            later = node[~new]
-            database.insert("copies", {"node": later, "first": first[~new], "kind": np.full(len(later), kind)})
-        last, known = np.array([lo[-1], hi[-1], first[-1].astype(np.uint64)], np.uint64), True
-
-
-def _near(database: Database, files: Sequence[Path], settings: DedupSettings) -> None:
-    """Table `edges`: pairs (low, high) of near copies."""
-    database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")
-    if settings.minhash is None:
-        return
-    verify = settings.minhash.verify
+def _near(database: Database, files: Sequence[Path], settings: MinHashSettings) -> None:
+    """Add the pairs (low, high) of near copies to `edges`."""
+    verify = settings.verify
     database.run("CREATE TABLE bands (hash UBIGINT, node BIGINT)")
     firsts = "SELECT CASE WHEN copies.node IS NULL THEN ranked.node ELSE -1 END FROM ranked LEFT JOIN copies USING (node) ORDER BY place"
-    for lists, nodes in _alongside(database, firsts, files, settings, "bands"):
+    for lists, nodes in _alongside(database, firsts, files, "bands"):
         counts = np.where(nodes >= 0, np.diff(lists.offsets.to_numpy()), 0)
         keep = np.repeat(nodes >= 0, np.diff(lists.offsets.to_numpy()))
         database.insert("bands", {"hash": lists.values.to_numpy()[keep], "node": np.repeat(nodes, counts)})
@@ -125,7 +112,7 @@ def _near(database: Database, files: Sequence[Path], settings: DedupSettings) ->
     database.run("CREATE TABLE candidates AS SELECT DISTINCT low, high FROM found")
     database.run("DROP TABLE found")
     if verify:
-        _verify(database, files, settings, verify)
+        _verify(database, files, verify)
     else:
         database.run("INSERT INTO edges SELECT low, high FROM candidates")
 
@@ -146,14 +133,14 @@ def _candidates(database: Database, window: int) -> Iterator[tuple[np.ndarray, n
         tail = hashes[-window:], nodes[-window:]
 
 
-def _verify(database: Database, files: Sequence[Path], settings: DedupSettings, verify: VerifySettings) -> None:
+def _verify(database: Database, files: Sequence[Path], verify: VerifySettings) -> None:
     """Move candidates with the similarity asked for, by their samples, to `edges`."""
     database.run("CREATE TABLE wanted AS SELECT low AS node FROM candidates UNION SELECT high FROM candidates")
     database.run("CREATE TABLE samples (node BIGINT, start BIGINT, size BIGINT)")
     wanted = "SELECT CASE WHEN wanted.node IS NULL THEN -1 ELSE ranked.node END FROM ranked LEFT JOIN wanted USING (node) ORDER BY place"
     store, start = database.folder / "samples.bin", 0
     with system_errors(), store.open("wb") as file:
-        for lists, nodes in _alongside(database, wanted, files, settings, "sample"):
+        for lists, nodes in _alongside(database, wanted, files, "sample"):
             sizes = np.diff(lists.offsets.to_numpy())
             keep = nodes >= 0
             file.write(np.ascontiguousarray(lists.values.to_numpy()[np.repeat(keep, sizes)]).data)
@@ -187,14 +174,12 @@ def _similarities(store: Path, spans: list[np.ndarray], size: int) -> np.ndarray
     return out
 
 
-def _alongside(
-    database: Database, query: str, files: Sequence[Path], settings: DedupSettings, column: str
-) -> Iterator[tuple[pa.ListArray, np.ndarray]]:
+def _alongside(database: Database, query: str, files: Sequence[Path], column: str) -> Iterator[tuple[pa.ListArray, np.ndarray]]:
     """A list column of the signatures, each row with the number that `query` gives in order of arrival."""
     numbers = (array for (array,) in database.arrays(query))
     rest = np.zeros(0, np.int64)
     for path in files:
-        for table in read_columns(path, settings, [column]):
+        for table in row_groups(path, [column]):
             parts = [rest]
             while sum(map(len, parts)) < len(table):
                 parts.append(next(numbers))

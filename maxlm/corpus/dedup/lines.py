@@ -5,7 +5,6 @@ One that occurs in more than `max_documents` documents stays in the first of the
 where it first occurs.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -15,14 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from maxlm.corpus.dedup.database import Database
-from maxlm.corpus.dedup.settings import FORMAT, RepeatSettings
+from maxlm.corpus.dedup.settings import RepeatSettings
 from maxlm.corpus.dedup.words import hash_words
 from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, lists, parquet, row_groups
 from maxlm.corpus.document import Document, groups
 
 Unit = Literal["lines", "paragraphs"]
 
-METADATA = b"maxlm.dedup.lines"
 GROUP_CHARS = 1 << 22
 _BREAK = re.compile(r"(\n(?:[^\S\n]*\n)+)")
 
@@ -57,22 +55,15 @@ def write_occurrences(
     documents: Iterable[Document], path: Path, settings: RepeatSettings, unit: Unit, priority: Priority = BY_LENGTH
 ) -> None:
     """Write the hashes of a shard's lines to `path`, atomically. Raises UserError."""
-    schema, count = OCCURRENCES.with_metadata({METADATA: _key(settings, unit).encode()}), 0
-    with parquet(path, schema, compression={"id": "zstd"}, use_dictionary=False) as writer:
+    count = 0
+    with parquet(path, OCCURRENCES, compression={"id": "zstd"}, use_dictionary=False) as writer:
         for group in groups(documents, GROUP_CHARS, each=64):
-            writer.write_table(_occurrences(group, count, settings, unit, priority).cast(schema))
+            writer.write_table(_occurrences(group, count, settings, unit, priority).cast(OCCURRENCES))
             count += len(group)
 
 
 def find_repeated(
-    files: Sequence[Path],
-    outputs: Sequence[Path],
-    settings: RepeatSettings,
-    unit: Unit,
-    *,
-    work: Path,
-    memory_mb: int = 512,
-    threads: int = 2,
+    files: Sequence[Path], outputs: Sequence[Path], settings: RepeatSettings, *, work: Path, memory_mb: int = 512, threads: int = 2
 ) -> None:
     """Write for each shard of `files` which lines to remove, atomically: Parquet with REMOVED_LINES, one row for each document that loses
     some, in the order of the shard. `work`: a folder for temporary files. Raises UserError.
@@ -81,35 +72,32 @@ def find_repeated(
         database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, priority BIGINT)")
         database.run("CREATE TABLE lines (shard INTEGER, row BIGINT, position INTEGER, lo UBIGINT, hi UBIGINT)")
         for shard, path in enumerate(files):
-            for table in row_groups(path, METADATA, _key(settings, unit)):
-                _insert(database, shard, table)
+            for table in row_groups(path):
+                rows = table["row"].to_numpy()
+                shards = np.full(len(rows), shard, np.int32)
+                database.insert("documents", table.select(["row", "id", "priority"]).add_column(0, "shard", pa.array(shards)))
+                columns = {name: table[name].combine_chunks() for name in ("positions", "lo", "hi")}
+                counts = np.diff(columns["lo"].offsets.to_numpy())
+                flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
+                database.insert("lines", {"shard": np.repeat(shards, counts), "row": np.repeat(rows, counts), **flat})
         database.run(
             "CREATE TABLE repeated AS SELECT lo, hi FROM (SELECT DISTINCT lo, hi, shard, row FROM lines) GROUP BY lo, hi "  # noqa: S608
             f"HAVING count(*) > {settings.max_documents}"
         )
         database.run(
-            "CREATE TABLE occurrences AS SELECT lo, hi, priority, id, shard, row, position FROM lines JOIN repeated USING (lo, hi) "
-            "JOIN documents USING (shard, row)"
+            "CREATE TABLE occurrences AS SELECT lo, hi, shard, row, position, ROW(-priority, id, shard, row, position) AS place FROM lines "
+            "JOIN repeated USING (lo, hi) JOIN documents USING (shard, row)"
         )
-        database.run("CREATE TABLE removed (shard BIGINT, row BIGINT, position BIGINT)")
-        before = (-1, -1)
-        query = "SELECT lo, hi, shard, row, position FROM occurrences ORDER BY lo, hi, priority DESC, id, shard, row, position"
-        for lo, hi, shards, rows, positions in database.arrays(query):
-            later = np.empty(len(lo), bool)
-            later[1:] = (lo[1:] == lo[:-1]) & (hi[1:] == hi[:-1])
-            later[0] = (int(lo[0]), int(hi[0])) == before
-            before = int(lo[-1]), int(hi[-1])
-            database.insert("removed", {"shard": shards[later], "row": rows[later], "position": positions[later]})
+        database.run(
+            "CREATE TABLE removed AS SELECT shard, row, position FROM occurrences "
+            "JOIN (SELECT lo, hi, min(place) AS first FROM occurrences GROUP BY lo, hi) USING (lo, hi) WHERE place <> first"
+        )
         for shard, path in enumerate(outputs):
             query = (
                 f"SELECT removed.row, any_value(id), list(position ORDER BY position) FROM removed "  # noqa: S608
                 f"JOIN documents USING (shard, row) WHERE shard = {shard} GROUP BY removed.row ORDER BY removed.row"
             )
             database.write(query, REMOVED_LINES, path)
-
-
-def _key(settings: RepeatSettings, unit: Unit) -> str:
-    return json.dumps({"format": FORMAT, "unit": unit, "min_length": settings.min_length})
 
 
 def _occurrences(group: list[Document], start: int, settings: RepeatSettings, unit: Unit, priority: Priority) -> pa.Table:
@@ -133,13 +121,3 @@ def _occurrences(group: list[Document], start: int, settings: RepeatSettings, un
             "hi": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 1])),
         }
     )
-
-
-def _insert(database: Database, shard: int, table: pa.Table) -> None:
-    rows = table["row"].to_numpy()
-    shards = np.full(len(rows), shard, np.int32)
-    database.insert("documents", table.select(["row", "id", "priority"]).add_column(0, "shard", pa.array(shards)))
-    columns = {name: table[name].combine_chunks() for name in ("positions", "lo", "hi")}
-    counts = np.diff(columns["lo"].offsets.to_numpy())
-    flat = {name: column.flatten().to_numpy() for name, column in columns.items()}
-    database.insert("lines", {"shard": np.repeat(shards, counts), "row": np.repeat(rows, counts), **flat})

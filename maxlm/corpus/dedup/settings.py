@@ -1,13 +1,10 @@
 """Settings of the deduplication stage."""
 
-import json
 from typing import Annotated
 
 from pydantic import Field
 
 from maxlm.config.fields import Section
-
-FORMAT = 3  # of the signature files and of the rules that make them: raise it when any hash would change
 
 
 class VerifySettings(Section):
@@ -66,12 +63,3 @@ class DedupSettings(Section):
     lines: RepeatSettings | None = None
     paragraphs: RepeatSettings | None = None
     substrings: SubstringSettings | None = None
-
-
-def signature_key(settings: DedupSettings) -> str:
-    """The settings that decide the bytes of a signature file, as JSON with sorted keys."""
-    minhash = settings.minhash
-    fields = minhash.model_dump(exclude={"verify"}) if minhash else None
-    if fields is not None and minhash is not None:
-        fields["sample"] = minhash.verify.sample if minhash.verify else None
-    return json.dumps({"exact": settings.exact, "minhash": fields, "prefer": settings.prefer, "url": settings.url}, sort_keys=True)

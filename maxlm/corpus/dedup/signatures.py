@@ -1,8 +1,7 @@
 """Files of signatures: one Parquet file for each shard of the input, a row a document."""
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ import numpy as np
 import pyarrow as pa
 
 from maxlm.corpus.dedup.minhash import band_hashes, ngram_hashes, samples
-from maxlm.corpus.dedup.settings import FORMAT, DedupSettings, signature_key
+from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.dedup.words import hash_words
-from maxlm.corpus.dedup.writing import BY_LENGTH, HASHES, Priority, lists, parquet, row_groups
+from maxlm.corpus.dedup.writing import BY_LENGTH, HASHES, Priority, lists, parquet
 from maxlm.corpus.document import Document, groups
 from maxlm.corpus.urls import is_url, url_key
 
-METADATA = b"maxlm.dedup"
 GROUP_ROWS = 4096  # documents of a row group, or fewer where they hold more than GROUP_CHARS
 GROUP_CHARS = 1 << 23
 
@@ -71,18 +69,9 @@ def write_signatures(documents: Iterable[Document], path: Path, settings: DedupS
 
     The bytes depend on the documents, their order and the settings alone. Raises UserError.
     """
-    with parquet(path, SCHEMA.with_metadata({METADATA: _key(settings).encode()}), **HASHES) as writer:
+    with parquet(path, SCHEMA, **HASHES) as writer:
         for group in groups(documents, GROUP_CHARS, rows=GROUP_ROWS):
-            writer.write_table(signatures(group, settings, priority).replace_schema_metadata(None))
-
-
-def read_columns(path: Path, settings: DedupSettings, columns: list[str]) -> Iterator[pa.Table]:
-    """Columns of a file of signatures, one row group at a time. Raises UserError: it is damaged, or of other settings or another format."""
-    return row_groups(path, METADATA, _key(settings), columns)
-
-
-def _key(settings: DedupSettings) -> str:
-    return json.dumps({"format": FORMAT, "settings": signature_key(settings)})
+            writer.write_table(signatures(group, settings, priority))
 
 
 def _url_hash(document: Document) -> tuple[int, int]:

@@ -10,7 +10,6 @@ stands at an earlier place with the same words around it.
 Hashes have 64 bits: among 10 billion windows (60 GB of English), two or three differ and are taken for the same.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ import pyarrow.compute as pc
 
 from maxlm.corpus.dedup.database import Database
 from maxlm.corpus.dedup.minhash import ngram_hashes
-from maxlm.corpus.dedup.settings import FORMAT, SubstringSettings
+from maxlm.corpus.dedup.settings import SubstringSettings
 from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
 from maxlm.corpus.dedup.writing import BY_LENGTH, HASHES, Priority, lists, parquet, row_groups
 from maxlm.corpus.document import Document
 
-METADATA = b"maxlm.dedup.substrings"
 AT_ONCE = 1 << 20  # windows that are written and read together
 ROW = 16  # windows that a row counts for besides
 SHIFT = np.uint64(32)  # a place is a node, a document's number in keep order, and below it the number of a word
@@ -46,8 +44,7 @@ REMOVED_RUNS = pa.schema([("row", pa.int64()), ("id", pa.string()), ("firsts", p
 
 def write_windows(documents: Iterable[Document], path: Path, settings: SubstringSettings, priority: Priority = BY_LENGTH) -> None:
     """Write the hashes of a shard's windows to `path`, atomically. Raises UserError."""
-    schema = WINDOWS.with_metadata({METADATA: _key(settings).encode()})
-    with parquet(path, schema, **HASHES) as writer:
+    with parquet(path, WINDOWS, **HASHES) as writer:
         rows: list[dict[str, Any]] = []
         size = 0
         for number, document in enumerate(documents):
@@ -57,10 +54,10 @@ def write_windows(documents: Iterable[Document], path: Path, settings: Substring
                 rows.append({"row": number, "id": document.id, "priority": priority(document), "first": first, "windows": some})
                 size += len(some) + ROW
                 if size > AT_ONCE:
-                    writer.write_table(_table(rows, schema))
+                    writer.write_table(_table(rows))
                     rows, size = [], 0
         if rows:
-            writer.write_table(_table(rows, schema))
+            writer.write_table(_table(rows))
 
 
 def find_runs(
@@ -71,13 +68,15 @@ def find_runs(
     for temporary files, several times as large as the files of windows. Raises UserError.
     """
     with Database(work, memory_mb, threads) as database:
-        _number(database, files, settings)
+        _number(database, files)
         database.run("CREATE TABLE windows (hash UBIGINT, place UBIGINT)")
-        for hashes, places in _places(database, files, settings):
+        for hashes, places in _places(database, files):
             database.insert("windows", {"hash": hashes, "place": places})
-        database.run("CREATE TABLE later (first UBIGINT, last UBIGINT)")
-        for firsts, ends in _later(database, settings.min_words):
-            database.insert("later", {"first": firsts, "last": ends})
+        size = settings.min_words
+        database.run(  # words of windows that are not the first of their hash, but for those shared with a first one that they overlap
+            f"CREATE TABLE later AS SELECT greatest(place, head + {size}) AS first, place + {size} AS last FROM windows "  # noqa: S608
+            "JOIN (SELECT hash, min(place) AS head FROM windows GROUP BY hash HAVING count(*) > 1) USING (hash) WHERE place <> head"
+        )
         database.run("DROP TABLE windows")
         database.run("CREATE TABLE runs (node BIGINT, first BIGINT, last BIGINT)")
         for firsts, ends in _joined(database):
@@ -102,10 +101,6 @@ def cut(text: str, firsts: Sequence[int], ends: Sequence[int]) -> tuple[str, str
     return "".join([*pieces, text[done:]]), text[bounds[firsts[0]] : bounds[ends[0]]]
 
 
-def _key(settings: SubstringSettings) -> str:
-    return json.dumps({"format": FORMAT, "min_words": settings.min_words})
-
-
 def window_hashes(text: str, size: int) -> np.ndarray:
     """Hashes of all runs of `size` words."""
     found, words = [np.zeros(0, np.uint64)], np.zeros(0, np.uint64)
@@ -115,17 +110,16 @@ def window_hashes(text: str, size: int) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _table(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
-    columns = [pa.array([row[name] for row in rows], schema.field(name).type) for name in ("row", "id", "priority", "first")]
-    windows = lists([row["windows"] for row in rows], np.uint64)
-    return pa.Table.from_arrays([*columns, windows.cast(schema.field("windows").type)], schema=schema)
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    columns = [pa.array([row[name] for row in rows], WINDOWS.field(name).type) for name in ("row", "id", "priority", "first")]
+    return pa.Table.from_arrays([*columns, lists([row["windows"] for row in rows], np.uint64)], schema=WINDOWS)
 
 
-def _number(database: Database, files: Sequence[Path], settings: SubstringSettings) -> None:
+def _number(database: Database, files: Sequence[Path]) -> None:
     """Table `ranked`: node (0, 1, ... in keep order), shard, row, id."""
     database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, priority BIGINT)")
     for shard, path in enumerate(files):
-        for table in row_groups(path, METADATA, _key(settings), ["row", "id", "priority", "first"]):
+        for table in row_groups(path, ["row", "id", "priority", "first"]):
             begins = table.filter(pc.equal(table["first"], 0)).drop_columns(["first"])
             database.insert("documents", begins.add_column(0, "shard", pa.array(np.full(len(begins), shard))))
     ordered = "SELECT shard, row, id FROM documents ORDER BY priority DESC, id"
@@ -133,13 +127,13 @@ def _number(database: Database, files: Sequence[Path], settings: SubstringSettin
     database.run("DROP TABLE documents")
 
 
-def _places(database: Database, files: Sequence[Path], settings: SubstringSettings) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _places(database: Database, files: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Hash and place of each window."""
     nodes = (array.astype(np.uint64) for (array,) in database.arrays("SELECT node FROM ranked ORDER BY shard, row"))
     held = np.zeros(0, np.uint64)  # nodes that were read, from row `at` of the file on
     for path in files:
         at, has_rows = 0, False
-        for table in row_groups(path, METADATA, _key(settings), ["row", "first", "windows"]):
+        for table in row_groups(path, ["row", "first", "windows"]):
             rows, first, lists = table["row"].to_numpy(), table["first"].to_numpy(), table["windows"].combine_chunks()
             while at + len(held) <= rows[-1]:
                 held = np.concatenate((held, next(nodes)))
@@ -148,22 +142,6 @@ def _places(database: Database, files: Sequence[Path], settings: SubstringSettin
             yield lists.values.to_numpy(), (np.repeat(held[rows - at], counts) << SHIFT) | words.astype(np.uint64)
             held, at, has_rows = held[rows[-1] - at :], int(rows[-1]), True
         held = held[1:] if has_rows else held
-
-
-def _later(database: Database, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Words, from a place to before another, of windows that are not the first of their hash."""
-    last = np.zeros(2, np.uint64)  # hash before, and its first place
-    known = False
-    for hashes, places in database.arrays("SELECT hash, place FROM windows ORDER BY hash, place"):
-        new = np.empty(len(hashes), bool)
-        new[1:] = hashes[1:] != hashes[:-1]
-        new[0] = not known or hashes[0] != last[0]
-        heads = np.maximum.accumulate(np.where(new, np.arange(len(hashes)), -1))
-        first = np.where(heads < 0, last[1], places[heads])
-        last, known = np.array([hashes[-1], first[-1]]), True
-        first, place = first[~new], places[~new]
-        overlap = (first >> SHIFT == place >> SHIFT) & (first + np.uint64(size) > place)
-        yield np.where(overlap, first + np.uint64(size), place), place + np.uint64(size)
 
 
 def _joined(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:

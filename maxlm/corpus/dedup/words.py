@@ -1,9 +1,10 @@
 """Normalised words and their hashes, for many texts at once.
 
-The rule, which FORMAT numbers: NFC; simple case folding (one character to one character); each run of separators (punctuation, spaces,
-controls, format characters) is one space, and none at the ends (a text of separators alone is compared as it is); a word is what lies
-between spaces, and each symbol, emoji and character of a script without spaces (Han, kana, Thai ...) is a word by itself. Character classes
-are Unicode 14.0's whatever the version of Python; NFC and case folding of assigned characters never change (Unicode stability policy).
+The rule (a change of it raises `engine.FORMAT`): NFC; simple case folding (one character to one character); each run of separators
+(punctuation, spaces, controls, format characters) is one space, and none at the ends (a text of separators alone is compared as it
+is); a word is what lies between spaces, and each symbol, emoji and character of a script without spaces (Han, kana, Thai ...) is a word by
+itself. Character classes are Unicode 14.0's whatever the version of Python; NFC and case folding of assigned characters never change
+(Unicode stability policy).
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Parquet files that are there whole or not at all and say what they were made with."""
+"""Parquet files that are there whole or not at all, and the keep order of documents."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,16 +55,10 @@ def parquet(path: Path, schema: pa.Schema, **options: Any) -> Iterator[pq.Parque
         raise as_user_error(error) from error
 
 
-def row_groups(path: Path, name: bytes, made_with: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """Row groups of a file with `made_with` under `name` in its schema. Raises UserError: it says otherwise, or is damaged."""
+def row_groups(path: Path, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    """Row groups of a file that `parquet` wrote. Raises UserError: it is missing or damaged."""
     try:
         with pq.ParquetFile(path) as file:
-            stored = (file.schema_arrow.metadata or {}).get(name, b"").decode(errors="replace")
-            if stored != made_with:
-                raise UserError(
-                    f"{shorten(str(path))}: made with {stored or 'another program'}, and the settings are {made_with}: "
-                    "use the same settings, or make the file again."
-                )
             for group in range(file.num_row_groups):
                 yield file.read_row_group(group, columns=columns, use_threads=False)
     except OSError as error:
