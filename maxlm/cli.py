@@ -587,15 +587,14 @@ def bench_comm_(
 ) -> None:
     """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links; or links during training."""
     from maxlm.cluster.environment import split_arguments
-    from maxlm.diagnostics.comm import sizes
-    from maxlm.diagnostics.comm.arguments import check_options
+    from maxlm.diagnostics.comm.arguments import LARGEST, check_options, choose_operations, size_range
 
     cluster, rest = split_arguments(arguments or [])
     check_options({name for name in context.params if _is_given(context, name)}, during_training=during_training)
     _split_cpu(devices)
     if during_training:
         raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
-    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest or sizes.LARGEST)
+    operations, byte_sizes = choose_operations(operation or []), size_range(smallest, largest or LARGEST)
     from maxlm.cost.mesh_links import bus_limit
     from maxlm.diagnostics.comm.bench_command import Request, bench_comm
 

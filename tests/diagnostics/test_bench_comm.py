@@ -14,7 +14,7 @@ from small_run import command, environment, free_port
 
 from maxlm.config.errors import UserError
 from maxlm.cost.mesh_links import bus_limit
-from maxlm.diagnostics.comm import bench_command, measure as measuring, sizes
+from maxlm.diagnostics.comm import arguments as sizes, bench_command, measure as measuring
 from maxlm.diagnostics.comm.bench_command import Request, plot
 from maxlm.diagnostics.comm.measure import OPERATIONS, Row, actual, fitting_sizes, free_host_memory, looped, make_input, measure
 from maxlm.hardware.chips import chip_of

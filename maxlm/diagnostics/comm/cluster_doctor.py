@@ -20,6 +20,7 @@ from maxlm.cluster import agree, cluster
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.environment import process_label
 from maxlm.config.errors import UserError
+from maxlm.diagnostics.comm.arguments import format_seconds, format_size
 from maxlm.diagnostics.comm.measure import (
     OPERATIONS,
     RUN_SECONDS,
@@ -31,7 +32,6 @@ from maxlm.diagnostics.comm.measure import (
     timed_loop,
     times_by_process,
 )
-from maxlm.diagnostics.comm.sizes import format_seconds, format_size
 from maxlm.diagnostics.doctor import Finding, Report, as_text
 from maxlm.run.jax_setup import enable_compilation_cache, select_platform
 

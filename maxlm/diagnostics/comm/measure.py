@@ -112,6 +112,7 @@ class Row:
 
     @property
     def algorithm_bytes_per_s(self) -> float:
+        """Bytes of the buffer a second."""
         return self.bytes / self.seconds
 
     @property
