@@ -18,7 +18,7 @@ from maxlm.config import UserError
 from maxlm.config.axes import BATCH_AXES
 from maxlm.config.capability import FLOAT32, State
 from maxlm.config.fields import Section
-from maxlm.config.layer_parts import layer_parts
+from maxlm.config.layer_parts import layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.table import state
 from maxlm.config.transient import is_out_of_memory
@@ -28,7 +28,6 @@ from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters
 from maxlm.models.counts import count_matrices
-from maxlm.models.stack import mixer_class
 from maxlm.objectives import ArraySpec, build_objective
 from maxlm.training.optimizer import RULES
 

@@ -1,4 +1,4 @@
-"""Every matrix of a model is multiplied in `maxlm.models.linear`: that module alone decides how."""
+"""Every matrix of a model is multiplied in `maxlm.models.layers`: that module alone decides how."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from tiny import tiny_program
 
 from maxlm import kernels
 from maxlm.config.schema import ModelConfig
-from maxlm.models import BlockContext, abstract_parameters, bind, linear
+from maxlm.models import BlockContext, abstract_parameters, bind, layers
 
 SHAPE = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 48}
 MOE = {"n_experts": 4, "top_k": 2, "d_ff": 24, "n_shared": 1}
@@ -39,7 +39,7 @@ def test_every_matrix_is_multiplied_there(model, monkeypatch):
         return grouped(x, w_KG, sizes, transposed=transposed)
 
     grouped = kernels.grouped_matmul
-    monkeypatch.setattr(linear, "_einsum", einsum)
+    monkeypatch.setattr(layers, "_einsum", einsum)
     monkeypatch.setattr(kernels, "grouped_matmul", grouped_matmul)
     jax.eval_shape(lambda params, *batch: bind(config, params)(*batch).x_BSD, abstract_parameters(config), ids, ids, ids)
     blocks = abstract_parameters(config)["layers"]
@@ -80,13 +80,13 @@ def test_a_forward_pass_has_the_form_of_mask_that_it_is_given(form):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_every_matmul_is_traced_with_the_precision_of_the_config(stages, monkeypatch):
     """In the forward pass and in each stage of a pipeline."""
-    seen, einsum = [], linear._einsum
+    seen, einsum = [], layers._einsum
 
     def recorded(context, *args, **options):
         seen.append(context.precision)
         return einsum(context, *args, **options)
 
-    monkeypatch.setattr(linear, "_einsum", recorded)
+    monkeypatch.setattr(layers, "_einsum", recorded)
     program = tiny_program(stages, mesh={"stage": stages, "fsdp": 1}, train={"microbatches": stages})
     program.lower()
     assert len(seen) >= 7 and {settings.compute for settings in seen} == {"float32"}, "bfloat16 is the default"
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(axes):
     x, w, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(4, 1024, 8), (8, 16), (4, 1024, 16)]))
 
     def ours(x, w, bias):
-        return linear.linear(
+        return layers.linear(
             BlockContext({}, jnp.ones(x.shape[:2], jnp.int32)), "BSD,DF->BSF", x, w, nnx.Param(bias), reads=axes, writes=axes
         )
 
