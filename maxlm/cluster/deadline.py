@@ -102,8 +102,8 @@ def start() -> None:
             os.close(end)
     os.set_blocking(signals_write, False)
     faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True, chain=False)
-    for number in (ExitCode.STOPPED, ExitCode.HUNG):  # C's `_exit` ends the process at once, with the number of the signal as its exit code
-        set_c_handler(number, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
+    for code in (ExitCode.STOPPED, ExitCode.HUNG):  # C's `_exit` ends the process at once, with the number of the signal as its exit code
+        set_c_handler(code, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
     _monitor = (pid, signals_write)
     signal.set_wakeup_fd(signals_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
