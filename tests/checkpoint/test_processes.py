@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import jax
 import jax.numpy as jnp
 import pytest
@@ -79,7 +80,7 @@ def run(task: str, directory: Path, fsdp: int = 8, program: str = PROGRAM) -> li
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", program, address, str(rank), task, str(directory), str(fsdp)],
             env=environment(4),
             stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import fork_server
 import pytest
 from small_run import command, environment, finish, free_port, make_workspace, start
 
@@ -41,8 +42,8 @@ def both(folder, *changes, elsewhere=None, under=(), **environ):
     train = command("train", "small.yml", *SETTINGS, *place)
     how = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return (
-        subprocess.Popen([*train, "process_id=0"], cwd=folder, env=environment(), **how),
-        subprocess.Popen([*under, *train, "process_id=1", *changes], cwd=elsewhere or folder, env=environment(**environ), **how),
+        fork_server.Popen([*train, "process_id=0"], cwd=folder, env=environment(), **how),
+        fork_server.Popen([*under, *train, "process_id=1", *changes], cwd=elsewhere or folder, env=environment(**environ), **how),
     )
 
 

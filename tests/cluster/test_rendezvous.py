@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 from small_run import environment, free_port
 
@@ -65,7 +66,7 @@ def start():
     def go(process, count, then="stay", seconds=20, told=None, secret=SECRET, port=own, **extra):
         program = [sys.executable, "-c", PROGRAM, *map(str, (port, told or count, process, seconds, then))]
         how = {message_socket.SECRET: secret, **extra}
-        started.append(subprocess.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        started.append(fork_server.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
     go.port = own
@@ -168,7 +169,7 @@ def test_more_processes_than_files_are_allowed(hard, code):
     """A thousand hosts exceed the usual limit of 1,024: it is raised, or the error names it."""
     port, count = free_port(), 26
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, {hard}))\n" + PROGRAM
-    first = subprocess.Popen(
+    first = fork_server.Popen(
         [sys.executable, "-c", limited, *map(str, (port, count, 0, 60, 0.1))],
         env=environment(**{message_socket.SECRET: SECRET}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

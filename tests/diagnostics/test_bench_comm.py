@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from types import SimpleNamespace
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -207,7 +208,7 @@ def test_processes_of_one_host_are_within_it():
 
 
 def bench(*arguments, devices=4, **extra):
-    return subprocess.run(
+    return fork_server.run(
         command("bench-comm", *arguments), env=environment(devices, **extra), capture_output=True, text=True, check=False, timeout=180
     )
 
@@ -233,7 +234,7 @@ def test_two_processes_print_one_json_object_of_the_slower_one():
     place = (f"coordinator=localhost:{free_port()}", "process_count=2")
     asked = ("--json", "--largest", "1KB", "--operation", "permute", "--operation", "all-reduce")
     processes = [
-        subprocess.Popen(
+        fork_server.Popen(
             command("bench-comm", *asked, *place, f"process_id={number}"),
             env=environment(2),
             stdout=subprocess.PIPE,

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from contextlib import contextmanager
 
+import fork_server
 import pytest
 from hosts import Hosts, can_make_hosts
 from small_run import command, environment, free_port
@@ -19,7 +20,7 @@ def begin(number, count, address, devices=1, on=None):
     """Process `number` of `count`; `on`: (hosts, the name of one), else this machine."""
     doctor = command(*DOCTOR, f"coordinator={address}", f"process_count={count}", f"process_id={number}")
     how = {"env": environment(devices), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return on[0].start(on[1], doctor, **how) if on else subprocess.Popen(doctor, text=True, **how)
+    return on[0].start(on[1], doctor, **how) if on else fork_server.Popen(doctor, text=True, **how)
 
 
 def until(process, line):
@@ -154,5 +155,5 @@ def test_neighbours_are_of_different_hosts(names):
     ],
 )
 def test_what_makes_no_sense_is_one_line(arguments, said):
-    done = subprocess.run(command("doctor", *arguments), env=environment(), capture_output=True, text=True, check=False)
+    done = fork_server.run(command("doctor", *arguments), env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "") and said in done.stderr.splitlines()[-1]

@@ -1,10 +1,10 @@
 """The doctor finds what is there, names what is missing with the command that brings it, and survives what is broken."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from maxlm.cluster.accelerators import find_accelerators
@@ -180,7 +180,7 @@ def test_a_report_is_healthy_with_warnings():
 
 def test_on_this_machine_it_prints_one_json_object():
     """The real command, with the real devices: whatever it finds, stdout is JSON and nothing else."""
-    answer = subprocess.run([sys.executable, "-m", "maxlm", "doctor", "--json"], capture_output=True, text=True, check=False)
+    answer = fork_server.run([sys.executable, "-m", "maxlm", "doctor", "--json"], capture_output=True, text=True, check=False)
     report = json.loads(answer.stdout)
     assert answer.returncode == (0 if report["healthy"] else 2)
     assert report["platform"] == "cpu"

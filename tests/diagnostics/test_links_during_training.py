@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import jax
 import pytest
 from hosts import Hosts, can_make_hosts
@@ -102,7 +103,7 @@ def test_figures_are_printed_although_the_plot_cannot_be_written(tmp_path, capsy
 def test_gradients_between_two_hosts_are_counted(tmp_path):
     """Each sends every gradient once for an all-reduce of two, in float32, behind a link of 200 Mbit/s."""
     make_workspace(tmp_path)
-    subprocess.run(command("data", "prepare", "small.yml"), cwd=tmp_path, env=environment(1), check=True)
+    fork_server.run(command("data", "prepare", "small.yml"), cwd=tmp_path, env=environment(1), check=True)
     settings = ("small.yml", "mesh.data=2", "model.d_model=256", "model.d_ff=1024", "--steps", "8", "--json")
     with Hosts(tmp_path, 2) as hosts:
         for name in hosts.names:

@@ -3,9 +3,9 @@
 import gzip
 import hashlib
 import json
-import subprocess
 from types import SimpleNamespace
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from maxlm.telemetry.profile import TRACE
 
 
 def profile(folder, *arguments, code=0):
-    answer = subprocess.run(
+    answer = fork_server.run(
         command("profile", *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert answer.returncode == code, answer.stdout + answer.stderr

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import fork_server
 import pytest
 from small_run import checkpoint_steps, environment, events, finish, free_port, make_workspace, metrics
 
@@ -42,7 +43,7 @@ def workspace(tmp_path):
 def start(folder, hang, marker, *settings):
     """A supervised run that hangs once, unless `marker` is "never"."""
     run = [sys.executable, "-c", PROGRAM.format(hang=hang), marker, "train", "small.yml", *LIMITS, *settings]
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, "-c", SUPERVISED, *run], cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ file.wait(file.write(0, Buffer(2**20).view))
 print(os.listdir({str(tmp_path)!r}), flush=True)
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    done = fork_server.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), list(tmp_path.iterdir())) == (-signal.SIGKILL, "[]", [])
 
 

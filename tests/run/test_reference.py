@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -376,7 +376,7 @@ def workspaces(folder, *names, count=60):
         (own / "base.yml").write_text(CONFIG)
         beside = {"checkpoint": {"dir": str(folder / "checkpoints")}, "optimizer": {"warmup_steps": 1}}
         (own / "small.yml").write_text(json.dumps({"extends": "base.yml", **changed, **beside}))
-    prepared = subprocess.run(command("data", "prepare", "small.yml"), cwd=folders[0], env=environment(), capture_output=True, text=True)
+    prepared = fork_server.run(command("data", "prepare", "small.yml"), cwd=folders[0], env=environment(), capture_output=True, text=True)
     assert prepared.returncode == 0, prepared.stderr
     return folders
 

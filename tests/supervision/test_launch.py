@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 from small_run import command, environment, free_port
 
@@ -231,7 +232,7 @@ def test_a_host_that_waits_is_told_by_one_that_gives_up(tmp_path, number):
     program = "import sys\nfrom maxlm.supervision.launch import Supervisor\n"
     program += "sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
     runs = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", program, sys.executable, "-c", imports + script, *place, f"process_id={process}"],
             cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -315,7 +316,7 @@ def test_who_is_stopped_with_nothing_to_save_may_go_on(tmp_path, script, code):
 
 def test_from_the_command_line(tmp_path):
     """An error of the input is said once, by the command itself, and its exit code is handed on."""
-    answer = subprocess.run(
+    answer = fork_server.run(
         command("launch", "--restarts", "3", "--", "train", "no-such-config"),
         cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
