@@ -16,7 +16,6 @@ from maxlm.command_line import run_app
 from maxlm.config.errors import UserError, shorten
 
 if TYPE_CHECKING:
-    from maxlm.config.sections.train import WeightsKind
     from maxlm.hardware.prices import Term
 
 CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "resiliparse")  # of maxlm.corpus, some imported only when needed
@@ -56,10 +55,13 @@ Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help=
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def _weights(kind: str) -> "WeightsKind":
-    if kind not in ("raw", "ema"):
-        raise UserError(f"--weights {kind} is neither raw nor ema.")
-    return cast("WeightsKind", kind)
+def _weights(kind: str) -> str:
+    from maxlm.config.table import weights_kinds
+    from maxlm.hardware.topologies import either
+
+    if kind not in weights_kinds():
+        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
+    return kind
 
 
 def _say_version(wanted: bool) -> None:

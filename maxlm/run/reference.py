@@ -80,7 +80,7 @@ def _computed(
     """Log-probabilities of the first `batches` by the parameters of `start`, the same in every process."""
     evaluate = replace(program, objective=LogProbabilities(program.config)).evaluate
     rows, table = pipeline.in_order(), np.full((pipeline.n_documents, 2), np.nan, np.float32)
-    state = program.readable(start.state)
+    state = program.placement.readable(start.state)
     waiting: list[tuple[int, Any]] = []
     damaged, said = 0, time.monotonic()
     doing = f"computing the reference's log-probabilities of {name} pairs"

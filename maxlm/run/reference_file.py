@@ -24,8 +24,7 @@ from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.data.manifest import fingerprint
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.run_dir import unwritable
-from maxlm.training.saved_run import AVERAGE, open_run
-from maxlm.training.schedule_free import ROOT as Z_ROOT
+from maxlm.training.saved_run import open_run
 
 FILE = "reference.npz"
 _ABOUT = "about"
@@ -69,12 +68,11 @@ def source_now(named: StartFromConfig, step: int | None) -> Source:
         checkpoints = saved.checkpoints
         step = max(saved.steps(), default=None) if step is None else step
         leaves = {} if step is None else manifest.read(checkpoints.directory / str(step)).leaves
+        read = saved.sources(named.weights)
     except Exception as error:  # any: damage and remote storage raise many kinds, and the source is not needed
         _log.info("the reference's source %s cannot be read: %s", path, first_line(error))
-        leaves = {}
-    roots = (AVERAGE,) if named.weights == "ema" else (("params",), Z_ROOT)  # with schedule-free AdamW both points count
-    read = tuple(".".join((*root, "")) for root in (*roots, ("model_state",)))
-    digests = {name: leaf.digest for name, leaf in leaves.items() if name.startswith(read)}
+        leaves, read = {}, set()
+    digests = {name: leaf.digest for name, leaf in leaves.items() if name in read or name.startswith("model_state.")}
     return Source(path, step, named.weights, fingerprint(digests) if digests else None)
 
 

@@ -22,6 +22,7 @@ from maxlm.config import Config, UserError
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import saved_text
+from maxlm.config.table import build, implementations
 from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.hardware.chips import PEAK_NAMES
@@ -37,8 +38,6 @@ from maxlm.run.resume_checks import changed_settings
 from maxlm.supervision.launch import NO_RESTART
 from maxlm.supervision.watchdog import Watchdog
 from maxlm.telemetry import predicted
-from maxlm.telemetry.alert_delivery import check_alerts
-from maxlm.telemetry.alerts import AlertObserver
 from maxlm.telemetry.bill import JOULES_PER_TOKEN, Bill, Totals, rates_of, spent_before
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.console import ConsoleObserver
@@ -59,7 +58,6 @@ from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.unhealthy_hosts import to_replace
-from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb
 from maxlm.training import findings, fits
 from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
@@ -102,10 +100,9 @@ def run_training(
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
-    if config.wandb is not None:
-        check_wandb(config.wandb.project)
+    for observer, section in implementations(config, "observers"):
+        observer.check(section)
     if config.run.alerts is not None:
-        check_alerts(config.run.alerts)
         progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()
     say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
@@ -187,11 +184,8 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
         active.append(FileObserver(directory))
         if config.run.tensorboard:
             active.append(TensorBoardObserver(directory))
-        if config.run.alerts is not None:
-            ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
-            active.append(AlertObserver(config.run.alerts, directory, report=lambda event: observers.on_event(event), ended=ended))
-        if config.wandb is not None:
-            active.append(WandbObserver(config.wandb.project, directory, config.model_dump(mode="json")))
+        given = {"directory": directory, "settings": config.model_dump(mode="json"), "report": lambda event: observers.on_event(event)}
+        active += build(config, "observers", **given, ended=lambda cause: progress_file.record(alerted=cause))
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers
@@ -310,7 +304,7 @@ def _record_start(run: OpenRun) -> Start:
     directory.write_config(saved_text(config))
     if directory.primary:
         goes_on = start.restored is not None and not start.branched
-        source = source_tokenizer(config)
+        source = source_tokenizer(config.train)
         turns = turn_ends(config.data.stores)
         copy_tokenizer(config.data.stores[0], directory.path / TOKENIZER, source, goes_on=goes_on, turns=turns)
         copy_published(source and source.parent, directory.path, goes_on=goes_on)

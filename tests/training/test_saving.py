@@ -53,7 +53,7 @@ class Data(NumberedData):
 class Script:
     """A program whose update n has the loss `loss(n)` and sets the parameter to `parameter(n)`."""
 
-    mesh, batch_sharding, metrics, layer_probe = MESH, None, (), None
+    mesh, batch_sharding, metrics, probes = MESH, None, (), ()
 
     def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
         self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})
@@ -75,6 +75,7 @@ class Script:
         return state
 
     readable = evaluated = adopt
+    placement = property(lambda self: self)
 
     def step(self, state, n):
         loss = self._loss(n)
