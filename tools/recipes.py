@@ -33,7 +33,7 @@ from maxlm.hardware.prices import LIST_PRICES  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
 from maxlm.planning.run_cost import Wanted, run_cost  # noqa: E402
-from maxlm.runtime.consistency import code_digest  # noqa: E402
+from maxlm.run.consistency import code_digest  # noqa: E402
 from maxlm.telemetry.atomic import write_text  # noqa: E402
 from maxlm.telemetry.formatting import count, duration, money  # noqa: E402
 
@@ -177,7 +177,7 @@ def _times(config: Config, step_s: float, exposed_s: float | None, size: str) ->
     low, high = scale.correction.range
     basis = f" ({scale.correction.basis})" if scale.correction.basis else ""
     wanted = Wanted(LIST_PRICES)
-    cost = run_cost(topology, config, scale.seconds(step_s), scale.expected_s(step_s), wanted)
+    cost = run_cost(topology, config.memory_checkpoints, scale.seconds(step_s), scale.expected_s(step_s), wanted)
     yield f"{duration(step_s)}"
     yield f"{duration(low * step_s)} to {duration(high * step_s)}{basis}"
     yield count(config.tokens_per_step / step_s / topology.chips)

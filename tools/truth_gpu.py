@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 
 from maxlm.config import load, rules
 from maxlm.planning.analytic import Estimate
-from maxlm.planning.layouts import layout_of
+from maxlm.planning.layouts import LayoutSpace
 from maxlm.planning.plan import analytic_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -63,7 +63,12 @@ def _row(name: str, entry: Mapping[str, Any], groups: Mapping[str, list[str]]) -
     model = analytic_model(config, topology, flash=True)
     published_s = entry.get("step_s") or config.tokens_per_step / (entry["tokens_per_s"] * topology.devices)
     return Row(
-        name, topology.name, published_s, model.estimate(layout_of(config, topology.devices)), entry["source"], entry.get("note", "")
+        name,
+        topology.name,
+        published_s,
+        model.estimate(LayoutSpace(config, topology.devices).own()),
+        entry["source"],
+        entry.get("note", ""),
     )
 
 

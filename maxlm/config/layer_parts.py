@@ -4,9 +4,10 @@ A new part is a file under `maxlm/models` and its line in one of these tables. `
 `+` and the name of a memory. Residual rules are the values of `model.norm_position`, and `model.moe` chooses the feed-forward part.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-_ATTENTION, _ADDITIVE = "maxlm.models.mixers.attention:Attention", "maxlm.models.residual.additive:Additive"
+_ATTENTION, _ADDITIVE = "maxlm.models.mixers.attention:Attention", "maxlm.models.decoder:Additive"
 MIXERS = {
     "global": _ATTENTION,
     "local": _ATTENTION,  # over a window of `model.window` tokens
@@ -41,7 +42,18 @@ def layer_parts(model: Any, depth: int) -> LayerParts:
     return LayerParts(mixer, "dense" if model.moe is None or depth < model.n_dense else "experts", memory)
 
 
-def mixer_path(model: Any, name: str) -> str:
-    """`module:class` of the mixer of this name in the layer pattern of a `ModelConfig`."""
+def mixers_of(model: Any) -> tuple[str, ...]:
+    """The mixers' names in the layer pattern, each once."""
+    return tuple(dict.fromkeys(layer_parts(model, depth).mixer for depth in range(len(model.layer_pattern))))
+
+
+def mixer_class(model: Any, name: str) -> Any:
+    """The class of the mixer of this name in the layer pattern of a `ModelConfig`."""
     replaced = [by[name] for section, by in BY_SECTION.items() if getattr(model, section) is not None and name in by]
-    return MIXERS[replaced[0] if replaced else name]
+    return load_part(MIXERS[replaced[0] if replaced else name])
+
+
+def load_part(path: str) -> Any:
+    """The class at a path of `layer_parts`, `module:class`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

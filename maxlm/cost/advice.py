@@ -10,7 +10,8 @@ from typing import Any
 from maxlm.compiler.aot import CompiledStep
 from maxlm.config import rules
 from maxlm.config.errors import ConfigError, UserError, show
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.memory import MemoryConfig
 from maxlm.cost.network import AxisLinks
 from maxlm.cost.step_cost import StepCost, Traffic, unknown_loops_line
 from maxlm.cost.verify import Compiler
@@ -68,7 +69,7 @@ def ways_to_fit(config: Config, topology: Topology, sizes: Mapping[str, int], sh
     suggestions: list[Suggestion] = []
     tried, started = 0, time.monotonic()
     with contextlib.suppress(KeyboardInterrupt), Compiler(machine_code=False) as compiler:
-        for settings in _candidates(config, sizes):
+        for settings in _candidates(config.model_dump(), sizes):
             if len(suggestions) == WANTED or tried == MOST_COMPILES or time.monotonic() - started > PATIENCE_S:
                 break
             candidate = changed(config, settings)
@@ -100,27 +101,27 @@ def _is_more(settings: Settings, enough: Settings) -> bool:
     return all(map(as_strong, enough))
 
 
-def _candidates(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Settings to try, each once, without those that the config has already."""
-    now, seen = config.model_dump(), []
-    for settings in _changes(config, sizes):
+def _candidates(now: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Settings to try, each once, without those of the config `now`."""
+    seen: list[dict[str, Any]] = []
+    for settings in _changes(now["train"], now["memory"]["remat"], sizes):
         new = {key: value for key, value in settings.items() if now[key.partition(".")[0]][key.partition(".")[2]] != value}
         if new and new not in seen:
             seen.append(new)
             yield new
 
 
-def _changes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _changes(train: Mapping[str, Any], remat: str | tuple[str, ...], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """One change at a time, the mildest first; then two; then three."""
-    batch, microbatches = config.train.global_batch, config.train.microbatches
+    batch, microbatches = train["global_batch"], train["microbatches"]
     full: dict[str, Any] = {"memory.remat": "full", "memory.offload": ()}
     offload = {"memory.remat": "full", "memory.offload": ("layer_input",)}
     state = {"memory.offload_state": {"optimizer": "host", "master": "host"}}
-    dots = [{"memory.remat": "dots", "memory.offload": ()}] if config.memory.remat == "none" else []
+    dots = [{"memory.remat": "dots", "memory.offload": ()}] if remat == "none" else []
     parts = [{"train.microbatches": microbatches * factor} for factor in (2, 4, 8, 16)]
     fewer = [{"train.global_batch": batch // factor} for factor in (2, 4, 8) if batch % factor == 0]
     shard = _more_sharding(sizes)
-    yield from (*dots, full, *parts[:2], {"train.loss_chunks": config.train.loss_chunks * 4}, offload, state, *shard[:1], *fewer[:1])
+    yield from (*dots, full, *parts[:2], {"train.loss_chunks": train["loss_chunks"] * 4}, offload, state, *shard[:1], *fewer[:1])
     for first, second in (([full], parts), ([offload], [state]), ([offload], parts), (shard, [full]), ([full], fewer), (shard, parts)):
         yield from ({**one, **other} for one in first for other in second)
     yield from ({**one, **other, **offload} for one in shard for other in parts)
@@ -145,11 +146,11 @@ def remarks(
     return [
         *filter(None, [unknown_loops_line(cost.unknown_loops)]),
         *_not_calibrated(topology),
-        *_off_tile(config, topology, sizes),
-        *_small_batch(config, topology, sizes, links),
+        *_off_tile(config.model, topology, sizes),
+        *_small_batch(config.tokens_per_step, config.train.microbatches, topology, sizes, links),
         *_exposed(cost),
         *_surprises(cost),
-        *_spare(config, step),
+        *_spare(config.memory, config.train.microbatches, (step.available - step.needed) / step.available),
         *_uncharged(cost),
     ]
 
@@ -164,11 +165,10 @@ def _not_calibrated(topology: Topology) -> Iterator[str]:
         )
 
 
-def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> Iterator[str]:
+def _off_tile(model: ModelConfig, topology: Topology, sizes: Mapping[str, int]) -> Iterator[str]:
     if not topology.is_tpu:  # tensor cores take any width that is not tiny
         return
-    model, tensor = config.model, sizes["tensor"]
-    tile = topology.chip.matrix_unit
+    tensor, tile = sizes["tensor"], topology.chip.matrix_unit
     dims = {
         "model.d_model": (model.d_model, 1),
         "model.d_ff": (model.d_ff, tensor),
@@ -187,7 +187,9 @@ def _off_tile(config: Config, topology: Topology, sizes: Mapping[str, int]) -> I
             yield f"{name} = {size}{over} is no multiple of {unit}: {whom} fill {share:.0%} of it."
 
 
-def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], links: Mapping[str, AxisLinks]) -> Iterator[str]:
+def _small_batch(
+    step_tokens: int, microbatches: int, topology: Topology, sizes: Mapping[str, int], links: Mapping[str, AxisLinks]
+) -> Iterator[str]:
     """FSDP hides its gathers when a chip computes on enough tokens (scaling-book, part 5): FLOP/s over the bytes/s of the links."""
     if sizes["fsdp"] == 1:
         return
@@ -198,9 +200,9 @@ def _small_batch(config: Config, topology: Topology, sizes: Mapping[str, int], l
         speed = min(speed, chip.dcn_bytes_per_s_per_device * sizes["fsdp"] / link.slices)
     needed = chip.peak_bf16_flops_per_device / speed
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"] * sizes["tensor"]
-    tokens = config.tokens_per_step / config.train.microbatches / shards
+    tokens = step_tokens / microbatches / shards
     if tokens < needed:
-        parts, fewer = (" of a microbatch", "microbatches or ") if config.train.microbatches > 1 else ("", "")
+        parts, fewer = (" of a microbatch", "microbatches or ") if microbatches > 1 else ("", "")
         yield (
             f"{tokens:,.0f} tokens{parts} a {vocabulary(chip).chip} are too few to hide gathers over mesh.fsdp = {sizes['fsdp']}: about "
             f"{math.ceil(needed / 100) * 100:,} would; raise train.global_batch, or use fewer {fewer}fsdp shards."
@@ -268,16 +270,15 @@ def surprise(traffic: Traffic) -> str:
     return ""
 
 
-def _spare(config: Config, step: CompiledStep) -> Iterator[str]:
-    free = (step.available - step.needed) / step.available
+def _spare(memory: MemoryConfig, microbatches: int, free: float) -> Iterator[str]:
     if free < SPARE:
         return
-    if config.train.microbatches > 1:
-        yield f"{free:.0%} of HBM is free: train.microbatches = {config.train.microbatches} may be too many."
-    elif config.memory.remat == "full":
+    if microbatches > 1:
+        yield f"{free:.0%} of HBM is free: train.microbatches = {microbatches} may be too many."
+    elif memory.remat == "full":
         yield f"{free:.0%} of HBM is free: memory.remat = full recomputes what could be kept; try memory.remat=[attention] or more names."
-    elif config.memory.offload:
-        yield f"{free:.0%} of HBM is free: memory.offload = {show(list(config.memory.offload))} may not be needed."
+    elif memory.offload:
+        yield f"{free:.0%} of HBM is free: memory.offload = {show(list(memory.offload))} may not be needed."
 
 
 def _uncharged(cost: StepCost) -> Iterator[str]:

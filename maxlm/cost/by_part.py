@@ -22,7 +22,7 @@ def predict(config: Config, text: str) -> tuple[Predicted | None, str]:
     if not text:
         return None, "No prediction: the step of this run is not one program."
     try:
-        topology = of_config(config, rules.topology_of(config))
+        topology = of_config(config.cost, rules.topology_of(config))
         cost = estimate(read(text), topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)
     except UserError as error:
         return None, f"No prediction: {error}"

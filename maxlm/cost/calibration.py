@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.paths import read_file
-from maxlm.config.schema import Config
+from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import Achieved
 from maxlm.hardware.cpu_speeds import CpuSpeeds, Rate
 from maxlm.hardware.topologies import Topology
@@ -70,9 +70,9 @@ def read(path: Path, asked_by: str = OPTION) -> Calibration:
         ) from None
 
 
-def of_config(config: Config, topology: Topology) -> Topology:
+def of_config(cost: CostConfig | None, topology: Topology) -> Topology:
     """`topology`, its chip with the factors of `cost.calibration`, if any; TPUs have XLA's own times. Raises as `calibrated`."""
-    path = config.cost.calibration if config.cost is not None else None
+    path = cost.calibration if cost is not None else None
     return topology if path is None or topology.is_tpu else calibrated(topology, Path(path), FIELD)
 
 

@@ -36,7 +36,7 @@ def run(
     """
     loaded, machine = load_for_machine(name, overrides, topology, slices, assume=True)
     config = loaded.config
-    machine = calibration.of_config(config, machine)
+    machine = calibration.of_config(config.cost, machine)
     if assumptions := assumed.as_text(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
         sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
     if hlo_out is not None and not hlo_out.absolute().parent.is_dir():

@@ -15,7 +15,7 @@ from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprises
 from maxlm.cost.memory import MemoryPart, divide_memory
 from maxlm.cost.mesh_links import axis_links
-from maxlm.cost.model_shapes import parameter_leaves
+from maxlm.cost.model_shapes import ParameterLeaf, parameter_leaves
 from maxlm.cost.step_cost import StepCost, program_cost
 from maxlm.cost.verify import step_of
 from maxlm.hardware.chips import GIB, PEAK_NAMES, MatmulFormat
@@ -121,7 +121,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     """
     show_progress(f"compiling the training step of {config.run.name} for {topology.name}")
     program = build(config, topology)
-    step = step_of(config, program, topology, machine_code=machine_code)
+    step = step_of(program, topology, machine_code=machine_code)
     sizes = dict(program.mesh.shape)
     module = read(step.text) if step.fits else None
     cost, remarks, suggestions = None, [], []
@@ -131,7 +131,7 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
         remarks = advice.remarks(config, topology, sizes, axis_links(program.mesh, topology), step, cost)
         remarks += [row.problem for row in quantized_matmuls.check(config, module, sizes) if row.problem]
     else:
-        hopeless = too_small(config, topology, step.available)
+        hopeless = too_small(parameter_leaves(config), topology, step.available)
         remarks = [hopeless] if hopeless else []
         suggestions = [] if hopeless else advice.ways_to_fit(config, topology, sizes, show_progress)
     return Report(
@@ -148,11 +148,11 @@ def examine(config: Config, topology: Topology, show_progress: Callable[[str], N
     )
 
 
-def too_small(config: Config, topology: Topology, available: int) -> str:
-    """An error message if no mesh of this machine can hold the parameters and the optimizer of `config`, with `available` bytes of HBM on
-    each device, else empty.
+def too_small(leaves: Iterable[ParameterLeaf], topology: Topology, available: int) -> str:
+    """An error message if no mesh of this machine can hold the parameters and the optimizer, with `available` bytes of HBM on each device,
+    else empty.
     """
-    state = sum(leaf.held_bytes((None,), leaf.numbers) for leaf in parameter_leaves(config))
+    state = sum(leaf.held_bytes((None,), leaf.numbers) for leaf in leaves)
     least, room = state / topology.chips, available * topology.chip.devices_per_chip
     words = vocabulary(topology.chip)
     if least <= room:

@@ -34,7 +34,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     with progress() as show_progress:
         show_progress(f"compiling the training step of {config.run.name} for {machine.name}")
         program = build(config, machine)
-        step = step_of(config, program, machine)
+        step = step_of(program, machine)
     if not step.fits:
         raise UserError(f"the step does not fit {machine.name}: see `maxlm compile` of the same settings for what would.")
     network = program_network(program, machine)

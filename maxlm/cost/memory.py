@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from maxlm.compiler.aot import CompiledStep
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.cost.model_shapes import layers, rows_of
 from maxlm.hardware.chips import LANES
 from maxlm.hlo.liveness import Buffer, at_peak
@@ -67,7 +67,7 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
 
 
 def _masters(program: "Program") -> str:
-    difference = difference_dtype(program.config)
+    difference = difference_dtype(program.config.optimizer.state)
     return "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
 
 
@@ -124,7 +124,7 @@ class _BufferNames:
         self.hidden = _hidden(config.model, tensor)
         rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * expert)
         tokens = rows * (config.data.seq_len // mesh["context"])
-        self.kept = kept_sizes(config, tokens, tensor, expert)
+        self.kept = kept_sizes(config.model, config.memory.remat, tokens, tensor, expert)
         routed = rows_of(config.model, expert, tokens)
         self.rows = {count * config.model.d_model for count in (routed, tokens * expert if expert > 1 else 0) if count}
         self.routed = {routed, tokens * config.model.moe.n_experts} if config.model.moe is not None else set()
@@ -157,11 +157,11 @@ def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
     return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
 
 
-def kept_sizes(config: Config, tokens: int, tensor: int, expert: int = 1) -> dict[int, tuple[str, ...]]:
+def kept_sizes(model: ModelConfig, remat: str | Sequence[str], tokens: int, tensor: int, expert: int = 1) -> dict[int, tuple[str, ...]]:
     """Elements a layer -> names of the tensors of that size which the remat policy keeps, for `tokens` tokens a device."""
-    remat, rows = config.memory.remat, rows_of(config.model, expert, tokens)
+    rows = rows_of(model, expert, tokens)
     sizes: dict[int, tuple[str, ...]] = {}
-    for kind in layers(config.model):
+    for kind in layers(model):
         names = list(kind.widths) if remat in ("none", "dots") else ["layer_input", *(() if isinstance(remat, str) else remat)]
         for name in dict.fromkeys(names):
             tensor_sizes = [tokens * kind.widths[name] // tensor]  # between tensor-parallel regions the sequence is split over `tensor`

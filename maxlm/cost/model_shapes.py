@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from maxlm.config.axes import mesh_axes_of
-from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_path
+from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.mesh import AXES
 from maxlm.config.sections.offload_state import COPY
@@ -74,10 +74,10 @@ def layers(model: ModelConfig) -> tuple[LayerKind, ...]:
 
 def _alike(model: ModelConfig, depths: Iterable[int]) -> Iterable[Sequence[int]]:
     """`depths` in groups of layers whose parts are of the same classes."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for depth in depths:
         mixer, *others = layer_parts(model, depth)
-        groups.setdefault((mixer_path(model, mixer), *others), []).append(depth)
+        groups.setdefault((mixer_class(model, mixer), *others), []).append(depth)
     return groups.values()
 
 
@@ -162,20 +162,15 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
         split, scanned = tuple(itertools.chain(*mesh_axes_of(logical))), name.startswith(f"['{PATTERN[0]}']")
-        kept = _by_tier(config, moments[name], leaf.size, matrix=is_matrix(logical), scanned=scanned)
-        leaves.append(ParameterLeaf(leaf.size, kept, split, is_matrix(logical), scanned))
+        matrix, whole = is_matrix(logical), dict.fromkeys(AXES, 1)
+        kept, tiers = state(config, whole, moments[name], leaf.size, matrix=matrix), config.memory.offload_state
+        if HALVES in kept.entries and tiers is not None and tiers.weights is not None and scanned:
+            kept = kept.move(HALVES, tiers.weights)
+        held: Counter[str | None] = Counter()
+        for part, entry in kept.entries.items():
+            held[entry.tier] += entry.bytes * (part != COPY and (matrix or not entry.matrices))
+        leaves.append(ParameterLeaf(leaf.size, held, split, matrix, scanned))
     return tuple(leaves)
-
-
-def _by_tier(config: Config, moments: int, numbers: int, *, matrix: bool, scanned: bool) -> dict[str | None, int]:
-    """Bytes of the state of a parameter in each tier of memory."""
-    tiers, kept = config.memory.offload_state, state(config, dict.fromkeys(AXES, 1), moments, numbers, matrix=matrix)
-    if HALVES in kept.entries and tiers is not None and tiers.weights is not None and scanned:
-        kept = kept.move(HALVES, tiers.weights)
-    found: Counter[str | None] = Counter()
-    for name, entry in kept.entries.items():
-        found[entry.tier] += entry.bytes * (name != COPY and (matrix or not entry.matrices))
-    return found
 
 
 def _parameter(moment: str, names: Collection[str]) -> str:

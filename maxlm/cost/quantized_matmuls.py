@@ -121,16 +121,17 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Intended, ...]:
     """Every shape of quantized matmul of `config` on a mesh of `sizes`, with what the compiled `module` has. Of experts: all in one."""
-    quantization = quantization_of(config)
+    step = _Step(config, quantization_of(config), sizes)
+    quantization = step.quantization
     if not quantization.names:
         return ()
     shapes: dict[Sides, list[tuple[str, bool, float]]] = {}  # sides -> (matrix, quantized, FLOPs of a forward pass)
-    for sides, name, quantized, flops in _matmuls(config, quantization, sizes):
+    for sides, name, quantized, flops in step.matmuls():
         shapes.setdefault(sides, []).append((name, quantized, flops))
     found = _found(module)
     passes = 1 if quantization.formats[1] == "bf16" else 3
     needed = {sides: passes * sum(flops for _, quantized, flops in rows if quantized) for sides, rows in shapes.items()}
-    _count_as_parts(found, needed, _merges(config, quantization, sizes))
+    _count_as_parts(found, needed, step.merges())
     intended = []
     for sides, rows in shapes.items():
         if not any(quantized for _, quantized, _ in rows):
@@ -143,29 +144,49 @@ def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Int
     return tuple(intended)
 
 
-def _matmuls(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, str, bool, float]]:
-    """(sides, matrix, quantized, FLOPs of all forward passes of a step on a device) of every matmul of a layer; experts have no sides."""
-    rows = _rows(config, sizes)
-    for kind in model_shapes.layers(config.model):
-        for matmul in _as_computed(kind.matmuls):
-            wide_in, wide_out = matmul.local(sizes["tensor"])
-            sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
-            a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
-            inside = quantization.layers(kind, matmul)
-            for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
-                if layers:
-                    yield sides, matrix_of(matmul), low, layers * a_layer
-    width, vocab = config.model.d_model, config.model.vocab_size // (sizes["tensor"] * sizes["stage"])
-    if vocab <= MOST_SUMMED:  # a gradient of more is summed in parts
-        positions = rows // config.train.loss_chunks
-        heads = (1 + config.model.mtp_depth) * config.train.microbatches * config.train.loss_chunks
-        yield tuple(sorted((positions, width, vocab))), "unembedding", quantization.unembedding, 2.0 * heads * positions * width * vocab
+@dataclass(frozen=True)
+class _Step:
+    """Matmuls of a step of `config` on one device of a mesh of `sizes`, as its layers declare them."""
 
+    config: Config
+    quantization: Quantization
+    sizes: Mapping[str, int]
 
-def _rows(config: Config, sizes: Mapping[str, int]) -> int:
-    """Tokens of a microbatch on a device."""
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]
-    return config.tokens_per_step // config.train.microbatches // shards
+    @property
+    def rows(self) -> int:
+        """Tokens of a microbatch on a device."""
+        shards = math.prod(self.sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
+        return self.config.tokens_per_step // self.config.train.microbatches // shards
+
+    def matmuls(self) -> Iterator[tuple[Sides, str, bool, float]]:
+        """(sides, matrix, quantized, FLOPs of all forward passes of a step) of every matmul of a layer; experts have no sides."""
+        config, sizes, rows = self.config, self.sizes, self.rows
+        for kind in model_shapes.layers(config.model):
+            for matmul in _as_computed(kind.matmuls):
+                wide_in, wide_out = matmul.local(sizes["tensor"])
+                sides = () if matmul.experts else tuple(sorted((rows, wide_in, wide_out)))
+                a_layer = 2.0 * config.train.microbatches * rows * wide_in * wide_out * matmul.meets
+                inside = self.quantization.layers(kind, matmul)
+                for layers, low in ((inside, True), (len(kind.depths) - inside, False)):
+                    if layers:
+                        yield sides, matrix_of(matmul), low, layers * a_layer
+        width, vocab = config.model.d_model, config.model.vocab_size // (sizes["tensor"] * sizes["stage"])
+        if vocab <= MOST_SUMMED:  # a gradient of more is summed in parts
+            positions = rows // config.train.loss_chunks
+            heads = (1 + config.model.mtp_depth) * config.train.microbatches * config.train.loss_chunks
+            flops = 2.0 * heads * positions * width * vocab
+            yield tuple(sorted((positions, width, vocab))), "unembedding", self.quantization.unembedding, flops
+
+    def merges(self) -> Iterator[tuple[Sides, list[Sides]]]:
+        """(its sides, sides of its parts) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
+        for kind in model_shapes.layers(self.config.model):
+            made = {matrix_of(matmul): matmul.local(self.sizes["tensor"]) for matmul in kind.matmuls if not matmul.experts}
+            for names in _READ_THE_SAME:
+                wides = [made[name] for name in names if name in made]
+                if len(wides) == len(names):
+                    wide_in = wides[0][0]
+                    parts = [(*sorted((self.rows, wide_in, wide_out)),) for _, wide_out in wides]
+                    yield (*sorted((self.rows, wide_in, sum(wide_out for _, wide_out in wides))),), parts
 
 
 def _as_computed(matmuls: tuple[Matmul, ...]) -> Iterator[Matmul]:
@@ -194,20 +215,6 @@ def _found(module: Module) -> dict[Sides, tuple[float, float]]:
             flops = run.times * dot.flops
             found[dot.sides] = (low, high + flops) if format_of(dot.operands) == "bf16" else (low + flops, high)
     return found
-
-
-def _merges(config: Config, quantization: Quantization, sizes: Mapping[str, int]) -> Iterator[tuple[Sides, list[Sides]]]:
-    """(its sides, sides of the matmuls in it) of every matmul that XLA:GPU may make of several which read the same, the largest first."""
-    rows = _rows(config, sizes)
-    for kind in model_shapes.layers(config.model):
-        alone = [matmul for matmul in kind.matmuls if not matmul.experts]
-        made = {matrix_of(matmul): matmul.local(sizes["tensor"]) for matmul in alone}
-        for names in _READ_THE_SAME:
-            wides = [made[name] for name in names if name in made]
-            if len(wides) == len(names):
-                wide_in = wides[0][0]
-                parts = [(*sorted((rows, wide_in, wide_out)),) for _, wide_out in wides]
-                yield (*sorted((rows, wide_in, sum(wide_out for _, wide_out in wides))),), parts
 
 
 def _count_as_parts(

@@ -176,10 +176,8 @@ class Compiler:
         return code
 
 
-def step_of(config: Config, program: "Program", topology: Topology, *, machine_code: bool = False) -> "CompiledStep":
-    """The step of `program`, which `build` made of `config`, as it was kept or as another process compiles it; for TPUs it is only
-    scheduled, unless `machine_code`.
-    """
+def step_of(program: "Program", topology: Topology, *, machine_code: bool = False) -> "CompiledStep":
+    """The step of `program` as it was kept or as another process compiles it; for TPUs it is only scheduled, unless `machine_code`."""
     from maxlm.compiler.aot import cached_step, prepare
     from maxlm.compiler.schedule import scheduled_step
 
@@ -188,7 +186,7 @@ def step_of(config: Config, program: "Program", topology: Topology, *, machine_c
     if step is not None:
         return step
     with Compiler(machine_code=machine_code) as compiler:
-        return replace(compiler.step(config, topology), cached=False)
+        return replace(compiler.step(program.config, topology), cached=False)
 
 
 @dataclass(frozen=True)

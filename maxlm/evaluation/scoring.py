@@ -17,7 +17,7 @@ from maxlm.evaluation.packing import Packed, pack, row_length, rows_of
 from maxlm.evaluation.requests import Score, Window
 from maxlm.kernels.linear_cross_entropy import Layout
 from maxlm.models import Parameters, bind, cast_matrices
-from maxlm.models.linear import unembedding_layout, unembedding_scores
+from maxlm.models.decoder import unembedding_layout, unembedding_scores
 from maxlm.parallel import mesh_axes, partition_spec
 from maxlm.parallel.context import in_sequence
 from maxlm.training.gradients import cast_frozen

@@ -1,8 +1,6 @@
 """A frozen matrix with a trained update of low rank (LoRA, Hu 2021, arXiv 2106.09685): W + scale A B, which is never formed."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -11,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from maxlm.config.sections.lora import LoraConfig, LoraMatrix
-from maxlm.models.layers import StateVariable
+from maxlm.models.layers import LowRankSum, StateVariable
 
 INPUTS = {"out": 2}  # dims that a matrix reads, if not one
 Model = TypeVar("Model", bound=nnx.Module)
@@ -26,7 +24,7 @@ class AdaptedMatrix(nnx.Module):
         self.base, self.a, self.b = base, a, b
         self.scale = scale  # alpha / rank
 
-    def __getitem__(self, index: Any) -> "LowRankSum":
+    def __getitem__(self, index: Any) -> LowRankSum:
         return LowRankSum(self.base[index], self.a[index], self.b[index], self.scale)
 
     @property
@@ -39,33 +37,6 @@ class AdaptedMatrix(nnx.Module):
         """Logical axes of W."""
         axes: tuple[str, ...] = self.base.axes
         return axes
-
-
-@dataclass(frozen=True)
-class LowRankSum:
-    """W + scale A B of one layer, as arrays."""
-
-    w: Array
-    a: Array
-    b: Array
-    scale: float
-
-    def __getitem__(self, index: Any) -> "LowRankSum":
-        return self
-
-    def reshape(self, inputs: int, outputs: int) -> "LowRankSum":
-        """As a matrix of two dims."""
-        rank = self.a.shape[-1]
-        return LowRankSum(self.w.reshape(inputs, outputs), self.a.reshape(inputs, rank), self.b.reshape(rank, outputs), self.scale)
-
-    def times(self, spec: str, x: Array, linear: Callable[[str, Array, Array], Array]) -> Array:
-        """`linear(spec, x, W + scale A B)`, a matmul, as x W + scale (x A) B (eq. 3 of the paper): no further array of the size of W."""
-        operands, out = spec.split("->")
-        read, matrix = operands.split(",")
-        inputs, outputs = ("".join(dim for dim in matrix if (dim in out) == kept) for kept in (False, True))
-        rows = "".join(dim for dim in read if dim not in inputs)
-        low = jnp.einsum(f"{read},{inputs}r->{rows}r", x, self.a)
-        return linear(spec, x, self.w) + self.scale * jnp.einsum(f"{rows}r,r{outputs}->{out}", low, self.b)
 
 
 def merged(w: Array, a: Array, b: Array, scale: float, stacked: int) -> Array:

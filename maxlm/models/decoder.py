@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
-from maxlm.config.layer_parts import FEED_FORWARD, MEMORIES, RESIDUAL_RULES, LayerParts, layer_parts
-from maxlm.config.schema import MemoryConfig, ModelConfig
+from maxlm import kernels
+from maxlm.config.layer_parts import FEED_FORWARD, MEMORIES, RESIDUAL_RULES, LayerParts, layer_parts, load_part, mixer_class, mixers_of
+from maxlm.config.schema import MemoryConfig, ModelConfig, PrecisionConfig
+from maxlm.kernels.collectives import gather
+from maxlm.kernels.linear_cross_entropy import Layout as LossLayout
 from maxlm.models.feed_forward.router import RouterOutput, Routing
-from maxlm.models.layers import Angles, BlockContext, Norm, parameter
-from maxlm.models.linear import BETWEEN, embedding_lookup, over_layers
+from maxlm.models.layers import BETWEEN, Angles, BlockContext, Norm, parameter
 from maxlm.models.mixers.attention import rope_angles
 from maxlm.models.mtp import FutureTokenModule
-from maxlm.models.stack import ENTRIES, LayerGroup, Names, in_depth_order, in_single_layers, layer_groups, load_part, mixer_class, mixers_of
-from maxlm.parallel import constrain
+from maxlm.models.quantized import loss_formats, run_quantized
+from maxlm.models.stack import ENTRIES, LayerGroup, Names, in_depth_order, in_single_layers, layer_groups
+from maxlm.parallel import constrain, split_axes
 from maxlm.precision import matmuls_saveable
 
 # B batch, S sequence, P learned positions, D width, V vocabulary, L layers
@@ -53,6 +57,7 @@ class Block(nnx.Module):
         return constrain(x_BSD, *BETWEEN), cache, router
 
     def _run(self, sublayer: str, x_BSD: Array, *inputs: Any) -> tuple[Array, Any]:
+        """(hidden states after the sublayer of this name, its second result)."""
         modules = {name.removeprefix(f"{sublayer}_"): module for name, module in vars(self).items() if name.startswith(f"{sublayer}_")}
         return self.residual(modules, x_BSD, lambda x_BSD: getattr(self, sublayer)(x_BSD, *inputs))
 
@@ -60,6 +65,32 @@ class Block(nnx.Module):
         """FLOPs of a training token in one block, forward and backward."""
         memory = 0.0 if self.memory is None else self.memory.flops_per_token()
         return self.attention.flops_per_token(seq_len, masked=masked) + memory + self.mlp.flops_per_token()
+
+
+@dataclass(frozen=True)
+class Additive:
+    """x + multiplier * f(norm(x)); `sandwich` also norms the output of f (Gemma 2, arXiv 2408.00118)."""
+
+    multiplier: float
+    sandwich: bool
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, *, ahead: bool) -> "Additive":
+        """The rule of a block; `ahead`: in a multi-token prediction module, which CompleteP does not scale."""
+        multiplier = config.residual_scale * (1.0 if ahead else config.parametrized.residual)
+        return cls(multiplier, config.norm_position == "sandwich")
+
+    def modules(self, config: ModelConfig) -> dict[str, Norm | None]:
+        """Modules of a sublayer, by their names after the name of the sublayer."""
+        return {"norm": Norm(config.d_model, config), "post_norm": Norm(config.d_model, config) if self.sandwich else None}
+
+    def __call__(
+        self, modules: Mapping[str, Any], x_BSD: Float[Array, "B S D"], sublayer: Callable[[Array], tuple[Array, Any]]
+    ) -> tuple[Float[Array, "B S D"], Any]:
+        """(hidden states after a sublayer, its second result)."""
+        y_BSD, result = sublayer(modules["norm"](x_BSD))
+        norm = modules["post_norm"]
+        return x_BSD + self.multiplier * (y_BSD if norm is None else norm(y_BSD)), result
 
 
 class DecoderOutput(NamedTuple):
@@ -108,14 +139,13 @@ class Decoder(nnx.Module):
     def run(
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, values: Values | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
-        """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and its entry of `values`."""
-        routers, inside = list[RouterOutput](), replace(context, scan=None)
-        scan = partial(jax.lax.scan, unroll=context.memory.unroll)
+        """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`) with its entry of `values` as a further input."""
+        routers, run_block = list[RouterOutput](), partial(layer or run_layer, replace(context, scan=None))
         for entry in entries:
-            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, inside))
-            blocks = getattr(self, entry)
-            layers = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))
-            x_BSD, reports = over_layers(self.config, context, entry, period, x_BSD, layers)
+            groups, blocks = layer_groups(self.config, (entry,)), getattr(self, entry)  # one stacked block for each group
+            inputs = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))
+            period = partial(_run_period, groups, partial(jax.lax.scan, unroll=context.memory.unroll), run_block)
+            x_BSD, reports = over_layers(self.config, context, entry, period, x_BSD, inputs)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
         return DecoderOutput(x_BSD, aux_loss, routing)
@@ -201,13 +231,21 @@ def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 
-def _run_groups(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[Any]]:
-    """One period of groups: (hidden states, what routers report)."""
+def _run_period(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[Any]]:
+    """Run one period of the layer pattern, a group of equal blocks after another: (hidden states, reports of routers)."""
     routers = []
     for group, inputs in zip(groups, layers, strict=True):
         x_BSD, router = scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
         routers.append(router)
     return x_BSD, routers
+
+
+def over_layers(config: ModelConfig, context: BlockContext, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
+    """Run the blocks of an entry: once `period`, or for the layer pattern a scan of it over all periods."""
+    scan = partial(jax.lax.scan, unroll=context.memory.unroll)
+    if (quantized := context.precision.matmul) is not None:
+        return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)
+    return (context.scan or scan)(period, x_BSD, layers) if entry == "layers" else period(x_BSD, layers)
 
 
 def run_layer(context: BlockContext, x_BSD: Array, inputs: tuple[Block, None]) -> tuple[Array, RouterOutput]:
@@ -234,6 +272,33 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
     return jax.checkpoint(function, policy=policy, prevent_cse=memory.unroll)
 
 
+# XLA's partitioner also fails on a lookup inside a `jax.shard_map` over some axes.
+def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+    """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
+    split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
+
+    A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces the whole table's gradient over every axis.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    vocab, width = split_axes(("vocab", "embed"), mesh)
+    batch, seq, between = split_axes(("batch", *(("seq", "seq_vocab") if tokens_BS.shape[1] > 1 else (None, None))), mesh)
+    between = tuple(axis for axis in between if axis not in seq)  # axes that split the sequence of the result
+    if not (axes := {*vocab, *width, *batch, *seq}):
+        return table_VD[tokens_BS]
+
+    def local(table_VD: Array, tokens_BS: Array) -> Array:
+        table_VD = gather(table_VD, width, 1) if width else table_VD
+        if not vocab:
+            return table_VD[tokens_BS]
+        place_BS = tokens_BS - jax.lax.axis_index(vocab) * table_VD.shape[0]
+        here_BS = (place_BS >= 0) & (place_BS < table_VD.shape[0])
+        x_BSD = jnp.where(here_BS[..., None], table_VD[jnp.where(here_BS, place_BS, 0)], 0)
+        return jax.lax.psum_scatter(x_BSD, between, scatter_dimension=1, tiled=True) if between else jax.lax.psum(x_BSD, vocab)
+
+    specs, out = (P(vocab or None, width or None), P(batch or None, seq or None)), P(batch or None, (*seq, *between) or None)
+    return jax.shard_map(local, in_specs=specs, out_specs=out, axis_names=axes, check_vma=False)(table_VD, tokens_BS)
+
+
 def _join_routers(groups: Sequence[LayerGroup], routers: Sequence[RouterOutput]) -> tuple[Float[Array, ""], Routing | None]:
     """(sum of the auxiliary losses, statistics in depth order) of these groups."""
     present = [(group, router) for group, router in zip(groups, routers, strict=True) if router is not None]
@@ -245,3 +310,34 @@ def join_routing(*parts: Routing | None) -> Routing | None:
     """Concatenate router statistics of consecutive parts of the depth; None where no layer has experts."""
     present = [part for part in parts if part is not None]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *present) if present else None
+
+
+# Unembedding.
+
+
+@jax.named_scope("unembed")
+def unembedding_loss(
+    precision: PrecisionConfig,
+    x_BSD: Float[Array, "B S D"],
+    w_VD: Float[Array, "V D"],
+    targets_BS: Int[Array, "B S"],
+    weights_BS: Float[Array, "B S"],
+    **options: Any,
+) -> kernels.CrossEntropySums:
+    """Cross-entropy of x w^T against the targets, summed over tokens; `options`: of `maxlm.kernels.linear_cross_entropy`."""
+    options["formats"] = precision.matmul and loss_formats(precision.matmul)
+    return kernels.linear_cross_entropy(x_BSD, w_VD, targets_BS, weights_BS, layout=unembedding_layout(), **options)
+
+
+def unembedding_layout() -> LossLayout:
+    """Mesh axes that split the operands of `unembedding_loss`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return LossLayout(*split_axes(("batch", "seq"), mesh), *split_axes(("vocab", "embed"), mesh))
+
+
+def unembedding_scores(
+    precision: PrecisionConfig, x_BSD: Float[Array, "B S D"], w_VD: Float[Array, "V D"], targets_BS: Int[Array, "B S"], **options: Any
+) -> kernels.TokenScores:
+    """Likelihood of every target, without a gradient; `options`: of `maxlm.kernels.token_scores`."""
+    options["formats"] = precision.matmul and loss_formats(precision.matmul)
+    return kernels.token_scores(x_BSD, w_VD, targets_BS, layout=unembedding_layout(), **options)

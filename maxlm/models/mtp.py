@@ -6,8 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
-from maxlm.models.layers import BlockContext, Norm, matrix_size, parameter
-from maxlm.models.linear import BETWEEN, linear
+from maxlm.models.layers import BETWEEN, BlockContext, Norm, linear, matrix_size, parameter
 from maxlm.models.saved_tensors import JOIN, Matmul, matmul_by
 
 # B batch, S sequence, D width

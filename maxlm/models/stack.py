@@ -11,7 +11,6 @@ parameters of a run are stacked over its repetitions. Groups in depth order, by 
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from importlib import import_module
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_path
+from maxlm.config.layer_parts import LayerParts, layer_parts
 from maxlm.config.schema import ModelConfig
 
 STACKED = ("layers", "run")  # logical axes of stacked blocks: periods of the pattern, then the equal blocks of a run
@@ -65,22 +64,6 @@ def layer_groups(config: ModelConfig, entries: Names = (*ENTRIES, "ahead")) -> t
         *(LayerGroup(("ahead", str(i), "block"), parts(layers + i), layers + i) for i in range(config.mtp_depth)),
     )
     return tuple(group for group in groups if group.path[0] in entries)
-
-
-def mixers_of(config: ModelConfig) -> tuple[str, ...]:
-    """The mixers' names in the layer pattern, each once."""
-    return tuple(dict.fromkeys(layer_parts(config, depth).mixer for depth in range(len(config.layer_pattern))))
-
-
-def mixer_class(config: ModelConfig, name: str) -> Any:
-    """The class of the mixer of this name in the layer pattern."""
-    return load_part(mixer_path(config, name))
-
-
-def load_part(path: str) -> Any:
-    """The class at a path of `layer_parts`, `module:class`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 # Parameter trees by group.

@@ -13,8 +13,8 @@ from maxlm.config.schema import Config
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.kernels import CrossEntropySums
 from maxlm.models import BlockContext, Decoder, DecoderOutput, Parameters, Routing, bind, cast_matrices
+from maxlm.models.decoder import unembedding_loss
 from maxlm.models.layers import Scan
-from maxlm.models.linear import unembedding_loss
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
 from maxlm.telemetry.metric import Metric

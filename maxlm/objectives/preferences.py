@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from maxlm.config.sections.objective import DpoConfig
 from maxlm.models import Decoder, DecoderOutput
-from maxlm.models.linear import unembedding_loss, unembedding_scores
+from maxlm.models.decoder import unembedding_loss, unembedding_scores
 from maxlm.objectives.objective import ArraySpec, Sums
 from maxlm.objectives.supervised import FILLING, PackedRows
 from maxlm.telemetry.metric import Metric

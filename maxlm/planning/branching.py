@@ -9,32 +9,29 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from maxlm.config.schema import Config
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.explore import MOST_HOPE, Search
-from maxlm.planning.layouts import Layout, frames, savings
+from maxlm.planning.layouts import Layout, LayoutSpace
 
 SET_ASIDE = 1 + MOST_HOPE  # times the fastest predicted step: a layout that is expected to take longer would not be compiled
 
 
-def search_all(
-    config: Config, model: Analytic, available: int, own: Layout | None = None, offered: Callable[[Layout], bool] = lambda _: True
-) -> Search:
-    """A search over every layout of `config` that is `offered`, and over `own`.
+def search_all(model: Analytic, available: int, own: Layout | None = None, offered: Callable[[Layout], bool] = lambda _: True) -> Search:
+    """A search over every layout of the model's config that is `offered`, and over `own`.
 
     Set aside are layouts that the model expects to take `SET_ASIDE` times as long as the fastest, unless they need less memory than all
     that are faster.
     """
-    search, found = Search(available), _Found(available)
+    search, found, space = Search(available), _Found(available), LayoutSpace(model.config, model.topology.devices)
     first = {} if own is None else {own: model.estimate(own)}
     stated = model.topology.chip.host_bytes is not None
     first = {one: said for one, said in first.items() if said.least_bytes <= available and (not stated or model.fits_host(one))}
     for layout, estimate in first.items():
         if not layout.unroll:  # it is no measure of loops, which keep less
             found.add(layout, estimate)
-    bounded = sorted(((*model.frame_bounds(frame), frame) for frame in frames(config, model.topology.devices)), key=lambda one: one[:2])
+    bounded = sorted(((*model.frame_bounds(frame), frame) for frame in space.frames()), key=lambda one: one[:2])
     for least_s, least_bytes, frame in bounded:
-        families = _families(config, frame, offered)
+        families = _families(space, frame, offered)
         count = sum(map(len, families))
         search.counted += count
         search.leanest = min(search.leanest or least_bytes, least_bytes)
@@ -57,10 +54,10 @@ def search_all(
     return search
 
 
-def _families(config: Config, frame: Layout, offered: Callable[[Layout], bool]) -> list[list[Layout]]:
+def _families(space: LayoutSpace, frame: Layout, offered: Callable[[Layout], bool]) -> list[list[Layout]]:
     """The layouts of a frame: lists of those that differ in chunks of the loss alone, the largest chunks first."""
     families: dict[object, list[Layout]] = {}
-    for loss_chunks, remat, offload in savings(config, frame):
+    for loss_chunks, remat, offload in space.savings(frame):
         layout = replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
         if offered(layout):
             families.setdefault((remat, offload), []).append(layout)

@@ -1,13 +1,14 @@
 """Compare topologies, each by its best predicted layout; the most promising are compiled: `maxlm plan --chips-at-most`."""
 
-import functools
 import json
 import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from rich.table import Table
 
 from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config import rules
@@ -16,7 +17,7 @@ from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.topologies import Topology, near, parse
-from maxlm.hardware.vocabulary import vocabulary
+from maxlm.hardware.vocabulary import Vocabulary, vocabulary
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
 from maxlm.planning.layouts import Layout, why_microbatches_stay
@@ -48,7 +49,7 @@ class Machine:
         point, cost = _best(self.search), None
         if point is not None:
             seconds, step_s = self.scale.seconds(point.step_s), self.scale.expected_s(point.step_s)
-            cost = run_cost(self.topology, self.config, seconds, step_s, self.wanted)
+            cost = run_cost(self.topology, self.config.memory_checkpoints, seconds, step_s, self.wanted)
         self.point, self.cost = point, cost
 
     @property
@@ -68,44 +69,124 @@ class Machine:
         return self.cost is None or not self.cost.within(self.wanted)
 
 
-def compare(
-    config: Config,
-    topologies: Sequence[Topology],
-    tokens: float | None,
-    arguments: tuple[str, ...],
-    wanted: Wanted,
-    only: str = "",
-    *,
-    as_json: bool,
-) -> int:
-    """Print time and cost of a run of `tokens` on each topology; 0 if one fits, within the limits if there are any, else 2.
+@dataclass(frozen=True)
+class Comparison:
+    """A run of `config` on several topologies. `arguments`: the name of the config, and the overrides."""
 
-    `arguments`: the name of the config, and the overrides; `only`: why other chips are not compared, in a sentence.
+    config: Config
+    wanted: Wanted
+    arguments: tuple[str, ...]
+    machines: list[Machine] = field(default_factory=list)
+
+    @property
+    def fitting(self) -> list[Machine]:
+        """Machines with a layout that fits, fastest first."""
+        return sorted((machine for machine in self.machines if machine.point), key=lambda machine: machine.wall_s)
+
+    def predict(self, topology: Topology, tokens: float | None) -> None:
+        """Add `topology` with its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
+        chunks = self.config.train.loss_chunks
+
+        def offered(layout: Layout) -> bool:
+            return not layout.offload and layout.loss_chunks == chunks
+
+        config = self.config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
+        scale, available = scale_of(config, topology, tokens), available_hbm(parse(near(topology.chip, 1, most=1)[0]))
+        try:
+            rules.check(config, any_mesh=True)
+        except ConfigError as error:
+            machine = Machine(topology, config, Search(available), scale, self.wanted, refused=str(error))
+        else:
+            search = search_all(analytic_model(config, topology), available, offered=offered)
+            machine = Machine(topology, config, search, scale, self.wanted)
+        machine.choose()
+        self.machines.append(machine)
+
+    def show(self, chosen: Mapping[str, Machine | None]) -> None:
+        """Print the table of machines, its notes, and the machines that were `chosen`."""
+        console, machines, wanted = output_console(), self.fitting, self.wanted
+        tokens = machines[0].scale.tokens if machines else 0
+        console.print(f"{self.config.run.name}: {count(tokens)} tokens, {count(self.config.tokens_per_step)} a step", style="bold")
+        words = vocabulary((machines or self.machines)[0].topology.chip)  # all of them are TPUs, or GPUs of one kind
+        console.print(self._table(machines, words, wide=console.width >= WIDE))
+        priced = any(machine.cost and machine.cost.money is not None for machine in machines)
+        measure = "cheaper" if priced else f"smaller in {words.chip}-hours"
+        taken = " Preemptions are not counted." if wanted.term == "spot" else ""
+        notes = [f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured."]
+        notes += [_correction_line(machines), _price_line(machines, wanted)] if machines else []
+        if without := [_name(machine.topology) for machine in self.machines if machine.point is None and not machine.refused]:
+            notes.append(f"Too small, or the batch does not split over them: {', '.join(without)}.")
+        for reason in dict.fromkeys(machine.refused for machine in self.machines if machine.refused):
+            notes.append(f"{', '.join(_name(machine.topology) for machine in self.machines if machine.refused == reason)}: {reason}")
+        notes += filter(None, [why_microbatches_stay(self.config.model, self.config.train.microbatches)])
+        for machine in self.machines:
+            notes += [f"The compiler failed for {_name(machine.topology)}: {said}" for said in machine.search.failed.values()]
+        for note in notes:
+            console.print(note, style="dim")
+        for line in choice_lines(chosen, wanted):
+            console.print(line, style="bold")
+        picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
+        if picked is not None:
+            where = picked.topology
+            many = ("--slices", str(where.slices)) if where.slices != self.config.mesh.slices else ()
+            again = shlex.join(["maxlm", "plan", self.arguments[0], "--topology", where.name, *many, *self.arguments[1:]])
+            console.print(f"For the layout in full: {again}", highlight=False, soft_wrap=True)
+
+    def _table(self, machines: Sequence[Machine], words: Vocabulary, *, wide: bool) -> Table:
+        starred, more = frontier(machines), ("goodput", "MFU") if wide else ()
+        table = layout_table("", words.chips, "days", f"{words.chip}-hours", "cost", "energy", "CO2e", "step", *more)
+        for machine in machines:
+            point, cost, topology = machine.point, machine.cost, machine.topology
+            assert point is not None and cost is not None
+            figures = [f"{topology.chips:,}", f"{cost.days:.3g}", count(cost.chip_hours), _or_dash(cost.money, self.wanted)]
+            figures += [_estimated(cost, energy, cost.kwh), _estimated(cost, mass, cost.kg_co2), duration(point.step_s)]
+            figures += [percent(cost.goodput), percent(machine.scale.mfu(point.step_s))] if wide else []
+            status = ("* " if any(machine is one for one in starred) else "  ") + ("compiled" if point.compiled else "predicted")
+            layout = describe(point.layout) if wide else describe(point.layout).partition(",")[0].partition(";")[0]
+            table.add_row(_name(topology), *figures, status, layout, style="" if point.compiled else "dim")
+        return table
+
+    def to_json(self, chosen: Mapping[str, Machine | None]) -> dict[str, Any]:
+        """Plain values of all machines that fit, and the names of the others."""
+        rows, machines = [], self.fitting
+        starred = frontier(machines)
+        for machine in machines:
+            topology = machine.topology
+            where = {"topology": topology.name, "slices": topology.slices, "chips": topology.chips}
+            assert machine.point is not None and machine.cost is not None
+            point = point_json(machine.point, machine.scale, machine.point.layout.settings(machine.config))
+            cost = {"cost": to_json(machine.cost, self.wanted), "time_cost_frontier": any(machine is one for one in starred)}
+            said = {"correction": machine.scale.correction.to_json()}
+            rows.append({**where, "available_bytes": machine.search.available, **point, **cost, **said})
+        without = [machine.topology.name for machine in self.machines if machine.point is None and not machine.refused]
+        picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
+        refused = {machine.topology.name: machine.refused for machine in self.machines if machine.refused}
+        found = {"machines": rows, "do_not_fit": without, "refused": refused}
+        return {"run": self.config.run.name, "tokens_per_step": self.config.tokens_per_step, **found, **picked}
+
+
+def compare(comparison: Comparison, topologies: Sequence[Topology], tokens: float | None, only: str = "", *, as_json: bool) -> int:
+    """Print time and cost of a run of `tokens` on each topology; 0 if one fits, within the limits if there are any, else 2. `only`: why
+    other chips are not compared, in a sentence.
     """
-    machines: list[Machine] = []
+    machines = comparison.machines
     with progress() as show_progress:
         try:
             for topology in topologies:
-                show_progress(f"predicting {config.run.name} on {topology.name}")
-                smallest = parse(near(topology.chip, 1, most=1)[0])
-                machine = _machine(config, topology, tokens, available_hbm(smallest), wanted)
-                machine.choose()
-                machines.append(machine)
+                show_progress(f"predicting {comparison.config.run.name} on {topology.name}")
+                comparison.predict(topology, tokens)
             _check(machines, show_progress)
         except KeyboardInterrupt:
             show_progress("stopped")
-    fitting = sorted((machine for machine in machines if machine.point), key=lambda machine: machine.wall_s)
-    chosen = choose(fitting, wanted)
+    fitting = comparison.fitting
+    chosen = choose(fitting, comparison.wanted)
     missing = [_name(topology) for topology in topologies[len(machines) :]]  # after Ctrl-C
     if as_json:
-        result = _to_json(config, fitting, machines, chosen, wanted) | {"not_predicted": missing}
-        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.write(json.dumps(comparison.to_json(chosen) | {"not_predicted": missing}) + "\n")
     else:
-        _show(arguments, config, fitting, machines, chosen, wanted)
-        if ramp := ramp_line(config):
-            output_console().print(ramp, style="dim")
-        if only:
-            output_console().print(only, style="dim")
+        comparison.show(chosen)
+        for note in filter(None, (ramp_line(comparison.config.train), only)):
+            output_console().print(note, style="dim")
         if missing:
             output_console().print(f"Stopped, so not predicted: {', '.join(missing)}.", style="bold")
     return 0 if fitting and None not in chosen.values() else 2
@@ -133,23 +214,6 @@ def frontier(machines: Sequence[Machine]) -> list[Machine]:
     return found
 
 
-def _machine(config: Config, topology: Topology, tokens: float | None, available: int, wanted: Wanted) -> Machine:
-    """`config` on `topology`, its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
-    chunks = config.train.loss_chunks
-
-    def offered(layout: Layout) -> bool:
-        return not layout.offload and layout.loss_chunks == chunks
-
-    on_topology = config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
-    scale = scale_of(on_topology, topology, tokens)
-    try:
-        rules.check(on_topology, any_mesh=True)
-    except ConfigError as error:
-        return Machine(topology, on_topology, Search(available), scale, wanted, refused=str(error))
-    search = search_all(on_topology, analytic_model(on_topology, topology), available, offered=offered)
-    return Machine(topology, on_topology, search, scale, wanted)
-
-
 def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) -> None:
     """Compile the best layout of the most promising machines; a trial corrects the predictions of all machines of the same chip.
 
@@ -168,7 +232,7 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
                 show_progress(f"compiling {describe(layout)} for {name} (Ctrl-C keeps the best so far)")
 
             first = not any(one.search.tried for one in machines)
-            _try(machine, functools.partial(compiler, topology=here), compiling, first=first)
+            _try(machine, compiler, compiling, first=first)
             for other in machines if machine.search.trials else (machine,):
                 if other.topology.chip == here.chip and other is not machine:
                     other.search.other_trials += machine.search.trials
@@ -177,11 +241,15 @@ def _check(machines: Sequence[Machine], show_progress: Callable[[str], None]) ->
                 raise KeyboardInterrupt  # after what was compiled has counted
 
 
-def _try(machine: Machine, verify: Callable[[Config], Verdict], show_progress: Callable[[Search, Layout], None], *, first: bool) -> None:
+def _try(machine: Machine, compiler: Compiler, show_progress: Callable[[Search, Layout], None], *, first: bool) -> None:
     """Compile the best layout of a machine, and up to `TRIES` in all until one fits. `first`: nothing was compiled before."""
     search = machine.search
+
+    def verify(layout: Layout) -> Verdict:
+        return compiler(layout.apply(machine.config), machine.topology)
+
     for tries in range(1, TRIES + 1):
-        explore(search, machine.config, [], verify, show_progress, most=tries, may_fail=not first)
+        explore(search, [], verify, show_progress, most=tries, may_fail=not first)
         if search.best or search.end == STOPPED:
             break
         search.end = ""
@@ -192,62 +260,6 @@ def _best(search: Search) -> Point | None:
     fitting = [point for point in points(search) if point.fits]
     compiled = [point for point in fitting if point.compiled]
     return min(compiled, key=lambda point: point.step_s) if compiled else best_estimate(fitting, search.available)
-
-
-def _show(
-    arguments: tuple[str, ...],
-    config: Config,
-    machines: Sequence[Machine],
-    others: Sequence[Machine],
-    chosen: Mapping[str, Machine | None],
-    wanted: Wanted,
-) -> None:
-    console = output_console()
-    tokens = machines[0].scale.tokens if machines else 0
-    console.print(f"{config.run.name}: {count(tokens)} tokens, {count(config.tokens_per_step)} a step", style="bold")
-    wide, starred = console.width >= WIDE, frontier(machines)
-    words = vocabulary((machines or others)[0].topology.chip)  # all of them are TPUs, or GPUs of one kind
-    table = layout_table(
-        "", words.chips, "days", f"{words.chip}-hours", "cost", "energy", "CO2e", "step", *(("goodput", "MFU") if wide else ())
-    )
-    for machine in machines:
-        point, cost, topology = machine.point, machine.cost, machine.topology
-        assert point is not None and cost is not None
-        figures = [f"{topology.chips:,}", f"{cost.days:.3g}", count(cost.chip_hours), _or_dash(cost.money, wanted)]
-        figures += [_estimated(cost, energy, cost.kwh), _estimated(cost, mass, cost.kg_co2), duration(point.step_s)]
-        figures += [percent(cost.goodput), percent(machine.scale.mfu(point.step_s))] if wide else []
-        status = ("* " if any(machine is one for one in starred) else "  ") + ("compiled" if point.compiled else "predicted")
-        layout = describe(point.layout) if wide else describe(point.layout).partition(",")[0].partition(";")[0]
-        table.add_row(_name(topology), *figures, status, layout, style="" if point.compiled else "dim")
-    console.print(table)
-    measure = (
-        "cheaper" if any(machine.cost and machine.cost.money is not None for machine in machines) else f"smaller in {words.chip}-hours"
-    )
-    taken = " Preemptions are not counted." if wanted.term == "spot" else ""
-    console.print(
-        f"*: no other is both faster and {measure}. ~: estimated power. Days are with failures.{taken} Nothing was measured.", style="dim"
-    )
-    if machines:
-        console.print(_correction_line(machines), style="dim")
-        console.print(_price_line(machines, wanted), style="dim")
-    without = [_name(machine.topology) for machine in others if machine.point is None and not machine.refused]
-    if without:
-        console.print(f"Too small, or the batch does not split over them: {', '.join(without)}.", style="dim")
-    for reason in dict.fromkeys(machine.refused for machine in others if machine.refused):
-        names = ", ".join(_name(machine.topology) for machine in others if machine.refused == reason)
-        console.print(f"{names}: {reason}", style="dim")
-    if kept := why_microbatches_stay(config):
-        console.print(kept, style="dim")
-    for machine in others:
-        for said in machine.search.failed.values():
-            console.print(f"The compiler failed for {_name(machine.topology)}: {said}", style="dim")
-    for line in choice_lines(chosen, wanted):
-        console.print(line, style="bold")
-    picked = next((machine for machine in chosen.values() if machine), machines[0] if machines and not chosen else None)
-    if picked is not None:
-        many = ("--slices", str(picked.topology.slices)) if picked.topology.slices != config.mesh.slices else ()
-        again = shlex.join(["maxlm", "plan", arguments[0], "--topology", picked.topology.name, *many, *arguments[1:]])
-        console.print(f"For the layout in full: {again}", highlight=False, soft_wrap=True)
 
 
 def _correction_line(machines: Sequence[Machine]) -> str:
@@ -294,22 +306,3 @@ def _estimated(cost: RunCost, text: Callable[[float], str], value: float | None)
 
 def _name(topology: Topology) -> str:
     return f"{topology.slices} x {topology.name}" if topology.slices > 1 else topology.name
-
-
-def _to_json(
-    config: Config, machines: Sequence[Machine], others: Sequence[Machine], chosen: Mapping[str, Machine | None], wanted: Wanted
-) -> dict[str, Any]:
-    rows, starred = [], frontier(machines)
-    for machine in machines:
-        topology = machine.topology
-        where = {"topology": topology.name, "slices": topology.slices, "chips": topology.chips}
-        assert machine.point is not None and machine.cost is not None
-        point = point_json(machine.point, machine.scale, machine.config)
-        cost = {"cost": to_json(machine.cost, wanted), "time_cost_frontier": any(machine is one for one in starred)}
-        said = {"correction": machine.scale.correction.to_json()}
-        rows.append({**where, "available_bytes": machine.search.available, **point, **cost, **said})
-    without = [machine.topology.name for machine in others if machine.point is None and not machine.refused]
-    picked = {kind: machine.topology.name if machine else None for kind, machine in chosen.items()}
-    refused = {machine.topology.name: machine.refused for machine in others if machine.refused}
-    found = {"machines": rows, "do_not_fit": without, "refused": refused}
-    return {"run": config.run.name, "tokens_per_step": config.tokens_per_step, **found, **picked}

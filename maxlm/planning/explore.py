@@ -17,14 +17,12 @@ from typing import get_args
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import Config
 from maxlm.config.sections.memory import RematName
 from maxlm.config.sections.mesh import ContextAttention
-from maxlm.cost.advice import changed
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.chips import GIB
 from maxlm.planning.analytic import Analytic, Estimate
-from maxlm.planning.layouts import Layout, savings
+from maxlm.planning.layouts import Layout, LayoutSpace
 from maxlm.telemetry.formatting import duration
 
 STOPPED = "stopped"  # the end of a search after Ctrl-C
@@ -139,9 +137,8 @@ def begin(layouts: Iterable[Layout], model: Analytic, available: int) -> Search:
 
 def explore(
     search: Search,
-    config: Config,
     first: Sequence[Layout],
-    verify: Callable[[Config], Verdict],
+    verify: Callable[[Layout], Verdict],
     show_progress: Callable[[Search, Layout], None],
     most: int,
     *,
@@ -162,7 +159,7 @@ def explore(
                 return
             show_progress(search, layout)
             search.predicted_s[layout] = float(predict([layout], [search.open[layout]], [*search.trials, *search.other_trials]).step_s_N[0])
-            _compile(search, layout, config, verify, may_fail=may_fail or search.tried > 0)
+            _compile(search, layout, verify, may_fail=may_fail or search.tried > 0)
             if search.trial_s and layout in search.failed:  # so would others that are as long
                 search.end = "the compiler failed"
             _drop(search)
@@ -172,9 +169,9 @@ def explore(
 
 def explore_unrolled(
     search: Search,
-    config: Config,
+    space: LayoutSpace,
     model: Analytic,
-    verify: Callable[[Config], Verdict],
+    verify: Callable[[Layout], Verdict],
     show_progress: Callable[[Search, Layout], None],
     most: int,
 ) -> None:
@@ -188,13 +185,13 @@ def explore_unrolled(
     if best is None or search.end == STOPPED or best.layout.sizes["stage"] > 1:
         return
     frame = replace(best.layout, unroll=True)
-    if changed(config, frame.settings(config)) is None:
+    if not space.allows(frame):
         return
     first = [frame, replace(frame, remat="none", offload=())]
-    others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in savings(config, frame))
+    others = (replace(frame, remat=remat, offload=offload) for _, remat, offload in space.savings(frame))
     looped = [one.verdict.seconds for one in search.trials if not one.layout.unroll] or [one.verdict.seconds for one in search.trials]
     again = replace(search, open={}, too_slow=[], end="", began=len(search.trials))
-    again.trial_s = sum(looped) / len(looped) * max(1.0, config.model.n_layers / LOOP_IN_LAYERS)
+    again.trial_s = sum(looped) / len(looped) * max(1.0, space.config.model.n_layers / LOOP_IN_LAYERS)
     gain_s = UNROLLED_GAIN * best.verdict.step_s
     if not best.layout.unroll and not pays(gain_s, 0, search.updates, again.trial_s, search.hosts):
         search.looped = _too_little(gain_s, 0, search.updates, again.trial_s)
@@ -203,17 +200,17 @@ def explore_unrolled(
         twins = begin([*first, *(layout for layout in others if model.fits_host(layout))], model, search.available)
         done = {*search.failed, *(one.layout for one in search.trials)}
         again.open = {layout: estimate for layout, estimate in twins.open.items() if layout not in done}
-        explore(again, config, first, verify, show_progress, tried + most, may_fail=True)
+        explore(again, first, verify, show_progress, tried + most, may_fail=True)
     except KeyboardInterrupt:
         again.end = STOPPED
     search.counted += search.tried - tried
     search.end = STOPPED if again.end == STOPPED else search.end
 
 
-def _compile(search: Search, layout: Layout, config: Config, verify: Callable[[Config], Verdict], *, may_fail: bool) -> None:
+def _compile(search: Search, layout: Layout, verify: Callable[[Layout], Verdict], *, may_fail: bool) -> None:
     """Move an open layout to the trials or, if it `may_fail`, to the failed ones."""
     try:
-        verdict = verify(layout.apply(config)).whole()
+        verdict = verify(layout).whole()
     except UserError as error:
         if not may_fail:
             raise

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -70,19 +70,20 @@ class Layout:
         return Schedule(self.schedule, self.sizes["stage"], self.microbatches, self.chunks)
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """Dotted settings that change `config` to this layout, without axes that stay at 1."""
+        """Dotted settings that change `config` to this layout, without axes that stay at 1, and without `pipeline` where it stays."""
         settings: dict[str, Any] = {
             f"mesh.{axis}": size for axis, size in self.mesh if axis in ALWAYS_NAMED or size > 1 or getattr(config.mesh, axis) != 1
         }
-        if self.attention != config.mesh.context_attention:
-            settings["mesh.context_attention"] = self.attention
-        if self.zero != config.mesh.zero:
-            settings["mesh.zero"] = self.zero
-        if self.unroll != config.memory.unroll:
-            settings["memory.unroll"] = self.unroll
+        own = {"mesh.context_attention": self.attention, "mesh.zero": self.zero, "memory.unroll": self.unroll}
+        now = (config.mesh.context_attention, config.mesh.zero, config.memory.unroll)
+        settings |= {key: value for (key, value), before in zip(own.items(), now, strict=True) if value != before}
+        pipeline = {"schedule": self.schedule, "chunks": self.chunks}
+        if self.sizes["stage"] == 1:
+            settings |= {} if config.pipeline is None else {"pipeline": None}
+        elif (config.pipeline or PipelineConfig()).model_dump() != pipeline:
+            settings["pipeline"] = pipeline
         return {
             **settings,
-            **self._pipeline_settings(config),
             "mesh.across_slices": self.across_slices,
             "train.microbatches": self.microbatches,
             "train.loss_chunks": self.loss_chunks,
@@ -90,117 +91,114 @@ class Layout:
             "memory.offload": self.offload,
         }
 
-    def _pipeline_settings(self, config: Config) -> dict[str, Any]:
-        """The section `pipeline`, unless `config` has it already."""
-        wanted = {"schedule": self.schedule, "chunks": self.chunks}
-        if self.sizes["stage"] == 1:
-            return {} if config.pipeline is None else {"pipeline": None}
-        return {} if (config.pipeline or PipelineConfig()).model_dump() == wanted else {"pipeline": wanted}
-
     def apply(self, config: Config) -> Config:
-        """`config` with this layout. It must come from `layouts` or `layout_of` for the same config."""
+        """`config` with this layout. It must come from a `LayoutSpace` of the same config."""
         result = changed(config, self.settings(config))
         assert result is not None, f"{self} breaks a rule"
         return result
 
 
-def layout_of(config: Config, devices: int) -> Layout:
-    """Layout of `config` itself. Raises ConfigError when its mesh does not match `devices`."""
-    sizes = rules.check_full_mesh(config, devices)
-    remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
-    return Layout(
-        mesh=tuple(sizes.items()),
-        microbatches=config.train.microbatches,
-        loss_chunks=config.train.loss_chunks,
-        remat=remat if isinstance(remat, str) else _ordered(remat) or "full",
-        offload=_ordered(config.memory.offload),
-        across_slices=config.mesh.across_slices,
-        zero=config.mesh.zero if sizes["fsdp"] > 1 else 3,
-        schedule=pipeline.schedule,
-        chunks=pipeline.chunks,
-        attention=config.mesh.context_attention if sizes["context"] > 1 else "ring",
-        unroll=config.memory.unroll,
-    )
+@dataclass(frozen=True)
+class LayoutSpace:
+    """Layouts of `config` on `devices` devices that the rules allow, each once. The batch, the sequence and the model stay."""
+
+    config: Config
+    devices: int
+
+    def __iter__(self) -> Iterator[Layout]:
+        for frame in self.frames():
+            for loss_chunks, remat, offload in self.savings(frame):
+                yield replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
+
+    def own(self) -> Layout:
+        """Layout of the config itself. Raises ConfigError when its mesh does not match the devices."""
+        config, sizes = self.config, rules.check_full_mesh(self.config, self.devices)
+        remat, pipeline = config.memory.remat, config.pipeline or PipelineConfig()
+        return Layout(
+            mesh=tuple(sizes.items()),
+            microbatches=config.train.microbatches,
+            loss_chunks=config.train.loss_chunks,
+            remat=remat if isinstance(remat, str) else _ordered(remat) or "full",
+            offload=_ordered(config.memory.offload),
+            across_slices=config.mesh.across_slices,
+            zero=config.mesh.zero if sizes["fsdp"] > 1 else 3,
+            schedule=pipeline.schedule,
+            chunks=pipeline.chunks,
+            attention=config.mesh.context_attention if sizes["context"] > 1 else "ring",
+            unroll=config.memory.unroll,
+        )
+
+    def savings(self, frame: Layout) -> list[tuple[int, str | tuple[str, ...], tuple[str, ...]]]:
+        """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
+        config = self.config
+        tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
+        chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
+        kept = [one for one in _memory(config.memory.layers_on_host, config.model.gated) if not one[1] or frame.sizes["stage"] == 1]
+        return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
+
+    def frames(self) -> Iterator[Layout]:
+        """Layouts that differ in more than what they save: each mesh, with what its axes leave to choose, and the microbatches."""
+        config = self.config
+        for mesh in self.meshes():
+            sizes = mesh.sizes
+            counts = divisors(config.train.global_batch // mesh.shards)
+            if config.model.balances_microbatches:
+                counts = [count for count in counts if count == config.train.microbatches]
+            for parts, chunks in itertools.product(counts, PIPELINE_CHUNKS if sizes["stage"] > 1 else (1,)):
+                if chunks > 1 and (parts % sizes["stage"] or sizes["stage"] * chunks > periods(config.model)):
+                    continue
+                frame = replace(mesh, microbatches=parts, chunks=chunks)
+                if self._reads_microbatches and not self.allows(frame):
+                    continue
+                # With several microbatches, or stages, gradients are summed once an update at stage 2 as they are at stage 1.
+                stages = (3,) if config.memory.layers_on_host else (1, 2, 3) if parts == sizes["stage"] == 1 else (1, 3)
+                for zero in stages if sizes["fsdp"] > 1 else (3,):
+                    yield replace(frame, zero=zero)
+
+    def meshes(self) -> Iterator[Layout]:
+        """A layout of one microbatch for every mesh of all devices that the rules allow with some number of microbatches, with each axis
+        across slices and each way to split attention over `context`.
+        """
+        config = self.config
+        slices = config.mesh.slices
+        searched = [axis for axis in AXES if axis != "expert" or config.model.moe is not None]
+        bounds = [periods(config.model) if axis == "stage" else axes.largest(config, axis) for axis in searched]
+        for counts in _products(self.devices, bounds, [axis == "stage" for axis in searched]):
+            sizes = dict.fromkeys(AXES, 1) | dict(zip(searched, counts, strict=True))
+            crossing: list[Any] = [config.mesh.across_slices]
+            if slices > 1:
+                crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
+            for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
+                layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
+                numbers = divisors(config.train.global_batch // layout.shards) if self._reads_microbatches else [1]
+                if any(self.allows(replace(layout, microbatches=number)) for number in numbers):
+                    yield layout
+
+    @property
+    def _reads_microbatches(self) -> bool:
+        """True if there are rules that the number of microbatches can break though it divides the rows of every device."""
+        return self.config.train.batch_ramp is not None or self.config.train.noise_scale is not None
+
+    def allows(self, layout: Layout) -> bool:
+        """True if the config with `layout` breaks no rule on the devices."""
+        candidate = changed(self.config, layout.settings(self.config))
+        try:
+            return candidate is not None and bool(rules.check_full_mesh(candidate, self.devices))
+        except ConfigError:
+            return False
 
 
-def layouts(config: Config, devices: int) -> Iterator[Layout]:
-    """All layouts of `config` on `devices` that the rules allow, each once. The batch, the sequence and the model stay."""
-    for frame in frames(config, devices):
-        for loss_chunks, remat, offload in savings(config, frame):
-            yield replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
-
-
-def savings(config: Config, frame: Layout) -> list[tuple[int, str | tuple[str, ...], tuple[str, ...]]]:
-    """(loss chunks, tensors saved, tensors offloaded): all that the rules allow in the layouts of a frame."""
-    tokens = config.data.seq_len // frame.sizes["context"]  # of a sequence, on a device
-    chunks = (n for n in sorted({*LOSS_CHUNKS, config.train.loss_chunks}) if tokens % n == 0)
-    memory = _memory(config.memory.layers_on_host, config.model.gated)
-    kept = [one for one in memory if not one[1] or frame.sizes["stage"] == 1]
-    return [(loss_chunks, *one) for loss_chunks, one in itertools.product(chunks, kept)]
-
-
-def why_microbatches_stay(config: Config) -> str:
+def why_microbatches_stay(model: ModelConfig, microbatches: int) -> str:
     """Reason why their number is not searched; empty where it is: experts that are balanced over each make it part of the objective."""
-    if not config.model.balances_microbatches:
+    if not model.balances_microbatches:
         return ""
-    kept = f"train.microbatches stays {config.train.microbatches}"
+    kept = f"train.microbatches stays {microbatches}"
     return f"{kept}: model.moe.router.balance_over = batch balances the tokens of each, so another number is another loss."
-
-
-def frames(config: Config, devices: int) -> Iterator[Layout]:
-    """Layouts that differ in more than what they save: each mesh, with what its axes leave to choose, and the microbatches."""
-    for mesh in meshes(config, devices):
-        sizes = mesh.sizes
-        counts = divisors(config.train.global_batch // mesh.shards)
-        if why_microbatches_stay(config):
-            counts = [count for count in counts if count == config.train.microbatches]
-        for parts, chunks in itertools.product(counts, PIPELINE_CHUNKS if sizes["stage"] > 1 else (1,)):
-            if chunks > 1 and (parts % sizes["stage"] or sizes["stage"] * chunks > periods(config.model)):
-                continue
-            frame = replace(mesh, microbatches=parts, chunks=chunks)
-            if _reads_microbatches(config) and not _allowed(config, frame.settings(config), devices):
-                continue
-            # With several microbatches, or stages, gradients are summed once an update at stage 2 as they are at stage 1.
-            stages = (3,) if config.memory.layers_on_host else (1, 2, 3) if parts == sizes["stage"] == 1 else (1, 3)
-            for zero in stages if sizes["fsdp"] > 1 else (3,):
-                yield replace(frame, zero=zero)
-
-
-def meshes(config: Config, devices: int) -> Iterator[Layout]:
-    """A layout of one microbatch for every mesh of `devices` that the rules allow with some number of them, with each axis across slices
-    and each way to split attention over `context`.
-    """
-    slices = config.mesh.slices
-    searched = [axis for axis in AXES if axis != "expert" or config.model.moe is not None]
-    bounds = [periods(config.model) if axis == "stage" else axes.largest(config, axis) for axis in searched]
-    for counts in _products(devices, bounds, [axis == "stage" for axis in searched]):
-        sizes = dict.fromkeys(AXES, 1) | dict(zip(searched, counts, strict=True))
-        crossing: list[Any] = [config.mesh.across_slices]
-        if slices > 1:
-            crossing = [axis for axis in ("data", "fsdp", "stage") if sizes[axis] % slices == 0]
-        for across, attention in itertools.product(crossing, get_args(ContextAttention) if sizes["context"] > 1 else ("ring",)):
-            layout = Layout(tuple(sizes.items()), 1, 1, across_slices=across, attention=attention)
-            numbers = divisors(config.train.global_batch // layout.shards) if _reads_microbatches(config) else [1]
-            if any(_allowed(config, replace(layout, microbatches=number).settings(config), devices) for number in numbers):
-                yield layout
-
-
-def _reads_microbatches(config: Config) -> bool:
-    """True if there are rules that the number of microbatches can break though it divides the rows of every device."""
-    return config.train.batch_ramp is not None or config.train.noise_scale is not None
 
 
 def periods(model: ModelConfig) -> int:
     """Periods of the layer pattern, which stages divide: an incomplete one counts."""
     return math.ceil((model.n_layers - model.n_dense) / len(model.layer_pattern))
-
-
-def _allowed(config: Config, settings: Mapping[str, Any], devices: int) -> bool:
-    candidate = changed(config, settings)
-    try:
-        return candidate is not None and bool(rules.check_full_mesh(candidate, devices))
-    except ConfigError:
-        return False
 
 
 @lru_cache

@@ -1,6 +1,5 @@
 """The search for a layout, from a config and a machine to a `Plan`. Nothing is printed but progress, and nothing is written."""
 
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from maxlm.cost.compile_command import progress
 from maxlm.cost.compile_report import too_small
 from maxlm.cost.mesh_links import axis_links, node_links
 from maxlm.cost.network import AxisLinks
-from maxlm.cost.verify import Compiler
+from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.chips import GIB, PEAK_NAMES, WORTH
 from maxlm.hardware.published_runs import Correction, correction
 from maxlm.hardware.topologies import Topology
@@ -25,7 +24,7 @@ from maxlm.planning import explore
 from maxlm.planning.analytic import Analytic, host_room
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import Point, Search, Trial, points
-from maxlm.planning.layouts import Layout, layout_of, why_microbatches_stay
+from maxlm.planning.layouts import Layout, LayoutSpace
 from maxlm.planning.run_cost import RunCost, Wanted, run_cost
 from maxlm.telemetry.formatting import duration
 
@@ -86,8 +85,8 @@ class Plan:
         """Cost of the run in the chosen layout."""
         if self.picked is None:
             return None
-        step_s = self.picked.step_s
-        return run_cost(self.topology, self.loaded.config, self.scale.seconds(step_s), self.scale.expected_s(step_s), wanted)
+        step_s, copies = self.picked.step_s, self.loaded.config.memory_checkpoints
+        return run_cost(self.topology, copies, self.scale.seconds(step_s), self.scale.expected_s(step_s), wanted)
 
     @property
     def picked(self) -> Point | None:
@@ -115,12 +114,15 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
     config, started = loaded.config, time.monotonic()
     with progress() as show_progress, Compiler(machine_code=False) as compiler:
         show_progress(f"enumerating layouts of {config.run.name} for {topology.name}")
-        model = analytic_model(config, topology)
-        own = _own_layout(config, topology)
+        model, space = analytic_model(config, topology), LayoutSpace(config, topology.devices)
+        try:
+            own: Layout | None = space.own()
+        except ConfigError:
+            own = None
         first = start or own
-        search = search_all(config, model, available_hbm(topology), first)
+        search = search_all(model, available_hbm(topology), first)
         if not search.open:
-            raise UserError(_why_none(search, config, topology))
+            raise UserError(_why_none(search, model))
 
         scale = scale_of(config, topology, tokens)
         search.updates, search.hosts = scale.seconds(1.0), max(1.0, topology.chips / explore.HOST_CHIPS)
@@ -144,18 +146,21 @@ def make_plan(loaded: LoadedConfig, topology: Topology, tokens: float | None, st
 
         uncompiled = why_not(topology)
         if not uncompiled:
-            verify = functools.partial(compiler, topology=topology)
-            explore.explore(search, config, [first] if first else [], verify, compiling, most)
-            explore.explore_unrolled(search, config, model, verify, compiling, unrolled)
-        quantized = _quantized(config, topology, search)
+
+            def verify(layout: Layout) -> Verdict:
+                return compiler(layout.apply(config), topology)
+
+            explore.explore(search, [first] if first else [], verify, compiling, most)
+            explore.explore_unrolled(search, space, model, verify, compiling, unrolled)
+        quantized = _quantized(model, search.best)
         return Plan(loaded, topology, search, own, scale, points(search), quantized, uncompiled=uncompiled)
 
 
-def _quantized(config: Config, topology: Topology, search: Search) -> dict[str, float]:
+def _quantized(model: Analytic, best: Trial | None) -> dict[str, float]:
     """Predicted seconds of the best layout in each format that the chip is faster with, where the config has bf16 matmuls."""
-    if search.best is None or config.precision.matmul is not None or config.precision.compute != "bfloat16":
+    config, topology, predicted = model.config, model.topology, dict[str, float]()
+    if best is None or config.precision.matmul is not None or config.precision.compute != "bfloat16":
         return {}
-    best, predicted = search.best, {}
     for format in ("int8", "fp8"):
         other = changed(config, {"precision.matmul": {"format": format}})
         if other is not None and topology.chip.matmul_speed(mfu_format(other)) >= WORTH:
@@ -191,24 +196,18 @@ def scale_of(config: Config, topology: Topology, tokens: float | None) -> Scale:
     )
 
 
-def _own_layout(config: Config, topology: Topology) -> Layout | None:
-    try:
-        return layout_of(config, topology.devices)
-    except ConfigError:
-        return None
-
-
-def _why_none(search: Search, config: Config, topology: Topology) -> str:
+def _why_none(search: Search, model: Analytic) -> str:
+    config, topology = model.config, model.topology
     if not search.counted:
         batch = f"train.global_batch = {config.train.global_batch:,}"
-        batch += f" in {config.train.microbatches} microbatches" if why_microbatches_stay(config) else ""
+        batch += f" in {config.train.microbatches} microbatches" if config.model.balances_microbatches else ""
         return f"No mesh of {topology.devices:,} devices splits {batch} and the model evenly: change the batch, or the topology."
     if search.host_full and search.leanest <= search.available:
         room, what = host_room(topology.chip) / GIB, "memory.offload and memory.offload_state"
         full = f"No layout fits: {what} keep more than the {room:.1f} GiB of host memory a device"
         return f"{full}; keep less there, or use more {vocabulary(topology.chip).chips}."
     short = (search.leanest - search.available) / GIB
-    return too_small(config, topology, search.available) or (
+    return too_small(model.leaves, topology, search.available) or (
         f"No layout fits: the leanest needs at least {search.leanest / GIB:.1f} GiB a device, {short:.1f} GiB more than it has; "
         f"use a smaller train.global_batch or data.seq_len, or more {vocabulary(topology.chip).chips}."
     )

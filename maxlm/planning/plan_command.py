@@ -77,7 +77,7 @@ def run(request: Request, *, as_json: bool) -> int:
         if limit is not None:
             raise UserError(f"{option} chooses between topologies: give --chips-at-most N with it.")
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
-    topology = of_config(loaded.config, topology) if request.calibration is None else calibrated(topology, request.calibration)
+    topology = of_config(loaded.config.cost, topology) if request.calibration is None else calibrated(topology, request.calibration)
     _check_trained(loaded.config)
     _check_file(request, loaded)
     from maxlm.compiler.aot import leave_chips_alone
@@ -164,7 +164,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
     clusters = (ClusterConfig(topology=name, network_gbit_per_s=network) for name in names)
-    possible = (of_config(config, topology_of(config.model_copy(update={"cluster": cluster}))) for cluster in clusters)
+    possible = (of_config(config.cost, topology_of(config.model_copy(update={"cluster": cluster}))) for cluster in clusters)
     asked = [topology for topology in possible if topology.chips <= chips_at_most]
     if not asked:
         least = min(parse(name, slices).chips for name in names)
@@ -176,7 +176,8 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     leave_chips_alone()
     from maxlm.planning import choose_topology
 
-    return choose_topology.compare(config, asked, request.tokens, request.arguments, request.wanted, only, as_json=as_json)
+    comparison = choose_topology.Comparison(config, request.wanted, request.arguments)
+    return choose_topology.compare(comparison, asked, request.tokens, only, as_json=as_json)
 
 
 def _check_trained(config: Config) -> None:
@@ -207,11 +208,14 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     chart, machine = config.with_suffix(".png"), machine_name(plan.topology)
     size = f"{picked.needed / GIB:.1f} of {plan.search.available / GIB:.1f} GiB"
     how = "as compiled" if picked.compiled else "estimated, not compiled"
+    train, tiers = plan.loaded.config.train, plan.loaded.config.memory.offload_state
+    refused = train.batch_ramp or (tiers is not None and tiers.on_nvme)  # by training; else `maxlm compile` says what the plan says
+    calibration = {FIELD: str(request.calibration.absolute())} if request.calibration is not None and not refused else {}
     remark = f"{CHOSEN} for {machine}: {duration(picked.step_s)} a step, {size} a device, {how}."
     try:
         _write_config(
             config,
-            as_yaml(request.name, plan.loaded, picked.layout, config, remark, _calibration(request, plan.loaded.config)),
+            as_yaml(request.name, plan.loaded, picked.layout, config, remark, calibration),
             may_replace=request.out is not None,
         )
         draw(chart, f"{plan.loaded.config.run.name} on {machine}", plan.points, picked, plan.search.available)
@@ -220,14 +224,6 @@ def _write(request: Request, plan: "Plan") -> tuple[tuple[Path, Path] | None, Us
     except OSError as error:
         return None, error_kind(error)(f"{chart} cannot be written: {error.strerror}; give another place with --out.")
     return (config, chart), None
-
-
-def _calibration(request: Request, config: Config) -> dict[str, str]:
-    """`cost.calibration` of --calibration, so that `maxlm compile` says what the plan says; none where training would refuse it."""
-    tiers = config.memory.offload_state
-    if request.calibration is None or config.train.batch_ramp or (tiers is not None and tiers.on_nvme):
-        return {}
-    return {FIELD: str(request.calibration.absolute())}
 
 
 def as_yaml(

@@ -1,7 +1,7 @@
 """A plan on a console, as a chart and as JSON."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from maxlm.config.console import Console
-from maxlm.config.schema import Config
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB
@@ -30,15 +29,15 @@ MOST_PREDICTED = 2000  # predicted layouts in a chart: more make it no clearer
 
 def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     """Print the frontier, the chosen layout, what its run costs, and the paths of the config and the chart that were `written`."""
-    console, search = output_console(), plan.search
-    console.print(f"{plan.loaded.config.run.name} on {machine_name(plan.topology)}", style="bold")
+    console, search, asked = output_console(), plan.search, plan.loaded.config
+    console.print(f"{asked.run.name} on {machine_name(plan.topology)}", style="bold")
     dropped = f"{search.cannot_fit + len(search.too_large):,} cannot fit, {len(search.too_slow):,} cannot be faster"
     dropped += f", {search.set_aside:,} are predicted to be far slower" if search.set_aside else ""
     unrolled = sum(one.layout.unroll for one in search.trials)
     compiled = f"{len(search.trials) - unrolled} compiled" + (f" and {unrolled} without a loop over layers" if unrolled else "")
     end = f"none compiled: {plan.uncompiled}" if plan.uncompiled else f"{compiled}; {search.end}"
     console.print(f"{search.counted:,} layouts: {dropped}, {end}.")
-    if kept := why_microbatches_stay(plan.loaded.config):
+    if kept := why_microbatches_stay(asked.model, asked.train.microbatches):
         console.print(kept)
     if search.failed:
         console.print(f"The compiler failed at {len(search.failed)}, which are dropped: {next(iter(search.failed.values()))}")
@@ -60,7 +59,6 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
     counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
     console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
-    asked = plan.loaded.config
     runs = plan.topology.is_tpu or kernel_runs(asked.model, asked.data.seq_len, asked.precision.compute, plan.topology.chip)
     if not runs:
         console.print(
@@ -73,7 +71,7 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     for format, predicted_s in plan.quantized.items():
         if format not in plan.formats:
             console.print(f"With precision.matmul.format={format}: {duration(predicted_s)} predicted; --any-format finds its layout.")
-    if ramp := run_cost.ramp_line(plan.loaded.config):
+    if ramp := run_cost.ramp_line(asked.train):
         console.print(ramp)
     if (cost := plan.cost(wanted)) is not None:
         for line in run_cost.sentences(cost, wanted, vocabulary(plan.topology.chip).chip):
@@ -167,7 +165,7 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
     own = next((by_layout[trial.layout] for trial in search.trials if trial.layout == plan.own), None)
 
     def as_json(point: Point) -> dict[str, Any]:
-        return point_json(point, plan.scale, plan.loaded.config)
+        return point_json(point, plan.scale, point.layout.settings(plan.loaded.config))
 
     return {
         "run": plan.loaded.config.run.name,
@@ -207,15 +205,15 @@ def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> di
     }
 
 
-def point_json(point: Point, scale: Scale, config: Config) -> dict[str, Any]:
-    """A row of the frontier for `config`; times are None where the layout does not fit; run time is computed from `expected_step_s`."""
+def point_json(point: Point, scale: Scale, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the frontier, of a layout with `settings`; times are None where it does not fit, and `run_s` is by `expected_step_s`."""
     figures: dict[str, Any] = dict.fromkeys(("step_s", "mfu", "tokens_per_s", "expected_step_s", "run_s", "chip_hours"))
     if point.fits:
         step_s = point.step_s
         whole = (scale.expected_s(step_s), scale.seconds(step_s), scale.chip_hours(step_s))
         figures = dict(zip(figures, (step_s, scale.mfu(step_s), scale.tokens_per_step / step_s, *whole), strict=True))
     marks = {"compiled": point.compiled, "fits": point.fits, "frontier": point.frontier}
-    return {"settings": point.layout.settings(config), "needed_bytes": point.needed, **marks, **figures}
+    return {"settings": settings, "needed_bytes": point.needed, **marks, **figures}
 
 
 def draw(path: Path, title: str, points: Sequence[Point], chosen: Point, available: int) -> None:

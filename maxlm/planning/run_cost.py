@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.config.schema import Config
+from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
+from maxlm.config.sections.train import TrainConfig
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.power import GRIDS, POWERS, site_of
 from maxlm.hardware.prices import TERMS, Offer, PriceList, Term
@@ -68,9 +69,8 @@ class RunCost:
         return not late and not dear
 
 
-def run_cost(topology: Topology, config: Config, seconds: float, step_s: float, wanted: Wanted) -> RunCost:
-    """Cost of a run of so many `seconds` of steps of `step_s` each, without failures, on `topology`."""
-    copies = config.memory_checkpoints
+def run_cost(topology: Topology, copies: MemoryCheckpointsConfig | None, seconds: float, step_s: float, wanted: Wanted) -> RunCost:
+    """Cost of a run of `seconds` without failures, in steps of `step_s`, on `topology`; `copies`: its checkpoints in memory."""
     simulated = expected_goodput(
         topology.chips,
         max(1, topology.chips // topology.hosts),
@@ -107,11 +107,11 @@ def _grid(offer: Offer | None) -> float | None:
     return offer.kg_co2_per_kwh if offer.kg_co2_per_kwh is not None else GRIDS.get(offer.region)
 
 
-def ramp_line(config: Config) -> str:
+def ramp_line(train: TrainConfig) -> str:
     """A sentence on what the time of a run leaves out with `train.batch_ramp`; empty without."""
-    if not config.train.batch_ramp:
+    if not train.batch_ramp:
         return ""
-    full = f"the full batch of {config.train.global_batch:,} all along"
+    full = f"the full batch of {train.global_batch:,} all along"
     return f"Run and cost are with {full}: the smaller batches of train.batch_ramp take more steps, and more time, for as many tokens."
 
 

@@ -67,7 +67,7 @@ def test_the_schedule_is_that_of_the_machine_code(tmp_path, monkeypatch):
         assert again.cached and (again.step_s, again.needed) == (first.step_s, first.needed)
     assert not list(temporary.iterdir()), "nothing is left behind"
     program = aot.build(config, PLACE)
-    step, whole = step_of(config, program, PLACE), aot.compile_program(program, PLACE)
+    step, whole = step_of(program, PLACE), aot.compile_program(program, PLACE)
     assert (step.machine_code, whole.machine_code) == (False, True)
     assert without_settings(step.text) == without_settings(whole.text)
     parts = "argument", "output", "alias"
@@ -205,5 +205,5 @@ def test_without_a_cache_it_costs_only_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path / "file"))
     config = load("tiny").config
-    step = step_of(config, aot.build(config, PLACE), PLACE)
+    step = step_of(aot.build(config, PLACE), PLACE)
     assert (step.fits, step.cached, step.machine_code) == (True, False, False)

@@ -110,10 +110,10 @@ def test_a_config_names_its_calibration(file):
     needed = ("data.store=none", "data.seq_len=1024", "train.steps=10", "train.global_batch=64")
     settings, names = (*needed, "mesh.fsdp=8", f"cost.calibration={file()}"), ("h100:1x8", "v5e:2x4", "h200:1x8")
     gpu, tpu, other = (load("models/gpt2-124m", (*settings, f"cluster.topology={name}"), assume=True).config for name in names)
-    corrected = of_config(gpu, topology_of(gpu))
+    corrected = of_config(gpu.cost, topology_of(gpu))
     assert corrected == calibrated(topology_of(gpu), file())
-    assert of_config(tpu, topology_of(tpu)) == topology_of(tpu), "its times are XLA's own"
+    assert of_config(tpu.cost, topology_of(tpu)) == topology_of(tpu), "its times are XLA's own"
     with pytest.raises(UserError, match=f"^{FIELD} .* was measured on NVIDIA H100 80GB HBM3, and h200:1x8 is made of H200"):
-        of_config(other, topology_of(other))
+        of_config(other.cost, topology_of(other))
     (said,), (plain,) = (list(_not_calibrated(one)) for one in (corrected, topology_of(gpu)))
     assert "corrected by what was measured (node7, 2026-11-25)" in said and "no measurement has corrected" in plain

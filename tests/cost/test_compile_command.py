@@ -21,6 +21,7 @@ from maxlm.config import UserError, load
 from maxlm.cost import advice, compile_command
 from maxlm.cost.compile_command import load_for_machine
 from maxlm.cost.compile_report import too_small
+from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse
 from maxlm.hlo.parser import read
@@ -196,12 +197,12 @@ def test_what_no_mesh_holds_is_told_a_chip_and_without_what_lies_in_host_memory(
     config = load("runs/llama3-8b-v5p-128").config
     state = 16 * 8030261248 - 4 * 8030261248  # float32 parameters and two moments
     for topology, room in (("tpu7x:2x2x1", GIB), ("v5p:2x2x1", 2 * GIB)):
-        said = too_small(config, parse(topology), room)
+        said = too_small(parameter_leaves(config), parse(topology), room)
         assert f"take {state / 4 / GIB:.1f} GiB a chip when split over all 4 chips, {state / 4 / GIB - 2:.1f} GiB more" in said
         assert f"at least {math.ceil(state / 2 / GIB)} chips" in said
-    assert too_small(config, parse("v5p:2x2x1"), state // 4 + 1) == ""
+    assert too_small(parameter_leaves(config), parse("v5p:2x2x1"), state // 4 + 1) == ""
     offloaded = advice.changed(config, {"memory.offload_state": {"optimizer": "host", "master": "host"}})
-    assert too_small(offloaded, parse("v5p:2x2x1"), GIB) == "", "norms alone are on the chip"
+    assert too_small(parameter_leaves(offloaded), parse("v5p:2x2x1"), GIB) == "", "norms alone are on the chip"
 
 
 def test_a_suggestion_at_which_the_compiler_fails_is_one_less(monkeypatch):

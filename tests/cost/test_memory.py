@@ -123,10 +123,18 @@ def test_the_state_is_what_the_devices_hold(mesh):
     assert batch == 5 * 4 * rows * config.data.seq_len
 
 
+def kept(config, **sizes):
+    return kept_sizes(config.model, config.memory.remat, **sizes)
+
+
 def test_kept_tensors_are_told_apart_by_their_size():
     config = tiny_config(memory={"remat": ("query", "key", "gate")})  # width 64, 8 heads and 4 key/value heads of 8, 128 hidden units
-    assert kept_sizes(config, tokens=10, tensor=1) == {640: ("layer_input", "query"), 320: ("key",), 1280: ("gate",)}
-    assert kept_sizes(tiny_config(), tokens=10, tensor=2) == {320: ("layer_input",)}
+    assert kept(config, tokens=10, tensor=1) == {
+        640: ("layer_input", "query"),
+        320: ("key",),
+        1280: ("gate",),
+    }
+    assert kept(tiny_config(), tokens=10, tensor=2) == {320: ("layer_input",)}
 
 
 MIXTURE = {"n_experts": 8, "top_k": 2, "d_ff": 48, "n_shared": 1, "n_dense": 1}
@@ -135,17 +143,23 @@ MIXTURE = {"n_experts": 8, "top_k": 2, "d_ff": 48, "n_shared": 1, "n_dense": 1}
 def test_kept_tensors_of_experts_are_rows():
     """Width 64, 128 hidden units of the dense layer, 48 of an expert, padded to 128 on a TPU; 2 rows a token."""
     config = tiny_config(model={"moe": MIXTURE}, memory={"remat": ("up",)})
-    assert kept_sizes(config, tokens=100, tensor=1) == {
+    assert kept(config, tokens=100, tensor=1) == {
         6400: ("layer_input",),
         12800: ("up",),
         4800: ("up",),  # of the shared expert
         9600: ("up",),
         25600: ("up",),
     }
-    assert set(kept_sizes(config, tokens=100, tensor=1, expert=4)) == {6400, 12800, 4800, 256 * 48, 256 * 128}  # 1.25 x 200, whole lanes
+    assert set(kept(config, tokens=100, tensor=1, expert=4)) == {
+        6400,
+        12800,
+        4800,
+        256 * 48,
+        256 * 128,
+    }  # 1.25 x 200, whole lanes
     latent = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
     config = tiny_config(model={"latent": latent, "n_kv_heads": 8}, memory={"remat": ("key", "value")})
-    assert kept_sizes(config, tokens=10, tensor=1) == {640: ("layer_input", "value"), 960: ("key",)}
+    assert kept(config, tokens=10, tensor=1) == {640: ("layer_input", "value"), 960: ("key",)}
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}, {"fsdp": 2, "tensor": 2, "expert": 2}], ids=str)

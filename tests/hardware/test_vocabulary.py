@@ -9,6 +9,7 @@ from rich.console import Console
 from maxlm.compiler.aot import CompiledStep, Memory
 from maxlm.config.loader import load
 from maxlm.cost.compile_report import Report, show, too_small
+from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.cost.step_cost import StepCost, Traffic
 from maxlm.hardware.chips import CHIPS, GIB
 from maxlm.hardware.prices import LIST_PRICES
@@ -38,8 +39,8 @@ def test_a_report_has_the_words_of_its_platform(chip):
         console = Console(file=file, width=200, markup=False, highlight=False)
         show(Report(config, topology, mesh, 8 * 10**9, 1e18, step, (), cost if step is fits else None, (), ()), console)
     wanted = Wanted(LIST_PRICES)
-    costs = sentences(run_cost(topology, config, 1e6, 4.0, wanted), wanted, vocabulary(chip).chip)
-    text = "\n".join([file.getvalue(), machine_name(topology), too_small(config, topology, 1), *costs])
+    costs = sentences(run_cost(topology, config.memory_checkpoints, 1e6, 4.0, wanted), wanted, vocabulary(chip).chip)
+    text = "\n".join([file.getvalue(), machine_name(topology), too_small(parameter_leaves(config), topology, 1), *costs])
     own, foreign = (OF_TPUS, OF_GPUS) if is_tpu(chip) else (OF_GPUS, OF_TPUS)
     assert re.findall(foreign, text, re.IGNORECASE) == []
     expected = {"chips", "ici", "dcn"} if is_tpu(chip) else {"gpus", "nvlink", "node"}

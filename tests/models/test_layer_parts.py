@@ -11,8 +11,7 @@ from maxlm.config.layer_parts import LayerParts
 from maxlm.config.schema import ModelConfig
 from maxlm.cost import model_shapes
 from maxlm.models import abstract_parameters, bind, token_flops
-from maxlm.models.layers import matrix_size, parameter
-from maxlm.models.linear import BETWEEN, linear
+from maxlm.models.layers import BETWEEN, linear, matrix_size, parameter
 from maxlm.models.mixers.attention import Attention
 from maxlm.models.saved_tensors import matmul_by
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from maxlm import cli
@@ -20,7 +21,7 @@ from maxlm.cost.verify import Compiler, Verdict
 from maxlm.hardware.published_runs import Correction
 from maxlm.hardware.topologies import parse
 from maxlm.planning import explore, plan as planning
-from maxlm.planning.layouts import Layout, layout_of, layouts
+from maxlm.planning.layouts import Layout, LayoutSpace
 from maxlm.planning.plan import analytic_model
 from maxlm.planning.plan_command import as_yaml
 
@@ -121,7 +122,7 @@ def test_a_second_run_is_quick_says_the_same_and_overwrites_nothing(capfd, folde
 def test_ctrl_c_prints_and_writes_what_was_found(folder):
     """The terminal sends the signal to the compiler's process as well, which must not answer it."""
     command = [sys.executable, "-m", "maxlm", "plan", "tiny", "--topology", "v5e:2x2", "model.d_ff=768"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = fork_server.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     lines = []
     while not any("(2 of" in line for line in lines):
         lines.append(process.stderr.readline())
@@ -165,7 +166,7 @@ def answers(monkeypatch):
     asked = []
 
     def stand_in(self, config, topology):
-        own = layout_of(config, topology.devices)
+        own = LayoutSpace(config, topology.devices).own()
         said = analytic_model(config, topology).estimate(own)
         asked.append(topology.name)
         return Verdict(said.least_bytes, 2**34, tuple(1.2 * part for part in said.parts), 1.0, cached=False)
@@ -309,7 +310,7 @@ def test_a_config_is_found_again_from_wherever_it_is_extended(tmp_path):
     (tmp_path / "mine" / "run.yml").write_text("extends: runs/llama3-8b-v5p-128\n", encoding="utf-8")
     for name in ("runs/llama3-8b-v5p-128", str(tmp_path / "mine" / "run.yml")):
         loaded = load(name, ["train.global_batch=512", "mesh.slices=2", "mesh.data=2", "optimizer.warmup_steps="])
-        chosen = next(one for one in layouts(loaded.config, 128) if one.offload and one.across_slices == "fsdp")
+        chosen = next(one for one in LayoutSpace(loaded.config, 128) if one.offload and one.across_slices == "fsdp")
         out = tmp_path / "plans" / "out.yml"
         out.write_text(as_yaml(name, loaded, chosen, out, "A remark.\nAnd more."), encoding="utf-8")
         again = load(str(out))
@@ -321,7 +322,7 @@ def test_a_plan_leaves_nothing_that_its_mesh_does_not_use(tmp_path):
     """What would be refused when the written config is read: ways of splitting, on axes that the plan does not split."""
     name, said = "runs/llama3-8b-v5p-128", ["train.global_batch=512", "mesh={zero: 1, context: 2, context_attention: gather}"]
     loaded = load(name, said, any_mesh=True)
-    chosen = next(one for one in layouts(loaded.config, 64) if one.sizes["fsdp"] == 1)
+    chosen = next(one for one in LayoutSpace(loaded.config, 64) if one.sizes["fsdp"] == 1)
     out = tmp_path / "out.yml"
     out.write_text(as_yaml(name, loaded, chosen, out, "A remark."), encoding="utf-8")
     again = load(str(out))
@@ -330,7 +331,7 @@ def test_a_plan_leaves_nothing_that_its_mesh_does_not_use(tmp_path):
 
 def test_a_section_that_was_set_to_nothing_holds_what_the_plan_adds(tmp_path):
     loaded = load("runs/llama3-8b-v5p-128", ["cost="])
-    chosen, out = layout_of(loaded.config, 64), tmp_path / "out.yml"
+    chosen, out = LayoutSpace(loaded.config, 64).own(), tmp_path / "out.yml"
     text = as_yaml("runs/llama3-8b-v5p-128", loaded, chosen, out, "A remark.", {"cost.calibration": "/a/file.json"})
     assert "cost: {calibration: /a/file.json}" in text
 

@@ -15,7 +15,7 @@ from maxlm.hardware.prices import LIST_PRICES
 from maxlm.hardware.topologies import parse
 from maxlm.planning import choose_topology
 from maxlm.planning.explore import Point
-from maxlm.planning.layouts import layout_of
+from maxlm.planning.layouts import LayoutSpace
 from maxlm.planning.plan import MEMORY_MARGIN, analytic_model
 from maxlm.planning.run_cost import Wanted
 
@@ -34,7 +34,7 @@ train: {steps: 10, global_batch: 64}
 def estimate(name, *settings):
     config = load(name, settings).config
     topology = topology_of(config)
-    return analytic_model(config, topology).estimate(layout_of(config, topology.devices))
+    return analytic_model(config, topology).estimate(LayoutSpace(config, topology.devices).own())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,8 @@ def test_a_rule_of_the_chip_is_the_reason_and_not_its_size(tmp_path, monkeypatch
     config = load("tiny", ["precision.matmul={format: fp8}"]).config
     topologies = [parse("a100-40gb:1x4"), parse("a100-40gb:1x8")]
     for as_json in (True, False):
-        assert choose_topology.compare(config, topologies, None, ("tiny",), Wanted(LIST_PRICES), as_json=as_json) == 2
+        comparison = choose_topology.Comparison(config, Wanted(LIST_PRICES), ("tiny",))
+        assert choose_topology.compare(comparison, topologies, None, as_json=as_json) == 2
     said, _, page = capfd.readouterr().out.partition("\n")
     assert json.loads(said)["do_not_fit"] == [] and list(json.loads(said)["refused"]) == ["a100-40gb:1x4", "a100-40gb:1x8"]
     assert "a100-40gb:1x4, a100-40gb:1x8: precision.matmul.format" in page and "Too small" not in page

@@ -25,7 +25,7 @@ from maxlm.models import abstract_parameters, parameter_axes, token_flops
 from maxlm.parallel import build_mesh
 from maxlm.planning.analytic import Analytic, Estimate
 from maxlm.planning.branching import search_all
-from maxlm.planning.layouts import Layout, frames, layout_of, layouts, meshes, savings, why_microbatches_stay
+from maxlm.planning.layouts import Layout, LayoutSpace, why_microbatches_stay
 from maxlm.planning.plan import _why_none, analytic_model
 from maxlm.training.program import build_program
 
@@ -51,8 +51,8 @@ def estimate(layout: Layout, config=None, topology="v5p:4x4x4") -> Estimate:
 def some_layouts(config, devices: int, step: int) -> Iterator[Layout]:
     """Every step-th way to save something, of every frame."""
     first = 0
-    for frame in frames(config, devices):
-        ways = savings(config, frame)
+    for frame in LayoutSpace(config, devices).frames():
+        ways = LayoutSpace(config, 64).savings(frame)
         for loss_chunks, remat, offload in ways[first::step]:
             yield dataclasses.replace(frame, loss_chunks=loss_chunks, remat=remat, offload=offload)
         first = (first - len(ways)) % step
@@ -66,19 +66,19 @@ def layout(**changes) -> Layout:
 @pytest.mark.parametrize("devices", [1, 8, 12])
 def test_every_layout_keeps_the_rules_and_comes_once(devices):
     config = tiny_config(train={"global_batch": 48}, model={"n_kv_heads": 4})
-    found = list(layouts(config, devices))
+    found = list(LayoutSpace(config, devices))
     assert len(found) == len(set(found)) > 50
     for one in found[:: 1 + len(found) // 150]:
         applied = one.apply(config)
         rules.check_devices(applied, devices)
-        assert layout_of(applied, devices) == one
+        assert LayoutSpace(applied, devices).own() == one
         assert math.prod(one.sizes.values()) == devices
         assert (applied.train.global_batch, applied.data, applied.model) == (48, config.data, config.model)
 
 
 def test_every_mesh_that_the_rules_allow_is_found():
     config = tiny_config(train={"global_batch": 48}, model={"n_layers": 3, "moe": EXPERTS})
-    found = {one.mesh for one in meshes(config, 12)}
+    found = {one.mesh for one in LayoutSpace(config, 12).meshes()}
     allowed = set()
     for counts in itertools.product([1, 2, 3, 4, 6, 12], repeat=len(AXES)):
         mesh = dict(zip(AXES, counts, strict=True))
@@ -92,7 +92,7 @@ def test_every_mesh_that_the_rules_allow_is_found():
 
 def test_what_an_axis_leaves_to_choose_is_searched():
     config = tiny_config(train={"global_batch": 8}, model={"n_layers": 4, "n_kv_heads": 2})
-    some = list(frames(config, 4))
+    some = list(LayoutSpace(config, 4).frames())
     assert {one.attention for one in some if one.sizes["context"] == 2} == {"ring", "gather", "ulysses"}
     assert {one.attention for one in some if one.sizes["context"] == 4} == {"ring", "gather"}  # there are two heads of keys
     fsdp = [one for one in some if one.sizes["fsdp"] == 4]
@@ -101,7 +101,7 @@ def test_what_an_axis_leaves_to_choose_is_searched():
     piped = {(one.sizes["stage"], one.microbatches, one.chunks) for one in some if one.sizes["stage"] > 1}
     assert {(2, 1, 1), (2, 4, 2), (4, 4, 1)} <= piped
     assert (2, 1, 2) not in piped  # rounds of two microbatches
-    assert not any(one.offload for one in layouts(config, 4) if one.sizes["stage"] > 1)
+    assert not any(one.offload for one in LayoutSpace(config, 4) if one.sizes["stage"] > 1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_an_axis_leaves_to_choose_is_searched():
 def test_rules_of_microbatches_are_kept_with_the_real_number(train, meshes_found):
     """One microbatch measures no noise; a pipeline's are of every size of the batch."""
     config = tiny_config(train={"global_batch": 32, **train})
-    found = list(frames(config, 4))
+    found = list(LayoutSpace(config, 4).frames())
     assert {one.sizes["stage"] for one in found} == {1, 2}.intersection(range(1, 1 + meshes_found))
     for one in found:
         assert one.apply(config).train.microbatches == one.microbatches
@@ -123,7 +123,7 @@ def test_rules_of_microbatches_are_kept_with_the_real_number(train, meshes_found
 def test_links_are_read_off_a_mesh_whatever_the_config_asks_of_microbatches():
     pytest.importorskip("libtpu")
     config = tiny_config(train={"global_batch": 32, "microbatches": 2, "noise_scale": {}})
-    layout = next(one for one in layouts(config, 4) if one.sizes["fsdp"] == 4)
+    layout = next(one for one in LayoutSpace(config, 4) if one.sizes["fsdp"] == 4)
     plain = tiny_config(train={"global_batch": 32, "microbatches": 2})
     found = [analytic_model(one, parse("v5e:2x2")).estimate(layout).parts for one in (config, plain)]
     assert found[0] == found[1] and sum(found[0]) > 0
@@ -131,9 +131,9 @@ def test_links_are_read_off_a_mesh_whatever_the_config_asks_of_microbatches():
 
 def test_no_layout_has_checks_that_compare_nothing():
     config = tiny_config(integrity={}, mesh={"fsdp": 4})
-    assert all(one.sizes["data"] * one.sizes["context"] * one.sizes["tensor"] > 1 for one in meshes(config, 4))
+    assert all(one.sizes["data"] * one.sizes["context"] * one.sizes["tensor"] > 1 for one in LayoutSpace(config, 4).meshes())
     with pytest.raises(ConfigError, match="holds a copy"):
-        layout_of(config, 4)
+        LayoutSpace(config, 4).own()
     with pytest.raises(ConfigError, match="on GPUs"):
         rules.check(tiny_config(integrity={"repeat_every": 5}, cluster={"topology": "h100:1x4"}), any_mesh=True)
     with pytest.raises(ConfigError, match="holds a copy"):
@@ -143,7 +143,7 @@ def test_no_layout_has_checks_that_compare_nothing():
 def test_microbatches_stay_where_experts_are_balanced_over_each():
     def counts(**router):
         config = tiny_config(model={"moe": {**EXPERTS, "router": router}}, train={"microbatches": 2, "global_batch": 32})
-        return {one.microbatches for one in frames(config, 8)}, why_microbatches_stay(config)
+        return {one.microbatches for one in LayoutSpace(config, 8).frames()}, why_microbatches_stay(config.model, config.train.microbatches)
 
     assert counts(balance_loss=0.01)[0] == {2} and "train.microbatches stays 2" in counts(balance_loss=0.01)[1]
     assert counts(balance_loss=0.01, balance_over="sequence") == counts() == ({1, 2, 4, 8, 16, 32}, "")
@@ -151,19 +151,19 @@ def test_microbatches_stay_where_experts_are_balanced_over_each():
 
 def test_a_pipeline_of_the_config_is_left_when_a_layout_has_none():
     config = tiny_config(mesh={"stage": 2, "fsdp": 2}, train={"microbatches": 4, "global_batch": 8}, pipeline={"schedule": "gpipe"})
-    own = layout_of(config, 4)
+    own = LayoutSpace(config, 4).own()
     assert own.schedule == "gpipe"
     assert own.settings(config).keys().isdisjoint({"pipeline", "mesh.zero", "mesh.context_attention"})
     assert own.apply(config) == config
-    other = next(one for one in layouts(config, 4) if one.sizes["stage"] == 1)
+    other = next(one for one in LayoutSpace(config, 4) if one.sizes["stage"] == 1)
     assert other.apply(config).pipeline is None
 
 
 def test_slices_are_joined_along_an_axis_that_they_divide():
     config = tiny_config(mesh={"slices": 2, "data": 2})
-    for one in meshes(config, 8):
+    for one in LayoutSpace(config, 8).meshes():
         assert one.sizes[one.across_slices] % 2 == 0
-    assert {one.across_slices for one in meshes(config, 8)} == {"data", "fsdp", "stage"}
+    assert {one.across_slices for one in LayoutSpace(config, 8).meshes()} == {"data", "fsdp", "stage"}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -191,7 +191,7 @@ def test_the_state_is_exact(mesh, optimizer):
     config = tiny_config(mesh=mesh, optimizer={"name": optimizer})
     program = build_program(config, build_mesh(config, jax.devices()))
     parameters, moments, batch = (part.bytes for part in state_parts(program))
-    said = analytic(config).estimate(layout_of(config, 8)).state
+    said = analytic(config).estimate(LayoutSpace(config, 8).own()).state
     assert 0 <= parameters + moments + batch - said < 100  # counters
     assert sum(leaf.numbers for leaf in parameter_leaves(config)) == sum(
         leaf.size for leaf in jax.tree.leaves(program.abstract_state.params)
@@ -240,7 +240,7 @@ def test_a_model_without_gates_keeps_none():
         more, less = (estimate(layout(remat=remat), config) for config in (gated, plain))
         state = more.state - less.state
         assert more.least_bytes - less.least_bytes - state == gated.model.n_layers * per_layer
-    assert not any("gate" in one.kept for one in layouts(plain, 8) if isinstance(one.remat, tuple))
+    assert not any("gate" in one.kept for one in LayoutSpace(plain, 8) if isinstance(one.remat, tuple))
 
 
 def test_no_more_is_offloaded_than_the_hosts_hold():
@@ -258,7 +258,7 @@ def test_one_microbatch_at_a_time_waits_on_the_host():
     for name, gib in (("llama3-70b-v5e-64", 17.3), ("llama3-405b-v5p-256", 31.5)):  # docs/memory_tiers.md
         config = load(f"runs/{name}").config
         topology = rules.topology_of(config)
-        one, model = layout_of(config, topology.devices), analytic(config, topology.name)
+        one, model = LayoutSpace(config, topology.devices).own(), analytic(config, topology.name)
         assert model.fits_host(one)
         assert model._host_bytes(one, model.tokens(one) // one.microbatches) == pytest.approx(gib * 2**30, rel=0.02)
 
@@ -270,9 +270,9 @@ def test_state_that_the_hosts_cannot_hold_is_no_plan():
     for topology, chips, fits in (("v5e:1x1", 1, False), ("v5e:8x8", 64, True), ("v4:2x2x1", 4, True)):
         one = layout(mesh={"fsdp": chips}, remat="full", microbatches=2)
         assert analytic(config, topology).fits_host(one) == fits
-    found = search_all(config, analytic(config, "v5e:1x1"), 2**60, layout(mesh={"fsdp": 1}, remat="full"))
+    found = search_all(analytic(config, "v5e:1x1"), 2**60, layout(mesh={"fsdp": 1}, remat="full"))
     assert found.counted == found.cannot_fit == found.host_full > 0 and not found.open
-    assert "more than the 33.5 GiB of host memory a device" in _why_none(found, config, parse("v5e:1x1"))
+    assert "more than the 33.5 GiB of host memory a device" in _why_none(found, analytic(config, "v5e:1x1"))
 
 
 def test_layers_on_the_host_leave_the_device():
@@ -284,7 +284,7 @@ def test_layers_on_the_host_leave_the_device():
     numbers = sum(leaf.numbers for leaf in parameter_leaves(far) if leaf.matrix and leaf.scanned) // 64
     assert before.temporaries - after.temporaries >= 6 * numbers > 0
     assert after.state == before.state and after.host_s > before.host_s
-    assert {(one.zero, one.remat, one.sizes["stage"]) for one in layouts(far, 8)} == {(3, "full", 1)}
+    assert {(one.zero, one.remat, one.sizes["stage"]) for one in LayoutSpace(far, 8)} == {(3, "full", 1)}
 
 
 def test_gradients_that_go_to_the_host_are_summed_over_data_in_every_microbatch():
@@ -393,18 +393,18 @@ def of_mixtral(config=None, topology="v5p:4x4x8", **changes) -> Estimate:
 
 def test_experts_are_split_in_every_way_that_the_rules_allow():
     config = tiny_config(model={"moe": EXPERTS})
-    found = {tuple(one.sizes[axis] for axis in ("data", "fsdp", "tensor", "expert")) for one in meshes(config, 8)}
+    found = {tuple(one.sizes[axis] for axis in ("data", "fsdp", "tensor", "expert")) for one in LayoutSpace(config, 8).meshes()}
     assert {(1, 1, 1, 8), (1, 4, 1, 2), (2, 1, 1, 4), (1, 2, 2, 2), (1, 8, 1, 1)} <= found
     assert {expert for *_, expert in found} == {1, 2, 4, 8}
-    assert {one.sizes["expert"] for one in meshes(tiny_config(), 8)} == {1}
+    assert {one.sizes["expert"] for one in LayoutSpace(tiny_config(), 8).meshes()} == {1}
 
 
 def test_an_axis_that_a_plan_gives_up_is_said():
     """Else the user's own size of it would stay."""
     config = tiny_config(model={"moe": EXPERTS}, mesh={"expert": 4, "fsdp": 2})
-    one = next(one for one in layouts(config, 8) if one.sizes["expert"] == 1)
+    one = next(one for one in LayoutSpace(config, 8) if one.sizes["expert"] == 1)
     assert one.settings(config)["mesh.expert"] == 1
-    assert layout_of(one.apply(config), 8) == one
+    assert LayoutSpace(one.apply(config), 8).own() == one
     assert "mesh.expert" not in one.settings(tiny_config())
 
 
@@ -412,7 +412,7 @@ def test_an_axis_that_a_plan_gives_up_is_said():
 def test_the_state_of_experts_is_exact(mesh):
     config = tiny_config(model=MIXTURE, mesh=mesh)
     program = build_program(config, build_mesh(config, jax.devices()))
-    said = analytic(config).estimate(layout_of(config, 8)).state
+    said = analytic(config).estimate(LayoutSpace(config, 8).own()).state
     parts = state_parts(program)
     assert 0 <= sum(part.bytes for part in parts) - said < 100
     assert sum(leaf.numbers for leaf in parameter_leaves(config)) == sum(

@@ -31,7 +31,7 @@ from maxlm.planning.explore import (
     predict,
     rows,
 )
-from maxlm.planning.layouts import frames, layout_of, savings
+from maxlm.planning.layouts import LayoutSpace
 
 GIB = 2**30
 AVAILABLE = 95 * GIB
@@ -45,9 +45,9 @@ def space():
     """Layouts of one slice without stages and context; made when a test asks for it, not when tests are collected."""
     return [
         replace(frame, loss_chunks=loss_chunks, remat=remat)
-        for frame in frames(CONFIG, 64)
+        for frame in LayoutSpace(CONFIG, 64).frames()
         if frame.sizes["stage"] == frame.sizes["context"] == 1 and frame.zero == 3
-        for loss_chunks, remat, offload in savings(CONFIG, frame)
+        for loss_chunks, remat, offload in LayoutSpace(CONFIG, 64).savings(frame)
         if loss_chunks in (4, 8) and not offload
     ]
 
@@ -62,9 +62,9 @@ class Compiler:
         self.available, self.seconds = available, seconds
         self.asked = []
 
-    def __call__(self, config) -> Verdict:
-        self.asked.append(layout_of(config, 64))
-        return self.of(self.asked[-1])
+    def __call__(self, layout) -> Verdict:
+        self.asked.append(layout)
+        return self.of(layout)
 
     def of(self, layout) -> Verdict:
         said = MODEL.estimate(layout)
@@ -79,7 +79,7 @@ class Compiler:
 def search(compiler, *, own=None, most=MOST_COMPILES, updates=math.inf):
     found = begin(space(), MODEL, compiler.available)
     found.updates = updates
-    explore(found, CONFIG, [own] if own else [], compiler, lambda *_: None, most)
+    explore(found, [own] if own else [], compiler, lambda *_: None, most)
     return found
 
 
@@ -87,11 +87,11 @@ def search(compiler, *, own=None, most=MOST_COMPILES, updates=math.inf):
 def test_the_best_is_found_though_the_model_is_wrong(seed):
     """Ten of some thousand layouts are compiled, and none of the others is more than 1% faster than the choice."""
     compiler = Compiler(seed)
-    found = search(compiler, own=layout_of(CONFIG, 64))
+    found = search(compiler, own=LayoutSpace(CONFIG, 64).own())
     everything = {one: compiler.of(one) for one in space()}
     fastest = min(verdict.step_s for verdict in everything.values())
     assert len(compiler.asked) <= MOST_COMPILES
-    assert compiler.asked[0] == layout_of(CONFIG, 64)
+    assert compiler.asked[0] == LayoutSpace(CONFIG, 64).own()
     assert found.best.verdict.step_s <= 1.01 * fastest
     assert all(everything[one].step_s >= found.best.verdict.step_s for one in found.too_slow)
     assert not any(everything[one].fits for one in found.too_large)
@@ -123,16 +123,16 @@ def test_what_cannot_be_faster_is_dropped_once_something_is_known():
 
 
 def unrolled(found, verify):
-    explore_unrolled(found, CONFIG, MODEL, verify, lambda *_: None, MOST_UNROLLED)
+    explore_unrolled(found, LayoutSpace(CONFIG, 64), MODEL, verify, lambda *_: None, MOST_UNROLLED)
 
 
 def keeping(gain):
     """A compiler of layers without a loop: a step is so much faster for each tensor that it keeps."""
     compiler = Compiler(seconds=1.0)
 
-    def verify(config):
-        assert config.memory.unroll
-        verdict, layout = compiler(config), compiler.asked[-1]
+    def verify(layout):
+        assert layout.unroll
+        verdict = compiler(layout)
         kept = 9 if layout.remat == "none" else len(layout.kept)
         return verdict if verdict.parts is None else replace(verdict, parts=tuple((1 - gain * kept) * part for part in verdict.parts))
 
@@ -177,7 +177,7 @@ def test_what_was_found_stays_where_it_cannot_be_compiled_without_a_loop(why):
 
 def test_few_long_trials_leave_no_time_for_more():
     found = begin(space()[:2], MODEL, AVAILABLE)
-    explore(found, CONFIG, [], Compiler(seconds=PATIENCE_S / 2), lambda *_: None, MOST_COMPILES)
+    explore(found, [], Compiler(seconds=PATIENCE_S / 2), lambda *_: None, MOST_COMPILES)
     tried = found.tried
     unrolled(found, None)
     assert found.best is not None and found.tried == tried <= 2
@@ -188,8 +188,8 @@ def test_chunks_of_the_loss_are_compiled_where_they_are_predicted_to_be_faster()
     some = [replace(space()[0], loss_chunks=number) for number in (2, 4, 8, 16)]
     estimates = {layout: Estimate(10.0, 0.0, 0.0, 0.01 * place, 0.0, 0, 1, 0, 0.0) for place, layout in enumerate(some)}
     found = begin(some, SimpleNamespace(estimate=estimates.get), AVAILABLE)
-    verify = lambda config: Verdict(1, AVAILABLE, estimates[layout_of(config, 64)].parts, 1.0, cached=False)  # noqa: E731
-    explore(found, CONFIG, [some[2]], verify, lambda *_: None, MOST_COMPILES)
+    verify = lambda layout: Verdict(1, AVAILABLE, estimates[layout].parts, 1.0, cached=False)  # noqa: E731
+    explore(found, [some[2]], verify, lambda *_: None, MOST_COMPILES)
     assert [one.layout for one in found.trials] == [some[2], some[0]]
 
 
@@ -197,7 +197,7 @@ def test_chunks_of_the_loss_are_compiled_where_they_are_predicted_to_be_faster()
 def test_a_mesh_that_was_compiled_is_soon_known(seed):
     """Layouts of other meshes keep their margin until several meshes were compiled, those of this one do not."""
     found = begin([layout for layout in space() if layout.sizes["fsdp"] == 64], MODEL, AVAILABLE)
-    explore(found, CONFIG, [], Compiler(seed), lambda *_: None, MOST_COMPILES)
+    explore(found, [], Compiler(seed), lambda *_: None, MOST_COMPILES)
     assert found.best is not None and found.tried <= MOST_COMPILES / 2
 
 
@@ -208,8 +208,8 @@ def test_a_mesh_unlike_the_compiled_is_tried_though_their_parts_speak_against_it
     parts = {layout: [(10.0, 0.0, 0.0, wait, 0.0) for wait in both] for layout, both in waits.items()}
     estimates = {layout: Estimate(*said, 0, 1, 0, 0.0) for layout, (said, _) in parts.items()}
     found = begin(waits, SimpleNamespace(estimate=estimates.get), AVAILABLE)
-    verify = lambda config: Verdict(1, AVAILABLE, parts[layout_of(config, 64)][1], 1.0, cached=False)  # noqa: E731
-    explore(found, CONFIG, [], verify, lambda *_: None, MOST_COMPILES)
+    verify = lambda layout: Verdict(1, AVAILABLE, parts[layout][1], 1.0, cached=False)  # noqa: E731
+    explore(found, [], verify, lambda *_: None, MOST_COMPILES)
     assert [one.layout for one in found.trials] == [gathers, sends] and found.best.layout == sends
 
 
@@ -217,21 +217,21 @@ def test_a_mesh_unlike_the_compiled_is_tried_though_their_parts_speak_against_it
 def test_ctrl_c_keeps_what_was_found(stopped_at):
     compiler = Compiler()
 
-    def interrupted(config):
+    def interrupted(layout):
         if len(compiler.asked) == stopped_at:
             raise KeyboardInterrupt
-        return compiler(config)
+        return compiler(layout)
 
     found = begin(space(), MODEL, AVAILABLE)
-    explore(found, CONFIG, [layout_of(CONFIG, 64)], interrupted, lambda *_: None, MOST_COMPILES)
+    explore(found, [LayoutSpace(CONFIG, 64).own()], interrupted, lambda *_: None, MOST_COMPILES)
     assert (found.end, len(found.trials)) == ("stopped", stopped_at)
     assert (found.best is None) == (stopped_at == 0)
 
 
 def test_a_second_run_asks_the_same():
     first, second = Compiler(3), Compiler(3)
-    search(first, own=layout_of(CONFIG, 64))
-    search(second, own=layout_of(CONFIG, 64))
+    search(first, own=LayoutSpace(CONFIG, 64).own())
+    search(second, own=LayoutSpace(CONFIG, 64).own())
     assert first.asked == second.asked
 
 
@@ -299,7 +299,7 @@ def test_each_layout_that_was_predicted_to_be_faster_has_its_reason():
 
     found = begin(space(), MODEL, compiler.available)
     found.updates = 2000
-    explore(found, CONFIG, [], failing(compiler, 1), lambda *_: None, MOST_COMPILES)
+    explore(found, [], failing(compiler, 1), lambda *_: None, MOST_COMPILES)
     named = not_taken(found)
     best_s = found.best.verdict.step_s
     assert all(one.predicted_s < best_s and one.layout != found.best.layout for one in named)
@@ -327,7 +327,7 @@ def test_when_the_model_thinks_too_little_of_memory_something_that_fits_is_found
 
 def test_the_model_believes_the_compiler():
     """A correction is almost whole near what was compiled, and less far from it."""
-    own = layout_of(CONFIG, 64)
+    own = LayoutSpace(CONFIG, 64).own()
     said = MODEL.estimate(own)
     verdict = Verdict(said.state + 2 * said.temporaries, AVAILABLE, tuple(1.5 * part for part in said.parts), 1.0, cached=False)
     far = next(one for one in space() if one.remat == "none" and one.sizes["tensor"] == 8)
@@ -340,7 +340,7 @@ def test_the_model_believes_the_compiler():
 
 
 def test_the_frontier_holds_what_no_other_beats():
-    found = search(Compiler(2), own=layout_of(CONFIG, 64))
+    found = search(Compiler(2), own=LayoutSpace(CONFIG, 64).own())
     drawn = points(found)
     compiled = [point for point in drawn if point.compiled and point.fits]
     for point in compiled:
@@ -377,18 +377,18 @@ def failing(compiler, *at):
     """The stand-in for the compiler, whose process ends at these calls."""
     calls = []
 
-    def verify(config, topology=None):
-        calls.append(config)
+    def verify(asked, topology=None):
+        calls.append(asked)
         if len(calls) - 1 in at:
             raise UserError("The compiler's process ended with code -9: see above.")
-        return compiler(config)
+        return compiler(asked if topology is None else LayoutSpace(asked, topology.devices).own())
 
     return verify
 
 
 def test_a_layout_at_which_the_compiler_fails_is_dropped():
     compiler, found = Compiler(), begin(space(), MODEL, AVAILABLE)
-    explore(found, CONFIG, [], failing(compiler, 2, 3), lambda *_: None, MOST_COMPILES)
+    explore(found, [], failing(compiler, 2, 3), lambda *_: None, MOST_COMPILES)
     assert set(found.failed.values()) == {"The compiler's process ended with code -9: see above."} and len(found.failed) == 2
     assert found.tried == len(compiler.asked) + 2 <= MOST_COMPILES
     assert found.best is not None and not set(found.failed) & {*found.open, *compiler.asked}
@@ -398,19 +398,19 @@ def test_a_layout_whose_loops_are_not_counted_is_dropped():
     """Else its step would be the shortest of all."""
     compiler = Compiler()
 
-    def sometimes(config):
-        verdict = compiler(config)
+    def sometimes(layout):
+        verdict = compiler(layout)
         return replace(verdict, parts=(1e-9,), unknown_loops=("while.2",)) if len(compiler.asked) == 2 else verdict
 
     found = begin(space(), MODEL, AVAILABLE)
-    explore(found, CONFIG, [], sometimes, lambda *_: None, MOST_COMPILES)
+    explore(found, [], sometimes, lambda *_: None, MOST_COMPILES)
     assert list(found.failed) == [compiler.asked[1]] and "while.2" in found.failed[compiler.asked[1]]
     assert found.best.verdict.step_s > 1e-9
 
 
 def test_a_compiler_that_fails_at_once_is_an_error():
     with pytest.raises(UserError, match="code -9"):
-        explore(begin(space(), MODEL, AVAILABLE), CONFIG, [], failing(Compiler(), 0), lambda *_: None, MOST_COMPILES)
+        explore(begin(space(), MODEL, AVAILABLE), [], failing(Compiler(), 0), lambda *_: None, MOST_COMPILES)
 
 
 @pytest.mark.parametrize("fails", [(0,), (1, 2)])

@@ -15,7 +15,7 @@ from maxlm.config.schema import Config
 from maxlm.cost.verify import verify
 from maxlm.hardware.topologies import parse
 from maxlm.planning.explore import MOST_COMPILES, begin, explore
-from maxlm.planning.layouts import Layout, layouts
+from maxlm.planning.layouts import Layout, LayoutSpace
 from maxlm.planning.plan import analytic_model
 
 NOISE = 0.005
@@ -50,7 +50,7 @@ def read(text: str, folder: Path) -> Config:
 
 def space(config: Config) -> list[Layout]:
     remats = ("full", "dots", "none", ATTENTION, ALL[:6], ALL)
-    offered = (one for one in layouts(config, TOPOLOGY.devices) if one.loss_chunks == 8 and not one.offload)
+    offered = (one for one in LayoutSpace(config, TOPOLOGY.devices) if one.loss_chunks == 8 and not one.offload)
     return [one for one in offered if one.microbatches in (1, 4) and one.remat in remats and one.zero == 3 and plain(one)]
 
 
@@ -82,7 +82,7 @@ def test_the_choice_is_that_of_compiling_everything(few, tmp_path):
         assert verdict.step_s >= said.least_s, one
         assert verdict.needed >= said.least_bytes, one
     search = begin(offered, model, available_hbm(TOPOLOGY))
-    explore(search, config, [], lambda candidate: verify(candidate, TOPOLOGY), lambda *_: None, MOST_COMPILES)
+    explore(search, [], lambda layout: verify(layout.apply(config), TOPOLOGY), lambda *_: None, MOST_COMPILES)
     fastest = min(verdict.step_s for verdict in everything.values())
     assert all(everything[one].step_s >= search.best.verdict.step_s for one in search.too_slow)
     assert search.best.verdict.step_s <= fastest * (1 + NOISE)

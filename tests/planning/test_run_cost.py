@@ -28,7 +28,7 @@ def config():
 def test_every_figure_follows_from_the_time_of_the_run(config):
     """Chip-hours are chips times wall time, which is longer by the goodput; money, kWh and CO2 are chip-hours times a price or a power."""
     topology = parse("v5e:16x16")
-    cost = run_cost(topology, config, 10 * DAY, 4.0, Wanted(LIST_PRICES))
+    cost = run_cost(topology, config.memory_checkpoints, 10 * DAY, 4.0, Wanted(LIST_PRICES))
     assert 0.9 < cost.goodput < 1
     assert cost.goodput == expected_goodput(256, 4, 4.0, memory=False, peer=False)
     assert cost.wall_s == pytest.approx(10 * DAY / cost.goodput)
@@ -42,7 +42,7 @@ def test_every_figure_follows_from_the_time_of_the_run(config):
 
 def test_an_offer_may_state_its_power_and_its_grid(config):
     offer = Offer("v5p", "own", "cellar", 1.0, watts=500.0, pue=1.2, kg_co2_per_kwh=0.1)
-    cost = run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(PriceList("USD", (offer,), "")))
+    cost = run_cost(parse("v5p:2x2x1"), config.memory_checkpoints, DAY, 4.0, Wanted(PriceList("USD", (offer,), "")))
     assert cost.kwh == pytest.approx(4 * cost.wall_s / 3600 * 0.6)
     assert cost.kg_co2 == pytest.approx(0.1 * cost.kwh)
     assert not cost.power_estimated
@@ -55,18 +55,18 @@ def test_a_provider_is_the_same_in_any_case():
 def test_steps_that_no_machine_survives_are_dear_and_no_error(config):
     """Nothing counts in the simulation of such a run."""
     assert expected_goodput(8, 4, 1e9, memory=False, peer=False) == 0.0
-    cost = run_cost(parse("v5e:2x4"), config, 1e9, 1e9, Wanted(LIST_PRICES))
+    cost = run_cost(parse("v5e:2x4"), config.memory_checkpoints, 1e9, 1e9, Wanted(LIST_PRICES))
     assert (cost.goodput, cost.wall_s) == (0.001, pytest.approx(1e12))
 
 
 def test_what_is_unknown_is_none_and_said(config):
     """No power of v5p and no price of tpu7x is published."""
-    unpriced = run_cost(parse("tpu7x:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))
+    unpriced = run_cost(parse("tpu7x:2x2x1"), config.memory_checkpoints, DAY, 4.0, Wanted(LIST_PRICES))
     assert (unpriced.money, unpriced.offer, unpriced.kg_co2) == (None, None, None)
     assert unpriced.kwh is not None
     assert any("unknown" in line and "--prices" in line for line in sentences(unpriced, Wanted(LIST_PRICES), "chip"))
     assert unpriced.kwh == pytest.approx(POWERS["tpu7x"].total_w * 1.09 * unpriced.chip_hours / 1000), "Google's, whoever has a price"
-    unpowered = run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(LIST_PRICES))
+    unpowered = run_cost(parse("v5p:2x2x1"), config.memory_checkpoints, DAY, 4.0, Wanted(LIST_PRICES))
     assert (unpowered.kwh, unpowered.kg_co2) == (None, None)
     assert unpowered.money is not None
     assert "Energy: unknown, since no power of this chip is published" in " ".join(sentences(unpowered, Wanted(LIST_PRICES), "chip"))
@@ -76,14 +76,14 @@ def test_what_is_unknown_is_none_and_said(config):
 def test_a_contract_without_a_price_changes_neither_energy_nor_carbon(config):
     """v4 has no published commitments, and a file may have nothing but them."""
     wanted = Wanted(LIST_PRICES, "reserved-1y")
-    demand, reserved = (run_cost(parse("v4:2x2x1"), config, DAY, 4.0, one) for one in (Wanted(LIST_PRICES), wanted))
+    demand, reserved = (run_cost(parse("v4:2x2x1"), config.memory_checkpoints, DAY, 4.0, one) for one in (Wanted(LIST_PRICES), wanted))
     assert reserved.money is None and reserved.kwh == demand.kwh and reserved.kg_co2 == demand.kg_co2 is not None
     assert reserved.money_by_term == demand.money_by_term
     (cost,) = (line for line in sentences(reserved, wanted, "chip") if line.startswith("Cost"))
     assert "there is no reserved-1y price of this chip (google us-central2: on-demand $" in cost
     assert to_json(reserved, wanted)["price_source"] is None
     own = PriceList("USD", (Offer("v5p", "own", "cellar", reserved_1y=1.0, watts=500.0, pue=1.2),), "")
-    assert run_cost(parse("v5p:2x2x1"), config, DAY, 4.0, Wanted(own)).kwh == pytest.approx(4 * 24 * 0.6, rel=0.01)
+    assert run_cost(parse("v5p:2x2x1"), config.memory_checkpoints, DAY, 4.0, Wanted(own)).kwh == pytest.approx(4 * 24 * 0.6, rel=0.01)
 
 
 def test_goodput_falls_with_chips_and_copies_in_memory_raise_it(config):
@@ -91,7 +91,7 @@ def test_goodput_falls_with_chips_and_copies_in_memory_raise_it(config):
     assert goodputs == sorted(goodputs, reverse=True)
     assert expected_goodput(16_384, 8, 6.0, memory=True, peer=True) > goodputs[-1]
     copies = load("runs/llama3-8b-v5p-128", ["memory_checkpoints={}"]).config
-    costs = [run_cost(parse("v5p:8x8x16"), one, DAY, 4.0, Wanted(LIST_PRICES)) for one in (config, copies)]
+    costs = [run_cost(parse("v5p:8x8x16"), one.memory_checkpoints, DAY, 4.0, Wanted(LIST_PRICES)) for one in (config, copies)]
     assert costs[1].goodput > costs[0].goodput
 
 

@@ -70,8 +70,8 @@ def test_attempts_that_were_killed_count_in_full(run, attempt):
     whole += ended - now
     seen = load_run(run.path)
     figures, seconds = figures_of(seen), seen.ledger.seconds
-    assert figures.attempts == len(seen.attempts) == 38
-    assert figures.seconds == pytest.approx(whole + 37, abs=0.1)
+    assert len(seen.attempts) == 38
+    assert figures["seconds"] == pytest.approx(whole + 37, abs=0.1)
     assert seconds["down"] == pytest.approx(37.0, abs=0.1)
     assert sum(seconds.values()) == pytest.approx(whole + 37, abs=0.1)
     assert list(seconds) == list(TITLES)
@@ -79,7 +79,7 @@ def test_attempts_that_were_killed_count_in_full(run, attempt):
     assert seconds["compile"] == pytest.approx(38 * FIRST_S, abs=0.1)
     assert seconds["lost"] == pytest.approx(37 * 50 * 0.09, rel=0.01)
     assert seconds["step"] == pytest.approx((37 * 9 + 29) * 0.09 + 29 * 0.01, rel=0.01)  # the last attempt tells its steps whole
-    assert figures.goodput == pytest.approx(seconds["step"] / (whole + 37), rel=1e-3)
+    assert figures["goodput"] == pytest.approx(seconds["step"] / (whole + 37), rel=1e-3)
     page = write_report([run.path], run.report).read_text()
     assert "since the first start, in 38 attempts." in page
     assert "steps thrown away" in page
@@ -109,7 +109,7 @@ def test_of_a_run_that_has_not_ended_heartbeat_and_records_tell_the_time(run, at
     if not beats:
         run.heartbeat.unlink()
     figures = figures_of(load_run(run.path))
-    assert figures.seconds == pytest.approx(ended - 1000.0, abs=0.01)
+    assert figures["seconds"] == pytest.approx(ended - 1000.0, abs=0.01)
 
 
 def test_a_checkpoint_that_was_passed_over_costs_the_attempts_before_too(run, attempt):

@@ -111,7 +111,7 @@ def test_what_the_newest_hardware_does_is_not_mixed_with_that_of_the_one_before(
     run = make("r", [("start", 0, START), ("start", 70, newer), ("rollback", 59, {"from_step": 75}), ("start", 80, newer)], records)
     assert "64,000 tokens a second, 20.0% of the hardware's fp8 peak (MFU) on 64 x B200" in text_of(run)
     run = make("same", [("start", 0, START), ("start", 79, {"parameters": 1000}), ("start", 79, START)], records)
-    assert figures_of(load_run(run.path)).tokens_per_s == 8e3
+    assert figures_of(load_run(run.path))["tokens_per_s"] == 8e3
 
 
 def test_after_a_rollback_behind_the_newest_start_measured_and_predicted_are_compared(make):
@@ -119,7 +119,7 @@ def test_after_a_rollback_behind_the_newest_start_measured_and_predicted_are_com
     records = [{"step": step, "step_time_s": 2.0, "memory_peak_bytes": 9e9 if step <= 300 else 5e9} for step in (299, 300, 301, 302)]
     run = make("r", events, records)
     figures = figures_of(load_run(run.path))
-    assert (figures.peak_memory, figures.step_s) == (5e9, 2.0)
+    assert (figures["peak_memory"], figures["step_s"]) == (5e9, 2.0)
     assert [figure.measured for figure in read_compared(run)] == [5e9, None, 2.0]
 
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.model import ClampConfig
-from maxlm.models.layers import BlockContext, matrix_size, parameter
-from maxlm.models.linear import BETWEEN, ENTERING, HIDDEN, enter, gated_linear, linear
+from maxlm.models.layers import BETWEEN, ENTERING, HIDDEN, BlockContext, enter, gated_linear, linear, matrix_size, parameter
 from maxlm.models.saved_tensors import Matmul, matmul_by
 
 # B batch, S sequence, D width, F feed-forward width

@@ -9,16 +9,18 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
-from maxlm.config.schema import ModelConfig
+from maxlm import kernels
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.models.feed_forward.dense import Mlp, gated
 from maxlm.models.feed_forward.router import Choice, RouterOutput, Routing, route
-from maxlm.models.layers import BlockContext, matrix_size, parameter, state_constant
-from maxlm.models.linear import BETWEEN, dispatched, grouped_linear, linear
+from maxlm.models.layers import BETWEEN, BlockContext, matrix_size, parameter, state_constant, with_bias_gradient
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
 from maxlm.models.stack import Tree, by_group, layer_groups
 from maxlm.parallel import constrain
 from maxlm.parallel.expert_rows import Weights
 from maxlm.parallel.experts import through_experts
+from maxlm.parallel.quantized_rows import RowFormats
+from maxlm.precision import ExpertWeight, grouped_dot
 
 # B batch, S sequence, D width, E experts, F an expert's width, K choices of a token, R rows: choices, sorted by expert
 
@@ -64,7 +66,7 @@ class Moe(nnx.Module):
             choice.experts_BSK,
             choice.weights_BSK,
             self.config.n_experts,
-            dispatched(context.precision),
+            _dispatched(context.precision),
         )
         if self.down_bias_ED is not None:
             y_BSD += self._biases(choice).astype(y_BSD.dtype)
@@ -84,7 +86,10 @@ class Moe(nnx.Module):
         x_BSD = x_BSD.astype(jnp.float32)
         if self.config.router.jitter and context.random_BS is not None:
             x_BSD *= 1 + self.config.router.jitter * _uniform(context.random_BS, x_BSD.shape[-1])
-        return linear(context, "BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
+        logits_BSE = context.einsum("BSD,DE->BSE", x_BSD, self.router_DE[...], precision=jax.lax.Precision.HIGHEST)
+        if self.router_bias_E is None:
+            return logits_BSE
+        return with_bias_gradient(logits_BSE + jax.lax.stop_gradient(self.router_bias_E[...]), self.router_bias_E[...])
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token in the experts it is routed to, forward and backward."""
@@ -133,11 +138,11 @@ def _compute(activate: Callable, weights: Weights, x_RD: Array, weight_R: Array,
     one_hot_RE = _one_hot(sizes_E, x_RD) if "gate_bias_EF" in weights else None
 
     def into(name: str) -> Array:
-        y_RF = grouped_linear(x_RD, weights[f"{name}_DEF"], sizes_E)
+        y_RF = _grouped_linear(x_RD, weights[f"{name}_DEF"], sizes_E)
         return checkpoint_name(y_RF if one_hot_RE is None else y_RF + one_hot_RE @ weights[f"{name}_bias_EF"].astype(y_RF.dtype), name)
 
     hidden_RF = activate(into("gate"), into("up")) * weight_R[:, None].astype(x_RD.dtype)
-    return grouped_linear(hidden_RF, weights["down_DEF"], sizes_E, transposed=True)
+    return _grouped_linear(hidden_RF, weights["down_DEF"], sizes_E, transposed=True)
 
 
 def _one_hot(sizes_E: Array, x_RD: Array) -> Float[Array, "R E"]:
@@ -151,3 +156,19 @@ def _uniform(seeds_BS: UInt32[Array, "B S"], width: int) -> Float[Array, "B S D"
     """Random numbers from -1 to 1, drawn from each token's own seed: the same on any mesh."""
     keys_BS = jax.vmap(jax.vmap(jax.random.key))(seeds_BS)
     return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (width,), minval=-1.0)))(keys_BS)
+
+
+def _grouped_linear(
+    x: Float[Array, "R K"], w_KG: Float[Array, "K G"] | ExpertWeight, group_sizes_E: Int[Array, " E"], *, transposed: bool = False
+) -> Array:
+    """Rows sorted by expert, each times the weights of its expert, on one device: see `maxlm.kernels.grouped_matmul`."""
+    if isinstance(w_KG, ExpertWeight):
+        assert w_KG.transposed == transposed, "it is quantized along what is summed"
+        return grouped_dot(x, w_KG, group_sizes_E)
+    return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
+
+
+def _dispatched(precision: PrecisionConfig) -> RowFormats:
+    """Formats in which rows travel to experts of other devices and back."""
+    settings = precision.dispatch
+    return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)

@@ -18,8 +18,7 @@ from maxlm.kernels.attention import Layout, Mask
 from maxlm.kernels.attention.mask import CAUSAL
 from maxlm.kernels.attention.tpu import computed_pairs, padded
 from maxlm.kernels.platform import device
-from maxlm.models.layers import Angles, BlockContext, Norm, matrix_size, parameter
-from maxlm.models.linear import BETWEEN, ENTERING, Axes, enter, linear
+from maxlm.models.layers import BETWEEN, ENTERING, Angles, Axes, BlockContext, Norm, enter, linear, matrix_size, parameter
 from maxlm.models.mixers.rope_scaling import rope_gains, scaled_frequencies
 from maxlm.models.saved_tensors import Matmul, matmul_by
 from maxlm.parallel import constrain, context_size, mesh_axes

@@ -6,8 +6,7 @@ from jaxtyping import Array, Float
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.model import LatentConfig
-from maxlm.models.layers import BlockContext, Norm, matrix_size, parameter
-from maxlm.models.linear import BETWEEN, ENTERING, enter, linear
+from maxlm.models.layers import BETWEEN, ENTERING, BlockContext, Norm, enter, linear, matrix_size, parameter
 from maxlm.models.mixers.attention import HEADS, AttentionBase, Cache, rotate
 from maxlm.models.saved_tensors import Matmul, matmul_by
 

@@ -95,6 +95,17 @@ class Run:
         """The config by dotted name."""
         return dict(flatten(self.config)) if self.config else {}
 
+    @cached_property
+    def start(self) -> dict[str, Any]:
+        """Data of all start events; newer values replace older ones."""
+        return {key: value for event in self.events if event.kind == "start" for key, value in event.data.items()}
+
+    @cached_property
+    def bills(self) -> list[dict[str, Any]]:
+        """Bills that the starts and ends of attempts state."""
+        bills = (event.data.get("bill") for event in self.events if event.kind in ("start", "stop"))
+        return [bill for bill in bills if isinstance(bill, dict)]
+
     @property
     def metrics(self) -> dict[str, Declared]:
         """Metrics that the run declares in its `start` events, by name; {} for older runs."""

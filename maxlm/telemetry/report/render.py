@@ -3,25 +3,24 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from maxlm.hardware.host import in_bytes
 from maxlm.telemetry import pages
-from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent, sentence
+from maxlm.telemetry.formatting import duration, figure, sentence
 from maxlm.telemetry.ledger import TITLES
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.pages import Cell, table
 from maxlm.telemetry.report import curves, maps, results, samples
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run
-from maxlm.telemetry.report.summary import Figures, Status, figures_of, headline, notes_of, status_of
+from maxlm.telemetry.report.summary import FIGURES, Status, figures_of, headline, loss_text, notes_of, status_of
 from maxlm.telemetry.strict_json import is_number
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
@@ -74,17 +73,17 @@ def _headline(runs: Sequence[Run]) -> str:
     title = f"{len(runs)} runs compared" if many else escape(runs[0].name)
     figures = [figures_of(run) for run in runs]
     blocks, notes = [], []
-    for run, f in zip(runs, figures, strict=True):
+    for run, values in zip(runs, figures, strict=True):
         status = status_of(run)
         head = f"<h3>{_head(run)}{_chip(status)}</h3>" if many else ""
-        summary = " ".join([*headline(run, f), status.explanation])
+        summary = " ".join([*headline(run, values), status.explanation])
         blocks.append(f"{head}<p class=lead>{escape(summary)}</p>")
         notes += [f'<p class="note">{f"{_head(run)}: " if many else ""}{escape(note)}</p>' for note in notes_of(run)]
     described = "".join(blocks)
     if many:  # on phones page.js folds it
         described = f"<details{' open' * (len(runs) <= FEW_RUNS)}><summary>What each run did</summary>{described}</details>"
     chip = "" if many else _chip(status_of(runs[0]))
-    shown = ((one.name, cell, one.hint) for one in _FIGURES if (cell := one.cell(figures[0])) is not None)
+    shown = ((one.name, cell, one.hint) for key, one in FIGURES.items() if (cell := _cell(key, runs[0], figures[0][key])) is not None)
     cards = _comparison(runs, figures) if many else pages.cards(shown)
     return f'<header><p class="kind">Training report</p><h1>{title}{chip}</h1>{described}{"".join(notes)}{cards}</header>'
 
@@ -93,61 +92,16 @@ def _chip(status: Status) -> str:
     return f' <span class="chip {status.tone}">{escape(status.label)}</span>'
 
 
-class Shown(NamedTuple):
-    """A figure of the head of the page; without a value it is left out. `text` writes the value."""
-
-    name: str
-    hint: str
-    value: Callable[[Figures], float | None]
-    text: Callable[[Figures, float], str]
-
-    def cell(self, f: Figures) -> str | None:
-        """HTML with the value to sort by."""
-        value = self.value(f)
-        return None if value is None else Cell(escape(self.text(f, value)), value)
+def _cell(key: str, run: Run, value: float | None) -> str | None:
+    """HTML of a figure with the value to sort by; None where nothing was recorded."""
+    return None if value is None else Cell(escape(FIGURES[key].text(run, value)), value)
 
 
-def _as(text: Callable[[float], str]) -> Callable[[Figures, float], str]:
-    return lambda f, value: text(value)
-
-
-def _marked(text: Callable[[float], str]) -> Callable[[Figures, float], str]:
-    """Text of a figure of energy, marked where it is estimated."""
-    return lambda f, value: f"{'~' if f.energy_estimated else ''}{text(value)}"
-
-
-def _steps(f: Figures, steps: float) -> str:
-    return f"{steps:,}" + (f" of {f.total_steps:,}" if f.total_steps and f.total_steps != f.steps else "")
-
-
-def _loss(value: float) -> str:
-    return "not finite" if math.isinf(value) else f"{value:#.4g}" if abs(value) < 1e4 else figure(value)  # in a column: 1.900 above 1.905
-
-
-_FIGURES = (
-    Shown("Parameters", "numbers of the model", lambda f: f.parameters, _as(count)),
-    Shown("Trained", "of them, in adapters", lambda f: f.trained, _as(count)),
-    Shown("Steps", "updates of the model", lambda f: f.steps, _steps),
-    Shown("Tokens", "pieces of text seen", lambda f: f.tokens, _as(count)),
-    Shown("Training loss", "lower is better", lambda f: f.loss if f.loss_lost is None else math.inf, _as(_loss)),
-    Shown("Held-out loss", "on text never trained on", lambda f: f.held_out if f.held_out_lost is None else math.inf, _as(_loss)),
-    Shown("Throughput", "tokens/s, median", lambda f: f.tokens_per_s, _as(count)),
-    Shown("MFU", "of the hardware's peak", lambda f: f.mfu, _as(percent)),
-    Shown("Data wait", "of a step's time", lambda f: f.data_wait, _as(percent)),
-    Shown("Step", "median", lambda f: f.step_s if f.predicted_step_s is not None else None, _as(duration)),
-    Shown("Step, predicted", "before the first one", lambda f: f.predicted_step_s, _as(duration)),
-    Shown("Peak memory", "of the fullest device", lambda f: f.peak_memory, _as(in_bytes)),
-    Shown("Memory, predicted", "of a device, by the compiler", lambda f: f.predicted_memory, _as(in_bytes)),
-    Shown("Time", "since the first start", lambda f: f.seconds, _as(duration)),
-    Shown("Goodput", "of that time, on steps that count", lambda f: f.goodput, _as(percent)),
-    Shown("Cost", "of the chips, so far", lambda f: f.cost, lambda f, cost: money(cost, f.currency)),
-    Shown("Energy", "of the data centre; ~: estimated", lambda f: f.kwh, _marked(energy)),
-    Shown("Energy a token", "mean of all of it", lambda f: f.joules_per_token, _marked(lambda joules: f"{figure(joules, 3)} J")),
-)
-
-
-def _comparison(runs: Sequence[Run], figures: Sequence[Figures]) -> str:
-    rows = [(f'<span title="{shown.hint}">{shown.name}</span>', [shown.cell(f) or "–" for f in figures]) for shown in _FIGURES]
+def _comparison(runs: Sequence[Run], figures: Sequence[Mapping[str, float | None]]) -> str:
+    rows = []
+    for key, one in FIGURES.items():
+        cells = [_cell(key, run, values[key]) or "–" for run, values in zip(runs, figures, strict=True)]
+        rows.append((f'<span title="{one.hint}">{one.name}</span>', cells))
     for name, title in curves.held_out_sets(runs).items():
         rows += [(escape(title), [_last(run, name) for run in runs])] if name != "eval_loss" else []
     shown = [(name, cells) for name, cells in rows if set(cells) != {"–"}]
@@ -158,7 +112,7 @@ def _last(run: Run, name: str) -> str:
     """HTML of the last held-out loss of a set."""
     losses = run.evaluated.get(name, EMPTY).values_N
     value = math.inf if name in run.lost else float(losses[-1]) if len(losses) else None
-    return "–" if value is None else Cell(_loss(value), value)
+    return "–" if value is None else Cell(loss_text(value), value)
 
 
 def _side_by_side(runs: Sequence[Run], what: str, rows: Sequence[tuple[str, Sequence[str]]], *, numbers: bool = True) -> str:
@@ -179,7 +133,7 @@ def _held_out(run: Run) -> str:
     for name, title in curves.held_out_sets([run]).items():
         steps_N, values_N = run.evaluated[name]
         least = int(values_N.argmin())
-        cell = Cell(f"{_loss(values_N[least])} <small>step {steps_N[least]:,.0f}</small>", float(values_N[least]))
+        cell = Cell(f"{loss_text(values_N[least])} <small>step {steps_N[least]:,.0f}</small>", float(values_N[least]))
         rows.append([escape(title), _last(run, name), cell])
     return f"<section><h2>Held-out losses</h2>{table(['set', 'last', 'least'], rows, numbers=True)}</section>" if len(rows) > 1 else ""
 
@@ -204,7 +158,7 @@ def _evaluations(run: Run) -> str:
 
 
 def _evaluated(value: float | None, best: bool) -> str:
-    return "–" if value is None else Cell(f"<b>{_loss(value)}</b>" if best else _loss(value), value)
+    return "–" if value is None else Cell(f"<b>{loss_text(value)}</b>" if best else loss_text(value), value)
 
 
 def _results(runs: Sequence[Run]) -> str:

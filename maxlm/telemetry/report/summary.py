@@ -2,15 +2,16 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.course import first_step_since
 from maxlm.telemetry.device_memory import PEAK, PROCESS
-from maxlm.telemetry.formatting import count, duration, figure, percent
+from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent
 from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
@@ -26,77 +27,18 @@ class Status:
     explanation: str
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Figures of a run; None where nothing was recorded."""
+class Figure(NamedTuple):
+    """A figure of a run, as the page names it, with its hint; `text` writes its value, which is None where nothing was recorded."""
 
-    steps: int
-    total_steps: int | None
-    tokens: float | None
-    parameters: float | None
-    trained: float | None  # parameters that training changes, if not all
-    first_loss: float | None
-    loss: float | None
-    loss_lost: int | None  # step from which on it is not finite
-    held_out: float | None
-    held_out_lost: int | None
-    tokens_per_s: float | None  # median, of the newest hardware
-    mfu: float | None
-    mfu_peak: str  # the share is of the peak of this format, such as "fp8 "; "" for bf16
-    data_wait: float | None  # share of a step
-    seconds: float | None  # wall time since the first start
-    goodput: float | None  # share of it spent on steps that count
-    attempts: int
-    skipped: int
-    peak_memory: float | None  # bytes, of the fullest local device; on CPUs by the growth of the process
-    predicted_memory: float | None  # bytes of a device, by the compiler
-    step_s: float | None  # median
-    predicted_step_s: float | None
-    hardware: str
-    cost: float | None  # so far
-    currency: str
-    kwh: float | None  # energy so far, of the data centre
-    joules_per_token: float | None  # of all of it
-    energy_estimated: bool
+    name: str
+    hint: str
+    value: Callable[[Run], float | None]
+    text: Callable[[Run, float], str]
 
 
-def figures_of(run: Run) -> Figures:
-    loss, wait, step_time = run.get("loss"), run.get("data_wait_s"), run.get("step_time_s")
-    start, bills = _start_data(run), _bills(run)
-    waited = float(wait.values_N.sum() / step_time.values_N.sum()) if len(wait.values_N) and step_time.values_N.sum() > 0 else None
-    total = start.get("total_steps", run.settings.get("train.steps"))
-    hardware_since = _hardware_since(run)
-    cost, kwh, tokens = _so_far(run, "cost"), _so_far(run, "energy_kwh"), _last(run.get("tokens"))
-    return Figures(
-        steps=run.last_step,
-        total_steps=total if isinstance(total, int) else None,
-        tokens=tokens,
-        parameters=_number(start.get("parameters")),
-        trained=_number(start.get("trained_parameters")) if start.get("trained_parameters") != start.get("parameters") else None,
-        first_loss=float(loss.values_N[0]) if len(loss.values_N) else None,
-        loss=_settled(loss),
-        loss_lost=run.lost.get("loss"),
-        held_out=_last(run.eval_loss),
-        held_out_lost=run.lost.get("eval_loss"),
-        tokens_per_s=_median(run.get("tokens_per_s").after(hardware_since)),
-        mfu=_median(run.get("mfu").after(hardware_since)),
-        mfu_peak=f"{start['mfu_peak']} " if start.get("mfu_peak") in ("int8", "fp8") else "",
-        data_wait=waited,
-        seconds=_wall_time(run),
-        goodput=run.ledger.goodput,
-        attempts=max(1, sum(event.kind == "start" for event in run.events)),
-        skipped=sum(event.kind == "skip" for event in run.events),
-        peak_memory=_peak_memory(run),
-        step_s=_median(_of_prediction(run, step_time)),
-        predicted_step_s=predicted_of(start, STEP),
-        predicted_memory=predicted_of(start, MEMORY),
-        hardware=f"{start['devices']} x {start['device_kind']}" if start.get("devices") and start.get("device_kind") else "",
-        cost=cost,
-        currency="".join(_currencies(bills)),
-        kwh=kwh,
-        joules_per_token=kwh * 3.6e6 / tokens if kwh is not None and tokens else None,
-        energy_estimated=any(one.get("energy_estimated") is True or one.get("energy", "counters") != "counters" for one in bills),
-    )
+def loss_text(value: float) -> str:
+    """A loss with as many digits as the others of its column: 1.900 above 1.905."""
+    return "not finite" if math.isinf(value) else f"{value:#.4g}" if abs(value) < 1e4 else figure(value)
 
 
 def status_of(run: Run) -> Status:
@@ -117,78 +59,92 @@ def status_of(run: Run) -> Status:
     return Status(reason, "bad", f"It was stopped{where}. {message}".strip())
 
 
-def headline(run: Run, f: Figures) -> list[str]:
-    """Sentences of the headline, most important first."""
-    sentences = [run.origin or _progress(run, f)]
-    sentences += _losses(run, f)
-    if f.tokens_per_s is not None:
-        mfu = f", {percent(f.mfu)} of the hardware's {f.mfu_peak}peak (MFU)" if f.mfu is not None else ""
-        sentences.append(f"It typically ran at {count(f.tokens_per_s)} tokens a second{mfu}{f' on {f.hardware}' if f.hardware else ''}.")
-    if f.data_wait is not None:
-        sentences.append(f"Steps waited for data {percent(f.data_wait)} of their time.")
-    if f.attempts > 1 or f.skipped:
-        sentences.append(_troubles(f))
-    return sentences
+def headline(run: Run, values: Mapping[str, float | None]) -> list[str]:
+    """Sentences of the headline, most important first; `values`: of `figures_of`."""
+    sentences = [run.origin or _progress(run, values), *_losses(run)]
+    if (speed := values["tokens_per_s"]) is not None:
+        peak, devices, kind = (run.start.get(key) for key in ("mfu_peak", "devices", "device_kind"))
+        of_format = f"{peak} " if peak in ("int8", "fp8") else ""
+        mfu = f", {percent(values['mfu'])} of the hardware's {of_format}peak (MFU)" if values["mfu"] is not None else ""
+        sentences.append(f"It typically ran at {count(speed)} tokens a second{mfu}{f' on {devices} x {kind}' if devices and kind else ''}.")
+    if values["data_wait"] is not None:
+        sentences.append(f"Steps waited for data {percent(values['data_wait'])} of their time.")
+    starts, skips = (sum(event.kind == kind for event in run.events) for kind in ("start", "skip"))
+    troubles = [f"was started {starts} times"] * (starts > 1) + [f"skipped {skips:,} {'update' if skips == 1 else 'updates'}"] * (skips > 0)
+    return sentences + [f"It {' and '.join(troubles)}."] * bool(troubles)
 
 
-def _losses(run: Run, f: Figures) -> list[str]:
+def _losses(run: Run) -> list[str]:
     """A sentence on both losses, and one on each that is not finite any more."""
-    said = []
-    if f.loss is not None and f.first_loss is not None:
-        verb = "fell" if f.loss < f.first_loss else "went"
-        change = f"{verb} from {figure(f.first_loss)} to" if f.loss != f.first_loss else "is"
-        held_out = f"; on held-out text it is {_held_out(run, f.held_out)}" if f.held_out is not None else ""
-        said.append(f"Training loss {change} {figure(f.loss)} {run.loss_unit}{held_out}.")
-    elif f.held_out is not None:
-        said.append(f"Held-out loss is {_held_out(run, f.held_out)}.")
-    lost = {"Training loss": f.loss_lost, "Held-out loss": f.held_out_lost}
-    return said + [f"{name} is not finite {from_step(step)}." for name, step in lost.items() if step is not None]
-
-
-def from_step(step: int) -> str:
-    return f"from step {step:,} on"
+    said, series, held_out = [], run.get("loss"), _last(run.eval_loss)
+    if (loss := _settled(series)) is not None:
+        first = float(series.values_N[0])
+        change = f"{'fell' if loss < first else 'went'} from {figure(first)} to" if loss != first else "is"
+        more = f"; on held-out text it is {_held_out(run, held_out)}" if held_out is not None else ""
+        said.append(f"Training loss {change} {figure(loss)} {run.loss_unit}{more}.")
+    elif held_out is not None:
+        said.append(f"Held-out loss is {_held_out(run, held_out)}.")
+    lost = {"Training loss": run.lost.get("loss"), "Held-out loss": run.lost.get("eval_loss")}
+    return said + [f"{name} is not finite from step {step:,} on." for name, step in lost.items() if step is not None]
 
 
 def notes_of(run: Run) -> list[str]:
     """Sentences about what is missing or damaged, and about losses and gradients that are not finite at the end."""
     lost = {name: step for name, step in run.lost.items() if name in ("loss", "grad_norm") or name.startswith("eval_loss")}
-    return run.notes + [f"{name} is not finite {from_step(step)}; its line ends before." for name, step in lost.items()]
+    return run.notes + [f"{name} is not finite from step {step:,} on; its line ends before." for name, step in lost.items()]
 
 
-def _progress(run: Run, f: Figures) -> str:
+def _progress(run: Run, values: Mapping[str, float | None]) -> str:
     model = run.config.get("model")
     shape = ""
     if isinstance(model, dict):
         names = (("n_layers", "{:,} layers"), ("d_model", "width {:,}"), ("n_heads", "{:,} heads"), ("vocab_size", "vocabulary {:,}"))
         shape = ", ".join(text.format(model[key]) for key, text in names if isinstance(model.get(key), int))
-    size = f"a model of {count(f.parameters)} parameters" if f.parameters is not None else "a model"
-    size += f", {count(f.trained)} of them trained" if f.trained is not None else ""
-    progress = (
-        f"{f.steps:,} of {f.total_steps:,} steps"
-        if f.total_steps and f.total_steps != f.steps
-        else f"{f.steps:,} {'step' if f.steps == 1 else 'steps'}"
-    )
-    seen = f" and saw {count(f.tokens)} tokens" if f.tokens is not None else ""
-    took = f" in {duration(f.seconds)}" if f.seconds else ""
+    parameters, trained, tokens, seconds = (values[key] for key in ("parameters", "trained", "tokens", "seconds"))
+    size = f"a model of {count(parameters)} parameters" if parameters is not None else "a model"
+    size += f", {count(trained)} of them trained" if trained is not None else ""
+    progress = _steps(run, run.last_step)
+    progress += " step" if progress == "1" else " steps"
+    seen = f" and saw {count(tokens)} tokens" if tokens is not None else ""
+    took = f" in {duration(seconds)}" if seconds else ""
     return f"{run.name} trained {size}{f' ({shape})' if shape else ''} for {progress}{seen}{took}."
 
 
-def _troubles(f: Figures) -> str:
-    parts = []
-    if f.attempts > 1:
-        parts.append(f"was started {f.attempts} times")
-    if f.skipped:
-        parts.append(f"skipped {f.skipped:,} {'update' if f.skipped == 1 else 'updates'}")
-    return f"It {' and '.join(parts)}."
+def _steps(run: Run, steps: int) -> str:
+    """`300 of 1,000`, or without a total that differs `300`."""
+    total = run.start.get("total_steps", run.settings.get("train.steps"))
+    return f"{steps:,}" + (f" of {total:,}" if isinstance(total, int) and total not in (0, steps) else "")
 
 
-def _start_data(run: Run) -> dict[str, Any]:
-    """Data of all start events; newer values replace older ones."""
-    data: dict[str, Any] = {}
-    for event in run.events:
-        if event.kind == "start":
-            data.update(event.data)
-    return data
+def _trained(run: Run) -> float | None:
+    """Parameters that training changes, if not all."""
+    trained = run.start.get("trained_parameters")
+    return _number(trained) if trained != run.start.get("parameters") else None
+
+
+def _on_newest_hardware(name: str) -> Callable[[Run], float | None]:
+    return lambda run: _median(run.get(name).after(_hardware_since(run)))
+
+
+def _predicted(key: str) -> Callable[[Run], float | None]:
+    return lambda run: predicted_of(run.start, key)
+
+
+def _data_wait(run: Run) -> float | None:
+    """Share of a step."""
+    wait_N, step_time_N = run.get("data_wait_s").values_N, run.get("step_time_s").values_N
+    return float(wait_N.sum() / step_time_N.sum()) if len(wait_N) and step_time_N.sum() > 0 else None
+
+
+def _compared_step(run: Run) -> float | None:
+    """Median step, where one was predicted."""
+    return None if predicted_of(run.start, STEP) is None else _median(_of_prediction(run, run.get("step_time_s")))
+
+
+def _energy_a_token(run: Run) -> float | None:
+    """Joules of all energy so far over all tokens."""
+    kwh, tokens = _so_far(run, "energy_kwh"), _last(run.get("tokens"))
+    return kwh * 3.6e6 / tokens if kwh is not None and tokens else None
 
 
 def _wall_time(run: Run) -> float | None:
@@ -210,22 +166,19 @@ def _held_out(run: Run, loss: float) -> str:
     return f"{figure(loss)} (perplexity {perplexity})" if run.loss_unit.startswith("nats a token") else figure(loss)
 
 
-def _bills(run: Run) -> list[dict[str, Any]]:
-    """Bills that the starts and ends of attempts state."""
-    bills = [event.data.get("bill") for event in run.events if event.kind in ("start", "stop")]
-    return [bill for bill in bills if isinstance(bill, dict)]
+def _currencies(run: Run) -> set[str]:
+    return {str(bill["currency"]) for bill in run.bills if "currency" in bill}
 
 
-def _currencies(bills: Sequence[dict[str, Any]]) -> set[str]:
-    return {str(bill["currency"]) for bill in bills if "currency" in bill}
+def _is_estimated(bill: Mapping[str, Any]) -> bool:
+    return bill.get("energy_estimated") is True or bill.get("energy", "counters") != "counters"
 
 
 def _so_far(run: Run, name: str) -> float | None:
     """The most that a record, or the start or end of an attempt, states of what only grows; None if none does."""
-    bills = _bills(run)
-    if name == "cost" and len(_currencies(bills)) > 1:
+    if name == "cost" and len(_currencies(run)) > 1:
         return None  # they are not added
-    stated = [bill[name] for bill in bills if is_finite(bill.get(name)) and bill[name] > 0]  # a first start knows of nothing: 0
+    stated = [bill[name] for bill in run.bills if is_finite(bill.get(name)) and bill[name] > 0]  # a first start knows of nothing: 0
     values_N = run.get(name).values_N
     return max([*stated, *([float(values_N.max())] if len(values_N) else [])], default=None)
 
@@ -268,3 +221,50 @@ def _as_sentence(text: Any) -> str:
 
 def _number(value: Any) -> float | None:
     return float(value) if is_finite(value) else None
+
+
+def _plain(text: Callable[[float], str]) -> Callable[[Run, float], str]:
+    return lambda run, value: text(value)
+
+
+def _marked(text: Callable[[float], str]) -> Callable[[Run, float], str]:
+    """Text of a figure of energy, marked where it is estimated."""
+    return lambda run, value: f"{'~' if any(map(_is_estimated, run.bills)) else ''}{text(value)}"
+
+
+def _cost(run: Run, cost: float) -> str:
+    return money(cost, "".join(_currencies(run)))
+
+
+def _loss(name: str, value: Callable[[Run], float | None]) -> Callable[[Run], float | None]:
+    """`value`, or infinity where the metric `name` is not finite any more."""
+    return lambda run: math.inf if name in run.lost else value(run)
+
+
+FIGURES = {
+    "parameters": Figure("Parameters", "numbers of the model", lambda run: _number(run.start.get("parameters")), _plain(count)),
+    "trained": Figure("Trained", "of them, in adapters", _trained, _plain(count)),
+    "steps": Figure("Steps", "updates of the model", lambda run: run.last_step, lambda run, steps: _steps(run, int(steps))),
+    "tokens": Figure("Tokens", "pieces of text seen", lambda run: _last(run.get("tokens")), _plain(count)),
+    "loss": Figure("Training loss", "lower is better", _loss("loss", lambda run: _settled(run.get("loss"))), _plain(loss_text)),
+    "held_out": Figure(
+        "Held-out loss", "on text never trained on", _loss("eval_loss", lambda run: _last(run.eval_loss)), _plain(loss_text)
+    ),
+    "tokens_per_s": Figure("Throughput", "tokens/s, median", _on_newest_hardware("tokens_per_s"), _plain(count)),
+    "mfu": Figure("MFU", "of the hardware's peak", _on_newest_hardware("mfu"), _plain(percent)),
+    "data_wait": Figure("Data wait", "of a step's time", _data_wait, _plain(percent)),
+    "step_s": Figure("Step", "median", _compared_step, _plain(duration)),
+    "predicted_step_s": Figure("Step, predicted", "before the first one", _predicted(STEP), _plain(duration)),
+    "peak_memory": Figure("Peak memory", "of the fullest device", _peak_memory, _plain(in_bytes)),
+    "predicted_memory": Figure("Memory, predicted", "of a device, by the compiler", _predicted(MEMORY), _plain(in_bytes)),
+    "seconds": Figure("Time", "since the first start", _wall_time, _plain(duration)),
+    "goodput": Figure("Goodput", "of that time, on steps that count", lambda run: run.ledger.goodput, _plain(percent)),
+    "cost": Figure("Cost", "of the chips, so far", lambda run: _so_far(run, "cost"), _cost),
+    "kwh": Figure("Energy", "of the data centre; ~: estimated", lambda run: _so_far(run, "energy_kwh"), _marked(energy)),
+    "joules_per_token": Figure("Energy a token", "mean of all of it", _energy_a_token, _marked(lambda joules: f"{figure(joules, 3)} J")),
+}
+
+
+def figures_of(run: Run) -> dict[str, float | None]:
+    """Values of all `FIGURES` of a run."""
+    return {key: one.value(run) for key, one in FIGURES.items()}
