@@ -1,15 +1,12 @@
 """Low-rank adapters on a frozen model."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from maxlm.config.capability import FLOAT32, Capability, Problems, State, StateEntry
 from maxlm.config.fields import Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.sections.model import ModelConfig
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
 
@@ -24,14 +21,20 @@ class LoraConfig(Section):
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
 
 
-def _problems(lora: LoraConfig, model: "ModelConfig", optimizer_name: str, diloco: object) -> Problems:
+def _problems(
+    lora: LoraConfig, model_adaptable: tuple[str, ...], model_moe: object, model_d_model: int, optimizer_name: str, diloco: object
+) -> Problems:
     """Settings of `model.lora`, and what does not go together with a frozen model."""
-    names = model.adaptable
-    if other := [name for name in lora.matrices or () if name not in names]:
-        experts = " (experts are not adapted)" if model.moe is not None else ""
-        yield "model.lora.matrices", list(lora.matrices or ()), f"this model has no `{other[0]}`{experts}", f"it has {', '.join(names)}"
-    if lora.rank > model.d_model:
-        yield "model.lora.rank", lora.rank, f"is above model.d_model = {model.d_model}, the rank of a whole matrix", "use 4 to 64"
+    if other := [name for name in lora.matrices or () if name not in model_adaptable]:
+        experts = " (experts are not adapted)" if model_moe is not None else ""
+        yield (
+            "model.lora.matrices",
+            list(lora.matrices or ()),
+            f"this model has no `{other[0]}`{experts}",
+            f"it has {', '.join(model_adaptable)}",
+        )
+    if lora.rank > model_d_model:
+        yield "model.lora.rank", lora.rank, f"is above model.d_model = {model_d_model}, the rank of a whole matrix", "use 4 to 64"
     if optimizer_name in ("muon", "soap"):
         yield "optimizer.name", optimizer_name, "is for whole matrices, and model.lora trains none", "use adamw"
     if diloco is not None:

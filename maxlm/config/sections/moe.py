@@ -1,15 +1,12 @@
 """Mixture of experts: the router and its losses."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
 from maxlm.config.capability import Capability, Inert, Problems, divisors_text
 from maxlm.config.fields import Bool, Count, Fraction, NonNegative, Positive, PositiveFloat, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.sections.model import ModelConfig
 
 
 class RouterConfig(Section):
@@ -43,15 +40,15 @@ class MoeConfig(Section):
     router: RouterConfig = RouterConfig()
 
 
-def _problems(moe: MoeConfig, model: "ModelConfig") -> Problems:
+def _problems(moe: MoeConfig, model_n_layers: int, model_gated: bool, model_activation: str) -> Problems:
     """Settings of `model.moe` with the model."""
     if moe.top_k > moe.n_experts:
         yield "model.moe.top_k", moe.top_k, f"is above model.moe.n_experts = {moe.n_experts}", f"use {moe.n_experts} at most"
-    if moe.n_dense >= model.n_layers:
-        rule = f"leaves none of model.n_layers = {model.n_layers} with experts"
+    if moe.n_dense >= model_n_layers:
+        rule = f"leaves none of model.n_layers = {model_n_layers} with experts"
         yield "model.moe.n_dense", moe.n_dense, rule, "lower it, or remove model.moe"
-    if not model.gated:
-        yield "model.activation", model.activation, "experts are gated (model.moe)", "use swiglu, geglu, geglu_exact or swiglu_clamped"
+    if not model_gated:
+        yield "model.activation", model_activation, "experts are gated (model.moe)", "use swiglu, geglu, geglu_exact or swiglu_clamped"
 
 
 def _router(moe: MoeConfig) -> Problems:

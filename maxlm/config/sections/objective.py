@@ -1,16 +1,14 @@
 """The loss: next-token prediction, supervised fine-tuning, direct preference optimization."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Float, PositiveFloat, Section
+from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.moe import MoeConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.sections.model import ModelConfig
-    from maxlm.config.sections.train import TrainConfig
+from maxlm.config.sections.train import TrainConfig
 
 
 class NextTokenConfig(Section):
@@ -36,7 +34,7 @@ class DpoConfig(Section):
 ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discriminator="kind")]  # rows of maxlm.objectives.OBJECTIVES
 
 
-def _problems(objective: ObjectiveConfig, model: "ModelConfig", data_mask_documents: bool, train: "TrainConfig") -> Problems:
+def _problems(objective: ObjectiveConfig, model: ModelConfig, data_mask_documents: bool, train: TrainConfig) -> Problems:
     """Fine-tuning on conversations: rows are packed, and the loss is a mean over responses or pairs."""
     moe = model.moe
     if objective.kind == "next_token":

@@ -1,17 +1,14 @@
 """State that lives off the device between its uses: in host memory, or in files on NVMe disks."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, Strict, model_validator
 
 from maxlm.config import paths
 from maxlm.config.capability import Capability, Problems, State, excludes
 from maxlm.config.fields import LocalPath, Section
+from maxlm.config.sections.mesh import MeshConfig
 from maxlm.config.sections.optimizer_state import HALVES
-
-if TYPE_CHECKING:
-    from maxlm.config.sections.memory import MemoryConfig
-    from maxlm.config.sections.mesh import MeshConfig
 
 COPY = "copy that matmuls read"
 
@@ -77,8 +74,10 @@ ON_DEVICE = {  # what reads the state on the device between updates
 
 def _layers_on_host(
     tiers: OffloadStateConfig,
-    memory: "MemoryConfig",
-    mesh: "MeshConfig",
+    mesh: MeshConfig,
+    memory_remat: str | tuple[str, ...],
+    memory_unroll: bool,
+    memory_offload: tuple[str, ...],
     precision_matmul: object,
     model_lora: object,
     train_noise_scale: object,
@@ -90,7 +89,7 @@ def _layers_on_host(
         return
     weights = tiers.weights is not None
     which = "memory.offload_state.weights" if weights else "memory.offload_state.gradients"
-    others = set(memory.offload) - {"layer_input"}
+    others = set(memory_offload) - {"layer_input"}
     stages, zero = "divides the layers into stages that run by themselves", "gathers or reduces all layers at once"
     frozen, remove = "has no gradients of matrices, and frozen weights that stay on the device", "remove one of them"
     problems = (
@@ -99,9 +98,9 @@ def _layers_on_host(
         ("precision.matmul", "set", precision_matmul is not None, "quantizes all layers before the first is computed", remove),
         ("model.lora", "set", model_lora is not None, frozen, remove),
         ("train.noise_scale", "set", train_noise_scale is not None, "reads the gradient of every microbatch on the device", remove),
-        ("memory.remat", memory.remat, memory.remat != "full", "keeps more of a layer than its input", "use full"),
-        ("memory.unroll", True, memory.unroll, "computes all layers without a loop", "use false"),
-        ("memory.offload", list(memory.offload), bool(others), "keeps more of a layer than its input", "use [layer_input] or []"),
+        ("memory.remat", memory_remat, memory_remat != "full", "keeps more of a layer than its input", "use full"),
+        ("memory.unroll", True, memory_unroll, "computes all layers without a loop", "use false"),
+        ("memory.offload", list(memory_offload), bool(others), "keeps more of a layer than its input", "use [layer_input] or []"),
         ("samples", "set", weights and samples is not None, "generates text with all layers on the device", remove),
         ("evaluation", "set", weights and evaluation is not None, "computes likelihoods with all layers on the device", remove),
     )

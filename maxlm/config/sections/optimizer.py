@@ -1,7 +1,7 @@
 """The update rule, its learning rate over time, and the settings that belong to one rule alone."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -21,9 +21,6 @@ from maxlm.config.fields import (
     Tokens,
 )
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
-
-if TYPE_CHECKING:
-    from maxlm.config.sections.train import TrainConfig
 
 
 class AdafactorConfig(Section):
@@ -129,12 +126,14 @@ def _problems(optimizer: OptimizerConfig) -> Problems:
         yield "optimizer.ademamix.beta3", optimizer.ademamix.beta3, rule, "use 0.999 to 0.9999"
 
 
-def _lengths(optimizer: OptimizerConfig, train: "TrainConfig", total_steps: int, warmup_steps: int, decay_steps: int) -> Problems:
+def _lengths(
+    optimizer: OptimizerConfig, train_steps: int | None, train_tokens: int | None, total_steps: int, warmup_steps: int, decay_steps: int
+) -> Problems:
     """Warm-up and decay, and the counter of updates."""
     total, warmup, decay = total_steps, warmup_steps, decay_steps
     if total > MOST_STEPS:
-        field = "steps" if train.steps is not None else "tokens"
-        yield f"train.{field}", getattr(train, field), f"makes {total} steps, above {MOST_STEPS}, what the counter holds", "lower it"
+        field, value = ("steps", train_steps) if train_steps is not None else ("tokens", train_tokens)
+        yield f"train.{field}", value, f"makes {total} steps, above {MOST_STEPS}, what the counter holds", "lower it"
     if warmup and warmup >= total:
         field = "warmup_steps" if optimizer.warmup_steps is not None else "warmup_tokens"
         yield f"optimizer.{field}", getattr(optimizer, field), f"warm-up must end before the run does, at step {total}", "shorten it"

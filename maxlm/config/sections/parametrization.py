@@ -1,12 +1,9 @@
 """Hyperparameters that transfer: tuned on a small model, and read by larger ones with `model.parametrization` (docs/transfer.md)."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Positive, Section
-
-if TYPE_CHECKING:
-    from maxlm.config.sections.model import ModelConfig
 
 
 class ParametrizationConfig(Section):
@@ -41,7 +38,12 @@ OPTIMIZERS = ("adamw", "muon")  # rules with a known dependence of the rate on t
 
 
 def _problems(
-    chosen: ParametrizationConfig, model: "ModelConfig", optimizer_name: str, compression_kind: str | None, diloco: object
+    chosen: ParametrizationConfig,
+    model_attention_scale: float | None,
+    model_lora: object,
+    optimizer_name: str,
+    compression_kind: str | None,
+    diloco: object,
 ) -> Problems:
     """Problems of the section itself, and of what does not go together with it."""
     if chosen.kind == "completep" and chosen.base_depth is None:
@@ -50,8 +52,8 @@ def _problems(
     if chosen.kind == "mup" and chosen.base_depth is not None:
         rule = f"does nothing with {FIELD}.kind = mup, which is about widths"
         yield f"{FIELD}.base_depth", chosen.base_depth, rule, "remove it, or use kind=completep"
-    if chosen.base_head_dim is not None and model.attention_scale is not None:
-        rule = f"would change model.attention_scale = {model.attention_scale:g}, which is set"
+    if chosen.base_head_dim is not None and model_attention_scale is not None:
+        rule = f"would change model.attention_scale = {model_attention_scale:g}, which is set"
         yield f"{FIELD}.base_head_dim", chosen.base_head_dim, rule, "remove one of them"
     if optimizer_name not in OPTIMIZERS:
         rule = f"has no known rule of {FIELD}: how its rate should depend on the width is not derived here"
@@ -59,7 +61,7 @@ def _problems(
     if compression_kind in ("sign", "top_k") and diloco is None:
         rule = f"sends Adam's momentum, which {FIELD} keeps in the units of its factors of epsilon"
         yield "compression.kind", compression_kind, rule, f"use compression.kind=int8, or remove {FIELD}"
-    if model.lora is not None:
+    if model_lora is not None:
         rule = "trains adapters, whose rates depend on the width in another way (LoRA+, arXiv 2402.12354)"
         fix = f"train all parameters, or `maxlm export` the model, which folds {FIELD} into its weights, and start from its import"
         yield "model.lora", "set", f"{rule} than {FIELD} says", fix
