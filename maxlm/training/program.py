@@ -252,7 +252,9 @@ class Program:
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
             scan = layer_scan(self.config, {}) if self.config.memory.layers_on_host else None
-            return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, scan=scan, training=False)[1]
+            return cast_frozen(self.config.model, self.config.precision.compute, self.objective.loss)(
+                params, model_state, batch, scan=scan, training=False
+            )[1]
 
         params = jax.tree.map(on_device, state.params) if self.streamed is None else self.streamed.computed_shardings
         split = params, state.model_state, self.batch_sharding
