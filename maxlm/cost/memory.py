@@ -67,7 +67,7 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
 
 
 def _masters(program: "Program") -> str:
-    difference = difference_dtype(program.config)
+    difference = difference_dtype(program.config.optimizer.state)
     return "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
 
 

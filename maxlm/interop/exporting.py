@@ -15,7 +15,6 @@ from jax.sharding import SingleDeviceSharding
 
 from maxlm.config import Config, UserError
 from maxlm.config.errors import shorten
-from maxlm.config.sections.train import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
@@ -50,7 +49,7 @@ def export_model(
     shard_size: str,
     step: int | None,
     progress: weights.Step,
-    of: WeightsKind = "raw",
+    of: str = "raw",
     quantize: str | None = None,
 ) -> Exported:
     """Export the newest checkpoint of `run`, or of `step`, into the new folder `out`. Raises UserError; then nothing is left.
@@ -65,7 +64,8 @@ def export_model(
     published = object_or_none(run / PUBLISHED / CONFIG)
     seq_len = 0 if saved.untrained and published is not None else saved.config.data.seq_len
     family, their_config = family_of(standard(saved.config.model), seq_len, published)
-    packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
+    trained, found = saved.trained, weights.targets(saved.config.model, family)
+    packing = None if quantize is None else packing_of(trained.model, trained.precision, found, quantize)
     their_config = with_format(their_config, dtype, None if packing is None else packing.config, stated=published is None)
     with new_folder(out) as made:
         exported = _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
@@ -89,7 +89,7 @@ def _write(
     dtype: np.dtype,
     limit: int,
     step: int | None,
-    of: WeightsKind,
+    of: str,
     progress: weights.Step,
     packing: Packing | None,
 ) -> Exported:
