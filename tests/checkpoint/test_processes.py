@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError, Checkpoints
 from maxlm.config.schema import CheckpointConfig
-from maxlm.runtime.jax_setup import enable_compilation_cache
+from maxlm.run.jax_setup import enable_compilation_cache
 
 address, rank, task, directory, fsdp = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(rank))

@@ -17,7 +17,7 @@ from maxlm.config.errors import UnavailableError, UserError
 PROGRAM = """
 import json, sys
 import numpy as np
-from maxlm.runtime.jax_setup import use_virtual_devices
+from maxlm.run.jax_setup import use_virtual_devices
 number = int(sys.argv[2])
 use_virtual_devices(2 - number)
 import jax

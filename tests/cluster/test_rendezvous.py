@@ -479,7 +479,7 @@ def test_the_port_of_jaxs_service_that_stays_taken_is_said(start):
 
 def test_a_port_that_is_taken_at_a_restart_may_be_free_later(monkeypatch):
     """The run has met there before, and the other hosts wait for it."""
-    monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, "-9")
+    monkeypatch.setattr(progress_file, "current", lambda: progress_file.Progress(last_code=-9))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UnavailableError, match="is another run on this host"):
         rendezvous.join(ProcessSpec(2, 0, f"127.0.0.1:{taken.getsockname()[1]}", "a test"), 0.1, SECRET.encode())
 
@@ -494,11 +494,9 @@ def test_a_number_is_taken_as_long_as_the_last_answer_says_so(monkeypatch, ends)
         if address != "a:1" or (ends and asked.count("a:1") > 1):
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
-    def taken(*_):
-        raise rendezvous.NumberTakenError("process 2 is not lost")
-
+    taken = {"kind": "taken", "reason": "process 2 is not lost"}
     monkeypatch.setattr(rendezvous, "connect", connect)
-    monkeypatch.setattr(rendezvous._Seeker, "_answer", taken)
+    monkeypatch.setattr(rendezvous._Seeker, "_answer", lambda *_: taken)
     seeker = rendezvous._Seeker(ProcessSpec(3, 2, "a:1", "a test"), b"", "", lambda text: None)
     with pytest.raises(rendezvous.RendezvousError) as ended:
         seeker.connect({0: "a:1", 1: "b:1"}, 0.5, forever=True)

@@ -24,7 +24,7 @@ from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.data import prepare, storage
 from maxlm.data.writer import FlatWriter
-from maxlm.runtime import ownership
+from maxlm.run import ownership
 from maxlm.telemetry import atomic
 
 HOLD = (
@@ -89,7 +89,7 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
     first = start(folder, "train.steps=100000")
     wait_for_step(folder, 3, first)
     began = time.monotonic()
-    program = "from maxlm.runtime import ownership; ownership.LOCK_MARGIN_SECONDS = 1; from maxlm.__main__ import main; main()"
+    program = "from maxlm.run import ownership; ownership.LOCK_MARGIN_SECONDS = 1; from maxlm.__main__ import main; main()"
     said = finish(
         fork_server.Popen(
             [sys.executable, "-c", program, "train", "small.yml", "train.steps=100000"],

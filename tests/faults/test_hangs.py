@@ -29,7 +29,8 @@ READER = "from maxlm.data.input_pipeline import Pipeline as place; name = 'host_
 # Between two saves: a save has a limit of its own.
 LOOP = "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 8"
 SUPERVISED = (
-    "import sys; from maxlm.runtime.launch import Supervisor; sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
+    "import sys; from maxlm.supervision.launch import Supervisor; "
+    "sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
 )
 LIMITS = ("watchdog.step_seconds=60", "watchdog.step_factor=1", "watchdog.data_seconds=20")
 

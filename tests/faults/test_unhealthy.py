@@ -12,7 +12,7 @@ import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
 from maxlm.cluster import deadline
-from maxlm.runtime.run import run_training
+from maxlm.run.run import run_training
 from maxlm.telemetry.phases import Phases
 
 def show(*_, stopped):

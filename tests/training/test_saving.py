@@ -26,8 +26,8 @@ from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Batches
 from maxlm.objectives import Sums, build_objective
-from maxlm.runtime.open_run import begin_anew
-from maxlm.runtime.run import EXIT_CODES
+from maxlm.run.open_run import begin_anew
+from maxlm.run.run import EXIT_CODES
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.run_dir import RunDirectory
