@@ -13,7 +13,7 @@ class BySize:
     """One program for each size: called as one of them, with a batch as the last argument."""
 
     def __init__(self, compiled: Callable[[int], jax.stages.Compiled], *first: int) -> None:
-        """`compiled` compiles the program of batches of a size; those of the sizes `first` at once."""
+        """`compiled` compiles the program for batches of a size. The sizes in `first` are compiled at once."""
         self._compile = compiled
         self._compiled = {size: compiled(size) for size in first}
 
@@ -26,7 +26,7 @@ class BySize:
         """Compile the programs of these sizes, those that are not yet."""
         for size in sizes:
             if size not in self._compiled:
-                why = f"batches of {size:,} sequences, of which there were none before in this attempt"
+                why = f"batches of {size:,} sequences, the first of this size in this attempt"
                 with because(why) if self._compiled else nullcontext():
                     self._compiled[size] = self._compile(size)
 

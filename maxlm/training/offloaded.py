@@ -109,7 +109,7 @@ class Offloaded(Placement):
     # Where leaves live.
 
     def shardings(self, shardings: TrainState) -> TrainState:
-        """Of matrices, the kinds of state that the settings name are in host memory."""
+        """Matrices of the kinds of state that the settings name are in host memory."""
 
         def place(path: tuple[Any, ...], sharding: NamedSharding) -> NamedSharding:
             return on_host(sharding) if self.tier(path_of(path)) is not None else sharding

@@ -94,7 +94,7 @@ class Program:
 
     @cached_property
     def probes(self) -> list[Any]:
-        """Programs that look at the model beside the step, now and then."""
+        """Programs apart from the step, which look at the model now and then."""
         return build(self.config, "probes", program=self)
 
     @cached_property
