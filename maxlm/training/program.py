@@ -188,7 +188,7 @@ class Program:
         """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums; of a state that is readable."""
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            loss = cast_frozen(self.config, self.objective.loss)
+            loss = cast_frozen(self.config.model, self.config.precision.compute, self.objective.loss)
             return loss(params, model_state, batch, scan=self.placement.scan, training=False)[1]
 
         split = self.placement.read_shardings(), self.state_shardings.model_state, self.batch_sharding
