@@ -1,7 +1,6 @@
 """Settings without effect in a config. One that somebody set is refused, since the run would not do what its config says."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -19,14 +18,11 @@ def problems(config: Config) -> Iterator[Problem]:
         value, default = getattr(section, name), type(section).model_fields[name].default
         if value != default:
             text = value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
-            yield inert.field, text, f"does nothing, since {inert.why}", f"leave it at {_text(default)}, its default, or {inert.use}"
+            usual = "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default
+            yield inert.field, text, f"does nothing, since {inert.why}", f"leave it at {usual}, its default, or {inert.use}"
 
 
 def settings(config: Config) -> Iterator[Inert]:
     """Settings that nothing reads in this config."""
     for one, section in present(config):
         yield from call(one.inert, config, section) if one.inert is not None else ()
-
-
-def _text(default: Any) -> Any:
-    return "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default

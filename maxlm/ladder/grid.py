@@ -94,7 +94,7 @@ def resized(model: ModelConfig, settings: Mapping[str, int]) -> ModelConfig:
 
 
 def parameters_of(config: ModelConfig, kind: str) -> int:
-    """Active parameters; `without_embeddings`: without tables of tokens, whose matmul the FLOPs still count."""
+    """Active parameters; `without_embeddings`: without tables of tokens; the FLOPs count their matmul."""
     tables = 1 if config.tie_embeddings else 2
     return count_active_parameters(config) - (tables * config.vocab_size * config.d_model if kind == "without_embeddings" else 0)
 
