@@ -184,7 +184,11 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
         active.append(FileObserver(directory))
         if config.run.tensorboard:
             active.append(TensorBoardObserver(directory))
-        given = {"directory": directory, "settings": config.model_dump(mode="json"), "report": lambda event: observers.on_event(event)}
+
+        def report(event: Event) -> None:
+            observers.on_event(event)
+
+        given = {"directory": directory, "settings": config.model_dump(mode="json"), "report": report}
         active += build(config, "observers", **given, ended=lambda cause: progress_file.record(alerted=cause))
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
