@@ -188,8 +188,9 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
         def report(event: Event) -> None:
             observers.on_event(event)
 
-        given = {"directory": directory, "settings": config.model_dump(mode="json"), "report": report}
-        active += build(config, "observers", **given, ended=lambda cause: progress_file.record(alerted=cause))
+        ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
+        settings = config.model_dump(mode="json")
+        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers

@@ -93,8 +93,11 @@ def locate_by_pieces(text: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         piece = text[done:end]
         plain = piece.isascii()
         characters, _ = _fold(_Block([0], [piece], plain))
-        found = compiled.locate_words(characters, np.uint32(SINGLE_ASCII if plain else SINGLE), np.uint64(scalar_mix(1)))
-        yield found[0], found[1] + done
+        flag = SINGLE_ASCII if plain else SINGLE
+        hashes, starts, _ = compiled.locate_words(
+            characters, np.uint32(SPACE), np.uint32(flag), np.uint32(flag - 1), BASE, np.uint64(scalar_mix(1))
+        )
+        yield hashes, starts + done
         done = end
 
 
