@@ -100,7 +100,7 @@ class Capability:
     transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
     update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
     placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
-    probes: tuple[str, ...] = ()  # programs beside the step, such as `training.layer_probe.LayerProbe`
+    probes: tuple[str, ...] = ()  # programs apart from the step, such as `training.layer_probe.LayerProbe`
     observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them

@@ -23,9 +23,10 @@ from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block
 from maxlm.parallel import constrain
 from maxlm.telemetry.metric import Metric
+from maxlm.training.by_size import BySize
 from maxlm.training.gradients import cast_frozen
 from maxlm.training.layer_figures import RATIO, layer_names, squares
-from maxlm.training.program import BySize, Program
+from maxlm.training.program import Program
 from maxlm.training.step import TrainState
 
 ACTIVATION, ENTROPY, WEIGHT, UPDATE = "layer_activation", "layer_entropy", "layer_weight", "layer_update"
