@@ -100,7 +100,7 @@ class Capability:
     transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
     update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
     placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
-    probes: tuple[str, ...] = ()  # programs beside the step, such as `training.layer_probe.LayerProbe`
+    probes: tuple[str, ...] = ()  # programs apart from the step, such as `training.layer_probe.LayerProbe`
     observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
@@ -134,7 +134,7 @@ def keeps(*names: str) -> Callable[[Any], Mapping[str, Any]]:
 def excludes(
     others: Mapping[str, str], suffix: str = "", fix: str = "remove one of them", *, when: Callable[[Any], bool] = lambda section: True
 ) -> Rule:
-    """Rule that refuses each setting of `others`, dotted key -> reason, that is set beside the section; `suffix` ends every reason.
+    """Rule that refuses each setting of `others`, dotted key -> reason, that is set together with the section; `suffix` ends every reason.
 
     `when`: sections that this is true of.
     """

@@ -24,7 +24,7 @@ _registered: list[Capability] = []
 
 
 def register(capability: Capability) -> None:
-    """Add the capability of another package. Raises ValueError if the table has its key."""
+    """Add the capability of another package. Raises ValueError if the table has its key, or if its section has no place."""
     if any(capability.key == known.key for known in capabilities()):
         raise ValueError(f"the table of capabilities has {capability.key} already")
     _registered.append(capability)
@@ -84,7 +84,8 @@ def _keys_by_name() -> dict[str, str]:
 
 
 def _check(capability: Capability) -> None:
-    """Raise ValueError for a function of the record that asks for what there is not."""
+    """Raise ValueError for a section without a place, or a function that asks for what there is not."""
+    config_class()
     for function in capability.functions:
         if unknown := [name for name in _asked(function) if name not in _keys_by_name() and name not in GIVEN]:
             raise ValueError(f"{capability.key}: {function.__name__} asks for {unknown[0]}, which is no setting and no figure")

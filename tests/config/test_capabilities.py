@@ -8,14 +8,14 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from extensions.swa import CAPABILITY, SwaConfig
+from extensions.swa import CAPABILITY, StochasticAverage, SwaConfig
 from tiny import run_steps, tiny_batch, tiny_config, tiny_program
 from typer.testing import CliRunner
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.cli import app
-from maxlm.config import ConfigError, load, sections, table
+from maxlm.config import ConfigError, UserError, load, sections, table
 from maxlm.config.capability import Capability, load as load_object, value_of
 from maxlm.config.explain import sections_of
 from maxlm.config.loader import dump
@@ -154,3 +154,20 @@ def test_configs_load_nothing_heavy(module):
     said = f"import sys, {module}; print(sorted({{'jax', 'flax', 'numpy', 'optax'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"), [(("phase", "last"), "'last' is no phase of an update"), (("name", "ema"), "'ema' is the name of")]
+)
+def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkeypatch, named, message):
+    monkeypatch.setattr(StochasticAverage, *named)
+    with pytest.raises(ValueError, match=message):
+        _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
+
+
+def test_sections_without_a_place_or_that_exclude_each_other_are_refused(average):
+    with pytest.raises(ValueError, match="samples is no section that every config has: choose another key for SwaConfig"):
+        maxlm.register(Capability(key="samples.swa", section=SwaConfig))
+    maxlm.register(Capability(key="local", section=SwaConfig, update=("maxlm.training.diloco:LocalUpdates",)))
+    with pytest.raises(UserError, match="LocalUpdates and LocalUpdates replace Update, each for a section"):
+        _ = tiny_program(1, diloco={"workers": 2, "every": 2}, local={}).update
