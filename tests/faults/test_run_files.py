@@ -230,6 +230,7 @@ TRUSTED = {
     ),
     "of maxlm itself": (
         *("corpus/dedup/words.py", "corpus/filters/language_tags.py", "corpus/filters/scan.py", "corpus/filters/secret_keys.py"),
+        "corpus/page.py",
         "corpus/filters/personal_data.py",
         "corpus/filters/quality.py",
         "telemetry/report/render.py",
