@@ -315,11 +315,11 @@ def test_primary_language(tag, language):
     ["a", " ", "\n", ".", "@", "1", "1.", "a@", "+1", "(2", "中", "a\n", "x ", "[1", "...", ":", "2000:", "password=", "AKIA", "eyJ"],
 )
 def test_ten_megabytes_of_one_pattern_take_bounded_time(pattern):
-    """No expression and no table is slower than linear: 500 kB of each, 10 MB of one character below."""
-    text, began = pattern * (500_000 // len(pattern)), time.process_time()
+    """No expression and no table is slower than linear: 1 MB of each, 10 MB of one character below."""
+    text, began = pattern * (1_000_000 // len(pattern)), time.process_time()
     for name in ("boilerplate", "c4", *QUALITY, "personal_data"):
         judge(text, FilterSettings.model_validate({name: {}}))
-    assert time.process_time() - began < 3.0
+    assert time.process_time() - began < 6.0
 
 
 def test_ten_megabytes_of_one_character():
