@@ -35,7 +35,7 @@ train: {steps: 10, global_batch: 8}
 
 HUGE = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=4096", "data.seq_len=512"]
 HUGE += ["model.vocab_size=1024", "model.d_model=256", "model.n_layers=4", "model.d_ff=512"]
-# Too large by its many layers, which are one loop of the program: it is compiled in a fifth of the time of HUGE.
+# Too large by its many small layers, which are one loop of the program
 DEEP = ["tiny", "--topology", "v5e:2x2", "memory.remat=none", "train.global_batch=32", "model.n_layers=4096"]
 GIB = 2**30
 
@@ -72,7 +72,9 @@ def report(capfd, folder):
     """The report on `tiny` on v5e:2x2, compiled for the first test that asks; its program is in the file first.hlo."""
     saved = folder / "report.json"
     if not saved.exists():
-        saved.write_text(run(capfd, "tiny", "--topology", "v5e:2x2", "--json", "--hlo-out", "first.hlo")[1])
+        code, out, _ = run(capfd, "tiny", "--topology", "v5e:2x2", "--json", "--hlo-out", "first.hlo")
+        assert code == 0
+        saved.write_text(out)
     return json.loads(saved.read_text())
 
 
