@@ -246,6 +246,7 @@ class ResultLog:
             self._file.append(b"\n" + dumps({"request": request, **values}).encode())
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

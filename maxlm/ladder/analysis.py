@@ -34,6 +34,7 @@ class Prediction:
 
     @property
     def error(self) -> float:
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 

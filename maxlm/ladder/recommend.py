@@ -73,6 +73,7 @@ class _Result(BaseModel):
         return self
 
     def fit(self) -> Fit:
+        """The fit, without the runs that it was made from."""
         empty = np.zeros(0)
         nothing = Runs(empty, empty, empty, empty)
         return Fit(FORMS[self.form], nothing, np.array(self.theta), np.array(self.thetas), tuple(self.centre), empty)

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,14 +19,14 @@ from maxlm.config.schema import Config
 
 BOUNDS = {  # a figure -> its largest value; the comment has the figure that the house is to reach
     "settings": 303,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
-    "functions that take the whole Config": 167,  # 90
-    "files with functions that take the whole Config": 66,  # 35
-    "files below 60 lines with one importer": 18,  # 0
+    "functions that take the whole Config": 102,  # 90
+    "files with functions that take the whole Config": 49,  # 35
+    "files below 60 lines with one importer": 11,  # 0
     "vague words a thousand lines": 2,  # 2
-    "public functions without docstring": 269,  # 0
+    "public functions without docstring": 87,  # 0
     "modules that a feature touches": 13.4,  # 2: the mean of the last five features
 }
-MEDIAN_LINES = (117, 200)  # of a file; 130 to 200
+MEDIAN_LINES = (121, 200)  # of a file; 130 to 200
 OF_ONE_SETTING = {  # sections that hold one setting, and the reason why each is a section
     "Int8Compression": "one kind of `compression`, in which others have more settings",
     "SignCompression": "one kind of `compression`",
@@ -69,11 +70,34 @@ def with_config(tree: ast.Module) -> int:
     return sum(isinstance(node, Function) and takes_config(node) for node in ast.walk(tree))
 
 
-def undocumented(tree: ast.Module) -> list[str]:
-    """Public functions and methods without docstring."""
-    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
-    found = (node for body in bodies for node in body if isinstance(node, Function))
-    return [node.name for node in found if not node.name.startswith("_") and ast.get_docstring(node) is None]
+def classes(trees: Iterable[ast.Module]) -> dict[str, list[ast.ClassDef]]:
+    """Name -> classes of it."""
+    found = defaultdict[str, list[ast.ClassDef]](list)
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(node)
+    return found
+
+
+def inherits_text(owner: ast.ClassDef, name: str, known: dict[str, list[ast.ClassDef]], seen: tuple[ast.ClassDef, ...] = ()) -> bool:
+    """True if a base class documents the method, whose text `help` then shows."""
+    bases = [
+        inner.attr if isinstance(inner, ast.Attribute) else inner.id
+        for base in owner.bases
+        if isinstance(inner := base.value if isinstance(base, ast.Subscript) else base, ast.Attribute | ast.Name)
+    ]
+    above = [one for base in bases for one in known.get(base, ()) if one not in seen]
+    own = (node for one in above for node in one.body if isinstance(node, Function) and node.name == name)
+    return any(map(ast.get_docstring, own)) or any(inherits_text(one, name, known, (*seen, one)) for one in above)
+
+
+def undocumented(tree: ast.Module, known: dict[str, list[ast.ClassDef]]) -> list[str]:
+    """Public functions and methods without docstring, of their own or of a base class."""
+    owners = [None, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    pairs = ((owner, node) for owner in owners for node in (owner or tree).body if isinstance(node, Function))
+    bare = ((owner, node.name) for owner, node in pairs if not node.name.startswith("_") and ast.get_docstring(node) is None)
+    return [name for owner, name in bare if owner is None or not inherits_text(owner, name, known)]
 
 
 def importers(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
@@ -128,7 +152,8 @@ def figure(name: str) -> float:
     if name == "vague words a thousand lines":
         return 1000 * sum(len(VAGUE.findall(text)) for text in texts().values()) / sum(map(lines, texts()))
     if name == "public functions without docstring":
-        return sum(len(undocumented(tree)) for tree in trees().values())
+        known = classes(trees().values())
+        return sum(len(undocumented(tree, known)) for tree in trees().values())
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no git")
     return statistics.mean(map(modules_of, FEATURES[-5:]))
@@ -154,8 +179,9 @@ def test_figures_are_counted():
     tree = ast.parse(
         "import x.a\nfrom x import b\nfrom x.c import d\ndef f(one: 'Config', two: RunConfig): ...\n"
         "def g(*, one: Config | None = None):\n    'Said.'\nclass C:\n    def h(self, one: RunConfig): ...\n    def _i(self): ...\n"
+        "class B:\n    def k(self):\n        'Said.'\nclass D(B[int]):\n    def k(self): ...\n    def l(self): ...\n"
     )
-    assert with_config(tree) == 2 and undocumented(tree) == ["f", "h"]
+    assert with_config(tree) == 2 and undocumented(tree, classes([tree])) == ["f", "h", "l"]
     others = {name: ast.parse("") for name in ("x.a", "x.b", "x.c")}
     assert importers({"x": tree, **others}) == {name: {"x"} for name in others}
     assert len(VAGUE.findall("a boat whose sail is besides that of others")) == 2

@@ -75,8 +75,9 @@ def _on_mesh(
             yield f"train.batch_ramp.{number}.global_batch", size, rule, fix
 
 
-def _identity(ramp: Ramp) -> dict[str, str]:
-    return {"train.batch_ramp": ", ".join(f"{stage.global_batch} until {stage.until_tokens}" for stage in ramp)}
-
-
-CAPABILITY = Capability(key="train.batch_ramp", rules=(_problems,), mesh_rules=(_on_mesh,), identity=_identity)
+CAPABILITY = Capability(
+    key="train.batch_ramp",
+    rules=(_problems,),
+    mesh_rules=(_on_mesh,),
+    identity=lambda ramp: {"train.batch_ramp": ", ".join(f"{stage.global_batch} until {stage.until_tokens}" for stage in ramp)},
+)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, excludes
+from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, excludes
 from maxlm.config.fields import Count, Float, Positive, Section
 from maxlm.config.sections.mesh import MeshConfig
 from maxlm.config.sections.optimizer import OptimizerConfig
@@ -122,17 +122,12 @@ def _identity(settings: CompressionConfig, mesh_slices: int, diloco: object, opt
     return kept
 
 
-def _state(settings: CompressionConfig, state: State, diloco: object) -> State:
-    """Feedback of matrices: errors, and velocities."""
-    kinds = 2 if settings.kind == "top_k" and diloco is None else 1
-    return state.add("feedback", kinds * FLOAT32, matrices=True)
-
-
 CAPABILITY = Capability(
     key="compression",
     rules=(_links, excludes(EXCLUDED, ", and compression is set"), _moments, _phases),
     mesh_rules=(_on_mesh,),
     identity=_identity,
-    state=_state,
+    # Errors, and velocities of top_k.
+    state=lambda one, state, diloco: state.add("feedback", (1 + (one.kind == "top_k" and diloco is None)) * FLOAT32, matrices=True),
     transforms=("maxlm.training.compression:CompressedSums",),
 )

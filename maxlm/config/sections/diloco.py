@@ -1,6 +1,6 @@
 """Local updates: workers that train on their own, and share their changes now and then."""
 
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, keeps
+from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, keeps
 from maxlm.config.fields import BELOW_ONE, Fraction, Positive, PositiveFloat, Section
 
 
@@ -28,16 +28,12 @@ def _problems(diloco: DilocoConfig, train_global_batch: int, train_microbatches:
         yield "diloco.momentum", diloco.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
 
 
-def _state(diloco: DilocoConfig, state: State, sizes: Sizes) -> State:
-    """A state for each worker of the device, the shared weights and their momentum."""
-    return state.times(-(-diloco.workers // sizes["data"])).add("shared weights and momentum", 2 * FLOAT32)
-
-
 CAPABILITY = Capability(
     key="diloco",
     rules=(_problems,),
     identity=keeps("diloco.workers"),
-    state=_state,
+    # A state for each worker of the device, the shared weights and their momentum.
+    state=lambda one, state, sizes: state.times(-(-one.workers // sizes["data"])).add("shared weights and momentum", 2 * FLOAT32),
     unplanned="local updates (diloco)",
     update=("maxlm.training.diloco:LocalUpdates",),
 )

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Problems, State
+from maxlm.config.capability import FLOAT32, Capability, Problems
 from maxlm.config.fields import BELOW_ONE, Float, Section
 
 
@@ -22,20 +22,11 @@ def _problems(ema: EmaConfig, diloco: object) -> Problems:
         yield "ema", "set", rule, "remove one of them, or average checkpoints (`maxlm average`)"
 
 
-def _identity(ema: EmaConfig) -> dict[str, str]:
-    """Its decay may change."""
-    return {"ema": "set"}
-
-
-def _state(ema: EmaConfig, state: State) -> State:
-    return state.add("average", FLOAT32, along="masters")
-
-
 CAPABILITY = Capability(
     key="ema",
     rules=(_problems,),
-    identity=_identity,
-    state=_state,
+    identity=lambda ema: {"ema": "set"},  # its decay may change
+    state=lambda ema, state: state.add("average", FLOAT32, along="masters"),
     average="ema",
     transforms=("maxlm.training.ema:MovingAverage",),
 )

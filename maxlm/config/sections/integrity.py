@@ -2,7 +2,6 @@
 
 from maxlm.config.capability import Capability, Problems, Sizes
 from maxlm.config.fields import Positive, Section
-from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import is_tpu
 
 
@@ -33,8 +32,8 @@ def on_platform(settings: IntegrityConfig, *, gpu: bool) -> Problems:
         yield "integrity.repeat_every", settings.repeat_every, rule, "leave it out"
 
 
-def _on_chip(settings: IntegrityConfig, chip: Chip) -> Problems:
-    return on_platform(settings, gpu=not is_tpu(chip))
-
-
-CAPABILITY = Capability(key="integrity", chip_rules=(_on_chip,), full_mesh_rules=(on_mesh,))
+CAPABILITY = Capability(
+    key="integrity",
+    chip_rules=(lambda settings, chip: on_platform(settings, gpu=not is_tpu(chip)),),
+    full_mesh_rules=(on_mesh,),
+)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Problems, State, StateEntry
+from maxlm.config.capability import FLOAT32, Capability, Problems, StateEntry
 from maxlm.config.fields import Positive, PositiveFloat, Section
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
@@ -48,15 +48,10 @@ def _adapted_at_random(lora: LoraConfig, train_start_from: object) -> Problems:
         yield "train.start_from", None, rule, "set train.start_from.path to a run or an imported model"
 
 
-def _state(lora: LoraConfig, state: State) -> State:
-    """A float32 number of the frozen model. Of adapters there are few."""
-    return replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False)
-
-
 CAPABILITY = Capability(
     key="model.lora",
     rules=(_problems,),
     written_rules=(_adapted_at_random,),
-    state=_state,
+    state=lambda lora, state: replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False),  # adapters are few
     unplanned="a frozen model (model.lora)",
 )

@@ -1,6 +1,6 @@
 """The loss: next-token prediction, supervised fine-tuning, direct preference optimization."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -73,9 +73,8 @@ def _packed_router(moe: MoeConfig | None, kind: str) -> Problems:
         yield f"{name}.jitter", router.jitter, rule, "use 0, which may differ from the source's"
 
 
-def _identity(objective: ObjectiveConfig) -> dict[str, Any]:
-    """The kind; the absent section is next-token prediction."""
-    return {} if objective.kind == "next_token" else {"objective.kind": objective.kind}
-
-
-CAPABILITY = Capability(key="objective", rules=(_problems,), identity=_identity)
+CAPABILITY = Capability(
+    key="objective",
+    rules=(_problems,),
+    identity=lambda one: {} if one.kind == "next_token" else {"objective.kind": one.kind},  # as the absent section
+)

@@ -1,7 +1,7 @@
 """dtypes of the computation, of tokens on their way to experts, and the loss scale of float16."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from maxlm.config.capability import Capability, Inert, Problems, excludes
 from maxlm.config.fields import Positive, Section
@@ -115,16 +115,11 @@ def _inert(precision: PrecisionConfig, mesh_expert: int, model_moe: object) -> I
         yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
 
 
-def _identity(precision: PrecisionConfig) -> dict[str, Any]:
-    """The loss scale is part of the state."""
-    return {} if precision.scaling is None else {"precision.compute": precision.compute}
-
-
 CAPABILITY = Capability(
     key="precision",
     rules=(_dispatch, _loss_scale, _float16, _tiles),
     chip_rules=(_on_chip,),
     inert=_inert,
-    identity=_identity,
+    identity=lambda one: {} if one.scaling is None else {"precision.compute": one.compute},  # the loss scale is part of the state
     transforms=("maxlm.training.loss_scale:LossScaling",),
 )
