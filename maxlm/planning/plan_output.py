@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.table import Table
+from rich.table import Column, Table
 
 from maxlm.config.console import Console
 from maxlm.cost.compile_command import output_console
@@ -149,12 +149,9 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sourc
 
 def layout_table(*figures: str) -> Table:
     """An empty table of layouts: columns of `figures` aligned to the right, a mark, and the layout."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in figures:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("mesh; kept for the backward pass", overflow="fold")
-    return table
+    columns = (Column(name, justify="right" if name else "left", no_wrap=True) for name in (*figures, ""))
+    layout = Column("mesh; kept for the backward pass", overflow="fold")
+    return Table(*columns, layout, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> dict[str, Any]:

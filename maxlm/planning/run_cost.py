@@ -8,8 +8,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.sections.train import TrainConfig
 from maxlm.hardware.chips import Chip
-from maxlm.hardware.power import GRIDS, POWERS, site_of
-from maxlm.hardware.prices import TERMS, Offer, PriceList, Term
+from maxlm.hardware.prices import GRIDS, POWERS, TERMS, Offer, PriceList, Term, site_of
 from maxlm.hardware.topologies import Topology
 from maxlm.planning.goodput import ENOUGH, expected_goodput
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent

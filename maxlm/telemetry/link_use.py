@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.telemetry.atomic import replacing
@@ -98,12 +98,10 @@ def check_out(path: Path | None) -> None:
 def table(uses: Sequence[LinkUse], used_by: str) -> Table:
     """A row a link; `used_by` is the heading of that column. The unit suits the fastest link."""
     unit, name = (GB, "GB/s") if max((use.peak for use in uses), default=0.0) >= 0.1 * GB else (MB, "MB/s")
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1))
     with_busy = any(use.busy is not None for use in uses)
-    for heading in ("link", used_by):
-        result.add_column(heading, no_wrap=True)
-    for heading in (f"average, {name}", "90th percentile", "peak", "limit", *(("busy", "exposed") if with_busy else ())):
-        result.add_column(heading, justify="right", no_wrap=True)
+    heads = (f"average, {name}", "90th percentile", "peak", "limit", *(("busy", "exposed") if with_busy else ()))
+    columns = (Column(head, justify="left" if head in ("link", used_by) else "right", no_wrap=True) for head in ("link", used_by, *heads))
+    result = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1))
     for use in uses:
         cells = [figure(value / unit, 3) for value in (use.average, use.p90, use.peak)]
         cells.append("" if use.limit is None else figure(use.limit / unit, 3))
