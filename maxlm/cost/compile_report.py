@@ -165,6 +165,7 @@ def too_small(leaves: Iterable[ParameterLeaf], topology: Topology, available: in
 
 
 def show(report: Report, console: Console) -> None:
+    """Print the report: memory, time and communication of a step that fits, else why not and which settings would."""
     _header(report, console)
     _memory(report, console)
     if report.cost is not None:

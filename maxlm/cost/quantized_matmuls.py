@@ -75,6 +75,7 @@ class Quantization:
 
 
 def quantization_of(config: Config) -> Quantization:
+    """The matmuls of the model of `config` that `precision.matmul` quantizes."""
     settings = config.precision.matmul
     if settings is None or settings.weights_only or settings.format == "int4":
         return Quantization(("bf16", "bf16"), frozenset(), frozenset())

@@ -100,6 +100,7 @@ class _Turn:
         self.free: dict[str, float] = {lane: flight.end for flight in carried.values() for lane in flight.collective.lanes}
 
     def go(self) -> "_Turn":
+        """Replay all operations in order."""
         for op in self.computation.ops:
             self._step(op)
         for index, name in self._handed_on():

@@ -37,6 +37,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
+        """True if the step fits in the memory of a device."""
         return self.parts is not None
 
     @property

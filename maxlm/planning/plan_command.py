@@ -68,6 +68,7 @@ class Request:
 
     @property
     def file(self) -> Path:
+        """The config to write."""
         return self.out if self.out is not None else Path(f"{find(self.name).stem}-planned.yml")
 
 

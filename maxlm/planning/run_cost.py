@@ -59,6 +59,7 @@ class RunCost:
 
     @property
     def days(self) -> float:
+        """Days of the run, with failures."""
         return self.wall_s / DAY_S
 
     def within(self, wanted: Wanted) -> bool:

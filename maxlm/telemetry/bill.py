@@ -79,6 +79,7 @@ class Totals:
     estimated: bool
 
     def to_json(self) -> dict[str, Any]:
+        """Fields of a record or an event."""
         return {"cost": self.cost, "energy_kwh": self.kwh, "currency": self.currency, "energy_estimated": self.estimated}
 
 

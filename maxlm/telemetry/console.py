@@ -41,6 +41,7 @@ class ConsoleObserver:
         self._printed_at = float("-inf")
 
     def on_step(self, record: StepRecord) -> None:
+        """Show the record: in the live line of a terminal, or as a line of a log when one is due."""
         if not self._primary:
             return
         self._record = record
@@ -51,6 +52,7 @@ class ConsoleObserver:
             self._print_plain(record)
 
     def on_event(self, event: Event) -> None:
+        """Print the event as a sentence."""
         if event.kind in QUIET or not (self._primary or event.data.get("cause") in LOCAL_CAUSES):
             return
         if event.kind == "stop":
@@ -110,6 +112,7 @@ class Pace:
         self._step_time_s = 0.0
 
     def saw(self, record: StepRecord) -> None:
+        """Note the time of a record."""
         now = self._clock()
         if self._first is None or record.step <= self._first[0]:  # the first record, or one before it after a rollback
             self._first = (record.step, now)

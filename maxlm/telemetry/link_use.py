@@ -35,6 +35,7 @@ class Rates:
 
     @property
     def peak(self) -> float:
+        """Highest bandwidth, in bytes/s."""
         return float(self.bytes_per_s.max(initial=0.0, where=self.seconds > 0))
 
     @property
@@ -69,9 +70,11 @@ class LinkUse:
 
     @classmethod
     def from_rates(cls, link: str, kind: str, rates: Rates, limit: float | None, **more: Any) -> "LinkUse":
+        """The use of a link by its bandwidth over time; `more`: other fields."""
         return cls(link, kind, rates.average, rates.percentile(), rates.peak, limit, rates=rates, **more)
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, bandwidths in bytes/s."""
         figures = {"average": self.average, "p90": self.p90, "peak": self.peak, "limit": self.limit}
         return {
             "link": self.link,

@@ -88,6 +88,7 @@ class Run:
         return f'<span class="swatch c{self.number % COLORS} d{self.number // COLORS % DASHES}"></span>'
 
     def get(self, name: str) -> Series:
+        """The metric `name` over steps; empty if it was not recorded."""
         return self.series.get(name, EMPTY)
 
     @cached_property
@@ -165,6 +166,7 @@ class Run:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
+        """Attempts of the run, in order."""
         clock = self.get("time")
         last = LastRecord(int(clock.steps_N[-1]), float(clock.values_N[-1])) if len(clock.steps_N) else None
         return attempts_of(self.events, last, self.beat, self.processes)

@@ -21,6 +21,7 @@ class Outcome(NamedTuple):
     n: int | None  # items
 
     def cell(self) -> Cell:
+        """Cell of a table: value, standard error, step and number of items."""
         error = f" ± {figure(self.stderr, 2)}" if self.stderr is not None else ""
         items = f", {self.n:,} items" if self.n is not None else ""
         return Cell(f"{figure(self.value)}{error} <small>step {self.step:,}{items}</small>", self.value)
