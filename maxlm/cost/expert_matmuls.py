@@ -39,14 +39,10 @@ class GroupedMatmul:
         gradient = self.part == "transposed_dw"
         rows = self.rows + chip.reached.group_edges[gradient] * (self.groups - 1)
         work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / (speed * chip.peak_bf16_flops_per_device)
-        idle = self._idle(chip)
-        return max(idle * work_s, moved / hbm) + EXPOSED * min(idle * work_s, moved / hbm)
-
-    def _idle(self, chip: Chip) -> int:
-        """One core computes all columns of a product where whole lanes cannot be shared between the cores of a device."""
-        cores = max(CORES.get(kind, 1) for kind in chip.device_kinds)
-        columns = self.wide if self.part == "forward" else self.deep
-        return cores if self.part != "transposed_dw" and columns % (cores * LANES) else 1
+        cores, columns = max(CORES.get(kind, 1) for kind in chip.device_kinds), self.wide if self.part == "forward" else self.deep
+        if not gradient and columns % (cores * LANES):  # whole lanes cannot be shared between the cores: one computes all columns
+            work_s *= cores
+        return max(work_s, moved / hbm) + EXPOSED * min(work_s, moved / hbm)
 
 
 def read(op: Op, computation: Computation) -> GroupedMatmul | None:

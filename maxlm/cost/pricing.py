@@ -192,7 +192,9 @@ class GpuPricing(_Pricing):
         kernel, inside = self._kernel(op, computation)
         if not _is_gpu_attention(kernel):
             return flops_by_operands(self.module, op, computation)
-        flops = _gpu_attention_flops(kernel, inside)
+        batch, sequence, heads, head_dim = _queries(kernel, inside)
+        matmuls = next((number for word, number in _MATMULS.items() if f"_{word}" in kernel.where), _MATMULS["forward"])
+        flops = matmuls * batch * sequence * heads * head_dim * sequence  # over half of all pairs
         return {kernel_operands(kernel, inside): flops} if flops else {}
 
     def _kernel(self, op: Op, computation: Computation) -> tuple[Op, Computation]:
@@ -259,10 +261,3 @@ def _queries(op: Op, computation: Computation) -> tuple[int, ...]:
     operands = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     queries = max((shape for shape in operands if len(shape.dims) == 4), key=lambda shape: shape.elements, default=None)
     return (0, 0, 0, 0) if queries is None else queries.dims
-
-
-def _gpu_attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of one of our causal kernels: its matmuls over half of all pairs."""
-    batch, sequence, heads, head_dim = _queries(op, computation)
-    matmuls = next((number for word, number in _MATMULS.items() if f"_{word}" in op.where), _MATMULS["forward"])
-    return matmuls * batch * sequence * heads * head_dim * sequence

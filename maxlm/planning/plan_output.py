@@ -55,7 +55,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
     crossing = f"; between nodes: {' and '.join(crossed)}" if (crossed := crossing_axes(plan.topology, picked.layout)) else ""
     console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
-    mfu = f"MFU {percent(plan.scale.mfu(step_s))}{_of_peak(plan.scale)}"
+    of_peak = f" of the {plan.scale.peak_name} peak" if plan.scale.peak_name != "bf16" else ""
+    mfu = f"MFU {percent(plan.scale.mfu(step_s))}{of_peak}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
     counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
     console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
@@ -107,10 +108,6 @@ def _sources(plan: Plan) -> str:
     if plan.uncompiled:
         return f"Seconds and memory are a model's estimates, from {shares}."
     return f"Seconds are a guess from the compiled program and {shares}, or a model's that it corrects."
-
-
-def _of_peak(scale: Scale) -> str:
-    return f" of the {scale.peak_name} peak" if scale.peak_name != "bf16" else ""
 
 
 def _compare_to_own(plan: Plan) -> str:

@@ -85,7 +85,7 @@ def run_cost(topology: Topology, copies: MemoryCheckpointsConfig | None, seconds
     by_term = {term: each * chip_hours for term in TERMS if offer and (each := offer.price(term)) is not None}
     watts, estimated = _watts(topology, offer)
     kwh = None if watts is None else watts * chip_hours / 1000
-    grid = _grid(offer)
+    grid = None if offer is None else GRIDS.get(offer.region) if offer.kg_co2_per_kwh is None else offer.kg_co2_per_kwh
     kg_co2 = None if kwh is None or grid is None else kwh * grid
     money_all = None if price is None else price * chip_hours
     return RunCost(goodput, wall_s, chip_hours, offer, price, money_all, by_term, kwh, kg_co2, estimated)
@@ -99,12 +99,6 @@ def _watts(topology: Topology, offer: Offer | None) -> tuple[float | None, bool]
     pue = offer.pue if offer and offer.pue is not None else site.pue
     estimated = (own is None and power is not None and power.estimated) or (site.estimated and not (offer and offer.pue is not None))
     return None if watts is None else watts * pue, estimated
-
-
-def _grid(offer: Offer | None) -> float | None:
-    if offer is None:
-        return None
-    return offer.kg_co2_per_kwh if offer.kg_co2_per_kwh is not None else GRIDS.get(offer.region)
 
 
 def ramp_line(train: TrainConfig) -> str:
