@@ -28,14 +28,10 @@ class FileObserver:
         _drop_torn_line(run.events)
         self._events = AppendFile(run.events)
         self._last_event: Event | None = None
-        self._record_killed_attempt(run)
+        killed = killed_event(read_events(run), read_last_record(run), read_beat(run.heartbeat))
+        if killed is not None:  # before the records of repeated steps are dropped
+            self._events.append(killed.to_json().encode() + b"\n")
         self._metrics, self._routing = _Steps(run.metrics), _Steps(run.routing)
-
-    def _record_killed_attempt(self, run: RunDirectory) -> None:
-        """Add an event for an attempt that ended without `stop`, before the records of repeated steps are dropped."""
-        event = killed_event(read_events(run), read_last_record(run), read_beat(run.heartbeat))
-        if event is not None:
-            self._events.append(event.to_json().encode() + b"\n")
 
     def on_step(self, record: StepRecord) -> None:
         """Append the record to metrics.jsonl, and its routing to routing.jsonl."""
