@@ -16,7 +16,6 @@ from maxlm.command_line import run_app
 from maxlm.config.errors import UserError, shorten
 
 if TYPE_CHECKING:
-    from maxlm.config.sections.train import WeightsKind
     from maxlm.hardware.prices import Term
 
 CORPUS_PACKAGES = ("chardet", "duckdb", "ftfy", "numba", "resiliparse")  # of maxlm.corpus, some imported only when needed
@@ -56,10 +55,13 @@ Devices = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help=
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def _weights(kind: str) -> "WeightsKind":
-    if kind not in ("raw", "ema"):
-        raise UserError(f"--weights {kind} is neither raw nor ema.")
-    return cast("WeightsKind", kind)
+def _weights(kind: str) -> str:
+    from maxlm.config.table import weights_kinds
+    from maxlm.hardware.topologies import either
+
+    if kind not in weights_kinds():
+        raise UserError(f"--weights {kind} is no kind of weights: use {either(weights_kinds())}.")
+    return kind
 
 
 def _say_version(wanted: bool) -> None:
@@ -79,7 +81,7 @@ def options(
 def train(config: ConfigName, overrides: Overrides = None, devices: Devices = None) -> None:
     """Train a model, or continue where the run stopped."""
     from maxlm.cluster.environment import split_arguments
-    from maxlm.runtime.frozen import load_frozen
+    from maxlm.run.frozen import load_frozen
 
     cluster, rest = split_arguments(overrides or [])
     loaded = load_frozen(config, rest)
@@ -93,7 +95,7 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
     with phases("importing libraries"):
         _split_cpu(devices)
         from maxlm.inference.text import print_samples
-        from maxlm.runtime.run import run_training
+        from maxlm.run.run import run_training
 
         tasks: Any = None
         if settings.evaluation is not None:
@@ -107,7 +109,7 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
 
 def _split_cpu(devices: int | None) -> None:
     if devices is not None:
-        from maxlm.runtime.jax_setup import use_virtual_devices
+        from maxlm.run.jax_setup import use_virtual_devices
 
         use_virtual_devices(devices)
 
@@ -301,7 +303,7 @@ def inspect(
     json_: Json = False,
 ) -> None:
     """Count and sample what a token store holds; of a run or a config, show the shares of its sources and where a batch comes from."""
-    from maxlm.runtime import inspect_data
+    from maxlm.diagnostics import inspect_data
 
     raise typer.Exit(inspect_data.run(place, overrides or [], step, as_json=json_))
 
@@ -361,7 +363,7 @@ def generate(
         raise UserError(f"--temperature {temperature} is not a number: give one such as 0.8.")
     from maxlm.inference.generate import Sampler
     from maxlm.inference.text import generate_from_run, read_arguments
-    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.run.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
@@ -394,7 +396,7 @@ def import_(
     from maxlm.cluster import cluster
     from maxlm.cluster.environment import split_arguments
     from maxlm.interop.importing import import_model
-    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.run.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
 
@@ -426,7 +428,7 @@ def export(
         raise UserError("--adapter writes one file of float32: leave --dtype, --shard-size and --quantize out.")
     from maxlm.interop.exporting import export_model
     from maxlm.interop.peft import export_adapter
-    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.run.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
 
@@ -462,7 +464,7 @@ def eval_(
     """Evaluate a model on tasks."""
     of = _weights(weights)
     from maxlm.evaluation.eval_command import evaluate
-    from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+    from maxlm.run.jax_setup import enable_compilation_cache, select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
 
@@ -486,7 +488,7 @@ def average(
     if wrong := [part for part in named if not (part.isascii() and part.isdigit() and len(part) < 10)]:
         raise UserError(f"--steps: {wrong[0]!r} is not a step: give numbers with commas between them, such as 1000,2000.")
     from maxlm.interop.averaging import average as average_checkpoints
-    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.run.jax_setup import select_platform
     from maxlm.telemetry.log import RunLog
     from maxlm.telemetry.phases import progress_bar
 
@@ -538,8 +540,8 @@ def profile(
         raise UserError(f"{shorten(rest[0])}: a run is profiled as it is configured; only coordinator= and the like can be set.")
     from maxlm.cluster import cluster
     from maxlm.cost.prediction import predict
-    from maxlm.runtime.jax_setup import select_platform
-    from maxlm.runtime.profile_command import profile_run
+    from maxlm.diagnostics.profile_command import profile_run
+    from maxlm.run.jax_setup import select_platform
     from maxlm.telemetry.formatting import percent
     from maxlm.telemetry.log import RunLog
     from maxlm.training.fits import explain_out_of_memory
@@ -562,7 +564,7 @@ def launch(
     """Run a command of maxlm, and restart it after a crash or a lost host."""
     if not math.isfinite(backoff):
         raise UserError(f"--backoff {backoff} is not a number of seconds: give one such as 5.")
-    from maxlm.runtime.launch import Supervisor
+    from maxlm.supervision.launch import Supervisor
 
     program = [sys.executable, "-m", "maxlm", *command]
     raise typer.Exit(Supervisor(program, restarts=restarts, backoff=backoff, say=lambda line: typer.echo(line, err=True)).run())
@@ -587,17 +589,16 @@ def bench_comm_(
 ) -> None:
     """Measure collectives over each axis of a mesh of all hosts, against the bandwidth of its links; or links during training."""
     from maxlm.cluster.environment import split_arguments
-    from maxlm.runtime.comm import sizes
-    from maxlm.runtime.comm.arguments import check_options
+    from maxlm.diagnostics.comm.arguments import LARGEST, check_options, choose_operations, size_range
 
     cluster, rest = split_arguments(arguments or [])
     check_options({name for name in context.params if _is_given(context, name)}, during_training=during_training)
     _split_cpu(devices)
     if during_training:
         raise typer.Exit(_links_during_training(rest, cluster, topology, slices, steps, out, as_json=json_))
-    operations, byte_sizes = sizes.choose_operations(operation or []), sizes.size_range(smallest, largest or sizes.LARGEST)
+    operations, byte_sizes = choose_operations(operation or []), size_range(smallest, largest or LARGEST)
     from maxlm.cost.mesh_links import bus_limit
-    from maxlm.runtime.comm.bench_command import Request, bench_comm
+    from maxlm.diagnostics.comm.bench_command import Request, bench_comm
 
     request = Request(*Request.mesh_of(rest), tuple(operations), tuple(byte_sizes), out, largest is None)
     raise typer.Exit(bench_comm(request, cluster, bus_limit, as_json=json_))
@@ -613,7 +614,7 @@ def _links_during_training(
     arguments: list[str], cluster: dict[str, str], topology: str | None, slices: int | None, steps: int, out: Path | None, *, as_json: bool
 ) -> int:
     """By the schedule for the machine that is named; else, and in a cluster that is, by counters of the links here."""
-    from maxlm.runtime.comm.arguments import one_config
+    from maxlm.diagnostics.comm.arguments import one_config
 
     name, overrides = one_config(arguments)
     if cluster and (topology is not None or slices is not None):
@@ -626,7 +627,7 @@ def _links_during_training(
         from maxlm.cost import link_command
 
         return link_command.run(name, overrides, topology, slices, out, as_json=as_json)
-    from maxlm.runtime.comm import during_training
+    from maxlm.diagnostics.comm import during_training
 
     return during_training.run(load(name, overrides).config, cluster, steps, out, as_json=as_json)
 
@@ -659,10 +660,10 @@ def doctor(
             f"{(rest or list(named))[0]}: only --cluster takes settings, which are coordinator=, process_count= and process_id=."
         )
     if cluster:
-        from maxlm.runtime.comm.cluster_doctor import run_cluster_doctor
+        from maxlm.diagnostics.comm.cluster_doctor import run_cluster_doctor
 
         raise typer.Exit(run_cluster_doctor(named, as_json=json_))
-    from maxlm.runtime.doctor import as_text, diagnose
+    from maxlm.diagnostics.doctor import as_text, diagnose
 
     report = diagnose()
     typer.echo(json.dumps(report.to_json()) if json_ else as_text(report))

@@ -1,7 +1,7 @@
 """Settings of every test: eight virtual CPU devices and a cache of compiled programs.
 
 Runs that tests start on one device share compiled programs through the cache on disk; programs for several devices are compiled in each
-process, see `maxlm.runtime.jax_setup`. Most of the suite's time is compilation, and its programs run for
+process, see `maxlm.run.jax_setup`. Most of the suite's time is compilation, and its programs run for
 milliseconds. XLA:CPU therefore uses its older emitters (two thirds of the time) and LLVM at level 0 (a quarter of the time of level 1).
 """
 
@@ -32,7 +32,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process that a test s
 import jax
 from jax._src import compilation_cache, compiler
 
-from maxlm.runtime.jax_setup import enable_compilation_cache
+from maxlm.run.jax_setup import enable_compilation_cache
 
 enable_compilation_cache()
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from maxlm.config import rules
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.table import config_class
 from maxlm.data.batch import Batch
 from maxlm.models import Parameters, abstract_parameters
 from maxlm.parallel import build_mesh
@@ -30,7 +31,7 @@ def tiny_config(**sections) -> Config:
         "memory": {"remat": "full"},
         "precision": {"compute": "float32"},
     }
-    config = Config(**{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {**defaults, **sections}})
+    config = config_class()(**{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {**defaults, **sections}})
     rules.check(config)
     return config
 
@@ -60,7 +61,7 @@ def first_state(program: Program) -> TrainState:
 
     That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix` by `steps_on`.
     """
-    if program.streamed is not None:
+    if not program.placement.on_device:
         return program.init()
     config = program.config
     leaves, structure = jax.tree.flatten(program.abstract_state)

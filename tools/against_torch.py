@@ -28,7 +28,7 @@ from maxlm.data.batch import batch_of_windows
 from maxlm.hardware.chips import chip_of
 from maxlm.models import mfu_format, step_flops
 from maxlm.parallel import build_mesh
-from maxlm.runtime.jax_setup import select_platform
+from maxlm.run.jax_setup import select_platform
 from maxlm.training.program import build_program
 from maxlm.training.step import Metrics
 

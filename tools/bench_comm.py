@@ -33,9 +33,9 @@ from jax.sharding import Mesh, PartitionSpec
 from maxlm.cluster import agree, cluster
 from maxlm.cluster.environment import split_arguments
 from maxlm.config.errors import UserError
-from maxlm.runtime.comm.measure import OPERATIONS, Operation, TimedLoop, make_input, timed_loop
-from maxlm.runtime.comm.sizes import format_size, parse
-from maxlm.runtime.jax_setup import enable_compilation_cache, select_platform
+from maxlm.diagnostics.comm.arguments import format_size, parse
+from maxlm.diagnostics.comm.measure import OPERATIONS, Operation, TimedLoop, make_input, timed_loop
+from maxlm.run.jax_setup import enable_compilation_cache, select_platform
 
 AXIS, ROUND_SECONDS, MOST = "all", 0.3, 200
 COLUMNS = ("called", "hand", "bench", "library")

@@ -33,7 +33,7 @@ from maxlm.hardware.prices import LIST_PRICES  # noqa: E402
 from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
 from maxlm.planning.run_cost import Wanted, run_cost  # noqa: E402
-from maxlm.runtime.consistency import code_digest  # noqa: E402
+from maxlm.run.consistency import code_digest  # noqa: E402
 from maxlm.telemetry.atomic import write_text  # noqa: E402
 from maxlm.telemetry.formatting import count, duration, money  # noqa: E402
 

@@ -16,7 +16,7 @@ from maxlm.cluster import agree
 
 
 class CopyJob:
-    """One copy: groups of tiles whose copies on the devices the main thread has started, and the thread that writes them."""
+    """One copy: groups of tiles, which the main thread has begun to copy on the devices, and the thread that writes them."""
 
     def __init__(self, folder: RunFolder, step: int, agreed: Any) -> None:
         """`agreed`: result of `agree.start_largest`; its first number is minus the step of the newest copy that all processes have."""

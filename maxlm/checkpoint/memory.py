@@ -321,7 +321,7 @@ class MemoryCopies:
 def daly(save_s: float, mtbf_s: float) -> float:
     """Return the seconds of work between two saves that block it for `save_s`, at one failure every `mtbf_s` on average.
 
-    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22:303, equation 37), whose first term,
+    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22:303, equation 37). Its first term,
     sqrt(2 save_s mtbf_s), is Young's (CACM 17:530, 1974).
     """
     if save_s >= 2 * mtbf_s:

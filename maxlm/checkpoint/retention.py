@@ -1,4 +1,4 @@
-"""Retention of checkpoints: the newest ones, those of some steps, and always the newest that was healthy."""
+"""Retention of checkpoints: the newest ones, every n-th step, and always the newest healthy one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

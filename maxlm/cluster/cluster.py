@@ -121,7 +121,7 @@ def joined(
         return
     progress_file.record(process=spec.process)
     secret = shared_secret(os.environ)
-    gave_up = os.environ.get(progress_file.GAVE_UP_VARIABLE)
+    gave_up = progress_file.current().gave_up
     say(f"joining as {spec}" + ("" if gave_up is None else ", only to tell the others that the launcher gives up"))
     quorum = quorum_of(ClusterPlace(spec, _count_devices(spec, accelerators, n_gpus)))
     if gave_up is not None and quorum is not None:

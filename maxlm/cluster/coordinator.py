@@ -137,13 +137,10 @@ class Coordinator:
             raise SupersededError
         hosts = tuple(self._own if number == self._spec.process else self._members[number].host for number in numbers)
         sockets = {number: self._members[number].socket for number in numbers if number != self._spec.process}
-        return Meeting(numbers, hosts, sockets, self._codes(numbers))
-
-    def _codes(self, numbers: Collection[int]) -> dict[int, int]:
-        own = {self._spec.process: progress_file.last_code()}
-        codes = own | {number: member.code for number, member in self._members.items() if number in numbers}
+        codes = {self._spec.process: progress_file.current().last_code}
+        codes |= {number: member.code for number, member in self._members.items() if number in numbers}
         known = sorted((code, number) for number, code in codes.items() if code is not None)
-        return {number: code for code, number in known[:MAX_CODES]}
+        return Meeting(numbers, hosts, sockets, {number: code for code, number in known[:MAX_CODES]})
 
     async def wait_for_returning(
         self, listener: socket.socket, numbers: Collection[int], ended: threading.Event, larger: Callable[[tuple[int, ...]], bool]
@@ -318,7 +315,7 @@ class Coordinator:
         """Refuse a process with a taken number. At the first start this is an error in the input; later the run has had one process of
         each number, and must not end for another one. That tries again: its host may be new, and the old one not yet known to be lost.
         """
-        if not self._running and progress_file.last_code() is None:
+        if not self._running and progress_file.current().last_code is None:
             self._reject(connection, address, reason)
             return
         connection.try_send("taken", reason=sendable(reason))
@@ -398,14 +395,14 @@ class ReturningProcesses:
         self._coordinator.finish(reason)
 
     def _run(self) -> None:
-        with self._listener as listener:
-            asyncio.run(self._coordinator.wait_for_returning(listener, self._numbers, self._ended, self._is_larger))
+        def is_larger(numbers: tuple[int, ...]) -> bool:
+            if self._grow is None:  # the run has not begun yet
+                return False
+            self._grow(numbers)
+            return True
 
-    def _is_larger(self, numbers: tuple[int, ...]) -> bool:
-        if self._grow is None:  # the run has not begun yet
-            return False
-        self._grow(numbers)
-        return True
+        with self._listener as listener:
+            asyncio.run(self._coordinator.wait_for_returning(listener, self._numbers, self._ended, is_larger))
 
 
 async def _receive(connection: MessageSocket) -> Message:

@@ -92,7 +92,8 @@ def start() -> None:
     inherited = os.environ.pop(PARENT_VARIABLE, None)
     parent = None if inherited is None else int(inherited)
     signals_read, signals_write = os.pipe()
-    _stacks = _unnamed_file()
+    unnamed = tempfile.TemporaryFile  # where the system has no files in memory
+    _stacks = os.memfd_create("stacks") if hasattr(os, "memfd_create") else os.dup(unnamed().fileno())
     pid = os.fork()
     if pid == 0:
         _monitor_main(_Monitor(os.getppid(), signals_read, grace, parent), signals_write)
@@ -101,7 +102,8 @@ def start() -> None:
             os.close(end)
     os.set_blocking(signals_write, False)
     faulthandler.register(STACKS_SIGNAL, file=_stacks, all_threads=True, chain=False)
-    _install_exit_signals()
+    for code in (ExitCode.STOPPED, ExitCode.HUNG):  # C's `_exit` ends the process at once, with the number of the signal as its exit code
+        set_c_handler(code, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
     _monitor = (pid, signals_write)
     signal.set_wakeup_fd(signals_write, warn_on_full_buffer=False)
     sys.unraisablehook = _unraisable_unless_stopped
@@ -110,14 +112,6 @@ def start() -> None:
     for number in SIGNALS:
         signal.signal(number, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher blocks them until here
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("stacks")
-    descriptor, path = tempfile.mkstemp()
-    os.unlink(path)  # noqa: PTH108 -- it is used without its name
-    return descriptor
 
 
 def stop(number: int, frame: FrameType | None) -> None:
@@ -250,13 +244,6 @@ def _print_unless_stopped(kind: type[BaseException], error: BaseException, trace
         sys.__excepthook__(kind, error, trace)
 
 
-def _install_exit_signals() -> None:
-    """Make C's `_exit` the handler of SIGQUIT and SIGTRAP: each ends the process at once, with its number as the exit code."""
-    assert (int(signal.SIGQUIT), int(signal.SIGTRAP)) == (ExitCode.STOPPED, ExitCode.HUNG)
-    for number in (ExitCode.STOPPED, ExitCode.HUNG):
-        set_c_handler(number, ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value)
-
-
 def delay_aborts() -> None:
     """Make C's `sleep` the handler of SIGABRT: an abort in C takes effect after ABORT_SECONDS, in which Python's other threads run.
 
@@ -349,7 +336,9 @@ class _Monitor:
         if self.alive != before:
             self.silent = 0.0
             return
-        if not _shared.silence or _is_stopped(self.pid):
+        fields = _status(self.pid)
+        stopped = fields.get("State", "T")[:1] in "Tt" or fields.get("TracerPid", "0") != "0"  # by a signal or a debugger, or not known
+        if stopped or not _shared.silence:
             return
         self.silent += min(seconds, 2 * _LOOK_SECONDS)
         if self.silent >= _shared.silence:
@@ -423,12 +412,6 @@ def _monitor_main(monitor: _Monitor, *inherited: int) -> NoReturn:
         monitor.run()
     finally:
         os._exit(0)
-
-
-def _is_stopped(pid: int) -> bool:
-    """True if a signal or a debugger has stopped the process, or where the system does not say."""
-    fields = _status(pid)
-    return fields.get("State", "T")[:1] in "Tt" or fields.get("TracerPid", "0") != "0"
 
 
 def _handles_abort(pid: int) -> bool:

@@ -143,8 +143,10 @@ class MessageSocket:
         connection.setblocking(False)
 
     def peer_address(self) -> str:
-        """Address of the other end. Raises OSError."""
-        return ipv4_if_mapped(str(self.connection.getpeername()[0]))
+        """Address of the other end; "" if the connection is closed already."""
+        with contextlib.suppress(OSError):
+            return ipv4_if_mapped(str(self.connection.getpeername()[0]))
+        return ""
 
     def fileno(self) -> int:
         """File descriptor, for selectors."""

@@ -76,9 +76,9 @@ class ProcessGroup:
         self.codes_before: Mapping[int, int] = {}  # by process: how the attempt before ended there, where that was sent
         self.service_bind = ""  # at process 0: the address at which jax's service is to listen, without its port
         self.regrouping = ""  # why all are to save and join anew
-        self._spec, self._sockets = spec, dict(sockets)  # those that are open
+        self._sockets = dict(sockets)  # those that are open
         self._leaving: set[int] = set()  # processes that have announced their end
-        self._addresses = {number: _peer_address(one) for number, one in sockets.items()}
+        self._addresses = {number: one.peer_address() for number, one in sockets.items()}
         self._symptoms: dict[int, str] = {}  # processes that an error of their own ends, earliest first, and the peer that it names
         self._closed: dict[int, Closed] = {}  # at process 0, earliest first
         self._last_message = dict.fromkeys(sockets, time.monotonic())
@@ -98,8 +98,8 @@ class ProcessGroup:
         """
         if reason is not None and code not in (ExitCode.WRONG_INPUT, ExitCode.STOPPED):
             peer = peer_named(reason)
-            self._symptoms[self._spec.process] = peer
-            if self._spec.process != 0:
+            self._symptoms[self.spec.process] = peer
+            if self.spec.process != 0:
                 self._broadcast("symptom", peer=peer)
             time.sleep(SETTLE_SECONDS)  # most likely the end of another process is the cause, and its message on the way
             if (culprit := self._culprit()) is not None:
@@ -119,12 +119,12 @@ class ProcessGroup:
 
     def own_label(self) -> str:
         """Host and number of this process."""
-        return self.label(self._spec.process)
+        return self.label(self.spec.process)
 
     @property
     def process(self) -> int:
         """Number of this process."""
-        return self._spec.process
+        return self.spec.process
 
     def has_left(self, number: int) -> bool:
         """True if a process has announced its end."""
@@ -176,7 +176,7 @@ class ProcessGroup:
             if number in self._leaving:
                 return
             self._closed[number] = Closed(time.monotonic(), str(error))
-            if self._spec.process != 0:  # which has no other connection
+            if self.spec.process != 0:  # which has no other connection
                 self._end_for_lost(number)
 
     def _handle(self, number: int, message: Mapping[str, Any]) -> None:
@@ -185,7 +185,7 @@ class ProcessGroup:
         elif message["kind"] == "regroup":
             self.regrouping = message["reason"]
         elif message["kind"] == "heartbeat":
-            self._suspected = frozenset(one for one in message["suspects"] if one < self._spec.count)
+            self._suspected = frozenset(one for one in message["suspects"] if one < self.spec.count)
             self.reports[number] = Report(time.monotonic(), message)
         elif message["kind"] == "hang" and self._watched is not None:
             self._sockets[number].try_send("stack", **self._watched.show_stacks(message["reason"]))
@@ -224,10 +224,6 @@ class ProcessGroup:
         now = time.monotonic()
         return {number for number in list(self._sockets) if number not in self._leaving and now > self._last_message[number] + seconds}
 
-    def _suspects(self) -> set[int]:
-        """Processes without a recent heartbeat, at this process or at process 0."""
-        return self._overdue(SUSPECT_SECONDS) or set(self._suspected - {self._spec.process})
-
     def _settled_in(self) -> float:
         """Seconds until one of the processes with a closed connection is named; inf if there are none, or all are ending."""
         if not self._closed or self._left.is_set():
@@ -242,7 +238,8 @@ class ProcessGroup:
         the one that the earliest error names, else the one with the connection that closed first.
         """
         if not self._closed:
-            return min(self._suspects(), default=None)
+            late = self._overdue(SUSPECT_SECONDS) or self._suspected - {self.spec.process}  # at this process, or at process 0
+            return min(late, default=None)
         silent = [number for number in self._closed if number not in self._symptoms] or list(self._closed)
         for peer in list(self._symptoms.values()):
             names = {peer, peer.partition(".")[0]} - {""}  # an address or a name, perhaps with its domain
@@ -291,7 +288,7 @@ class ProcessGroup:
 
     def _drain_peers(self) -> None:
         """Let process 0 exit last: jax's service ends with it, and aborts the others before they have printed the reason."""
-        if self._spec.process != 0:
+        if self.spec.process != 0:
             return
         if threading.current_thread() is self._thread:
             self._listen(time.monotonic() + DRAIN_SECONDS)
@@ -311,10 +308,3 @@ def peer_named(error: str) -> str:
     """Name or address of the peer at the other end of a broken connection, as the error of a collective has it; "" if it has none."""
     match = _PEER.search(error)
     return "" if match is None else ipv4_if_mapped(match[1] or match[2])
-
-
-def _peer_address(connection: MessageSocket) -> str:
-    try:
-        return connection.peer_address()
-    except OSError:  # closed already
-        return ""

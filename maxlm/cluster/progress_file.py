@@ -1,16 +1,16 @@
 """Progress and outcome of a run, for the supervisor: a small file that the run replaces atomically, so that it survives kill -9.
 
-A run that was killed, or crashed outside Python, leaves its last step and no outcome.
+A run that was killed, or crashed outside Python, leaves its last step and no outcome. The supervisor begins the file of each attempt with
+facts about the attempts before it.
 """
 
 import contextlib
 import json
 import os
-import re
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.paths import read_file
 from maxlm.hardware.host import FROM_SUPERVISOR
 
-VARIABLE, ABSENT_VARIABLE, FROZEN_VARIABLE, GAVE_UP_VARIABLE, LAST_CODE_VARIABLE, _ = FROM_SUPERVISOR
+VARIABLE, _ = FROM_SUPERVISOR
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class Progress:
     passing: bool = False  # the cause of its end is outside of the run, and may pass
     final: bool = False  # the supervisor of another process has given up
     numbers: tuple[int, ...] = ()  # of `hosts`, those that the processes were started with; () before they have joined
+    frozen: Mapping[str, Any] = field(default_factory=dict)  # facts shared by all attempts, see run/frozen.py
+    # From the supervisor:
+    absent_before: tuple[int, ...] | None = None  # `absent` of the attempt before; None for the first attempt
+    last_code: int | None = None  # exit code of the attempt before (negative: by that signal); None where no attempt has ended
+    gave_up: str | None = None  # why the supervisor gives up: this attempt only tells that to the other processes
 
     def label_origins(self) -> dict[str, tuple[str, int]]:
         """Label of each process -> its host and the number that it was started with, which stays the same when others are absent."""
@@ -52,8 +57,25 @@ class Progress:
         return {process_label(host, place): (host, number) for place, (host, number) in enumerate(zip(self.hosts, numbers, strict=True))}
 
 
-_current = Progress()
+_known: dict[str, Progress] = {}  # what this process has read or recorded, by path
 _lock = threading.Lock()  # the thread that watches the other processes may end the run while a step is recorded
+
+
+def current() -> Progress:
+    """Progress of this attempt, with the facts from its supervisor; the empty `Progress` without a supervisor."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return Progress()
+    if path not in _known:
+        _known[path] = read(Path(path))
+    return _known[path]
+
+
+def write(path: Path, progress: Progress) -> None:
+    """Replace the file. Raises OSError."""
+    draft = Path(f"{path}.draft")
+    draft.write_text(json.dumps(vars(progress)), encoding="utf-8")
+    draft.replace(path)
 
 
 def read(path: Path) -> Progress:
@@ -67,12 +89,6 @@ def read(path: Path) -> Progress:
         return Progress()
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
     return Progress(**fields)
-
-
-def last_code() -> int | None:
-    """Exit code of the attempt before this one, on this host; None without a supervisor that knows one."""
-    text = os.environ.get(LAST_CODE_VARIABLE, "")
-    return int(text) if re.fullmatch(r"-?[0-9]{1,3}", text) and -65 < int(text) < 256 else None
 
 
 def how_ended(code: int) -> str:
@@ -90,18 +106,15 @@ def record_error(error: str | BaseException, lost: str = "") -> None:
     if isinstance(error, BaseException):
         line = next(iter(str(error).strip().splitlines()), "")
         error = line if isinstance(error, UserError) else f"{type(error).__name__}: {line}".rstrip(": ")
-    if not _current.error:
+    if not current().error:
         record(error=error, lost=(lost,) if lost else ())
 
 
 def record(**changes: Any) -> None:
     """Replace fields of `Progress` in the file. Does nothing without a supervisor; a folder that is gone or full must not cost the run."""
-    global _current
     path = os.environ.get(VARIABLE)
     if not path:
         return
     with _lock, contextlib.suppress(OSError):
-        _current = replace(_current, **changes)
-        draft = Path(f"{path}.draft")
-        draft.write_text(json.dumps(asdict(_current)), encoding="utf-8")
-        draft.replace(path)
+        _known[path] = replace(current(), **changes)
+        write(Path(path), _known[path])

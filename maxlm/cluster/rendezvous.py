@@ -54,19 +54,11 @@ class FinishedError(UserError):
     exit_code = ExitCode.DONE
 
 
-class RunEndedError(ConnectionLostError):
-    """The run that this process waited for has ended, or its coordinator is lost."""
-
-
 class TakenError(RendezvousError):
     """Another process had the number of this one as long as it tried."""
 
 
-class NumberTakenError(ConnectionLostError):
-    """Another process has the number of this one now."""
-
-
-class ElsewhereError(ConnectionLostError):
+class ElsewhereError(Exception):
     """Another process coordinates."""
 
 
@@ -120,22 +112,16 @@ def _coordinate(spec: ProcessSpec, coordinator: Coordinator, seconds: float, quo
         listener = open_sockets.enter_context(_open_listener(spec, until))
         service = replace(spec, address=service_address(spec.address))
         with _open_listener(service, until, met_before=True):  # else an attempt that is about to end may still have the port
-            met = _meet(listener, coordinator, until)
+            met = asyncio.run(coordinator.meet(listener, until - time.monotonic()))
+        codes = {str(number): code for number, code in met.codes.items()}
+        for one in met.sockets.values():
+            one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes)
         group = _group(spec, met)
         group.service_bind = listener.getsockname()[0]
         if quorum is not None and len(met.numbers) < spec.count:
             open_sockets.pop_all()  # they stay open
             group.returning = ReturningProcesses(coordinator, listener, met.numbers)
     return group
-
-
-def _meet(listener: socket.socket, coordinator: Coordinator, until: float) -> Meeting:
-    """The meeting, of which all members have been told."""
-    met = asyncio.run(coordinator.meet(listener, until - time.monotonic()))
-    for one in met.sockets.values():
-        codes = {str(number): code for number, code in met.codes.items()}
-        one.try_send("members", hosts=met.hosts, numbers=met.numbers, codes=codes)
-    return met
 
 
 def _group(spec: ProcessSpec, met: Meeting) -> ProcessGroup:
@@ -154,7 +140,7 @@ def connect(spec: ProcessSpec, address: str, secret: bytes, seconds: float, dige
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     messages = MessageSocket(connection)
-    about = {"process": spec.process, "count": spec.count, "host": own_name(), "code": progress_file.last_code()}
+    about = {"process": spec.process, "count": spec.count, "host": own_name(), "code": progress_file.current().last_code}
     messages.send("hello", token=message_socket.token(secret), asks=asks, digest=digest, **about)
     return messages
 
@@ -233,26 +219,33 @@ class _Seeker:
                     patience = ROUND_TRIP_SECONDS if len(addresses) == 1 else ASK_SECONDS
                     connection = connect(self.spec, address, self.secret, min(patience, left), self.digest)
                     answer = self._answer(connection, time.monotonic() + seconds + PING_SECONDS)  # it may have begun to wait just now
-                except RunEndedError:
-                    if not forever:
-                        raise RendezvousError(f"the run at {address} has ended.") from None
-                    began, pause = time.monotonic(), RETRY_SECONDS
-                    until = began + seconds
-                except ElsewhereError as error:
-                    if not forever:
-                        raise
-                    reason = str(error)
-                except OSError as error:
-                    reason = error.strerror or str(error)
                 except AuthenticationError as error:
                     untrusted = str(error)
-                except NumberTakenError as error:
-                    taken[number] = str(error)
+                    continue
+                except (OSError, ConnectionLostError) as error:
+                    reason = getattr(error, "strerror", None) or str(error)
+                    continue
+                kind = answer["kind"]
+                if kind == "members":
+                    codes = {int(digits): code for digits, code in answer["codes"].items()}
+                    met = Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
+                    return _group(replace(self.spec, address=address), met)
+                if kind == "finished":
+                    raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
+                if kind == "refused":
+                    raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
+                if kind == "taken":
+                    taken[number] = answer["reason"]
                     until = max(until, min(time.monotonic() + seconds, began + taken_s))
-                except ConnectionLostError as error:
-                    reason = str(error)
+                elif kind == "elsewhere":
+                    if not forever:
+                        raise ElsewhereError
+                    reason = "another process coordinates"
                 else:
-                    return _group(replace(self.spec, address=address), self._meeting(answer, number, connection))
+                    if not forever:
+                        raise RendezvousError(f"the run at {address} has ended.")
+                    began, pause = time.monotonic(), RETRY_SECONDS
+                    until = began + seconds
             left = until - time.monotonic()
             time.sleep(max(0.0, min(pause * (1 + self.spec.process % 7 / 10), left)))  # spread over time
             pause = min(1.3 * pause, 10 * RETRY_SECONDS)
@@ -264,22 +257,18 @@ class _Seeker:
             "see that process 0 was started, that every host can resolve that name, and that no firewall closes the port."
         )
 
-    def _meeting(self, answer: Message, number: int, connection: MessageSocket) -> Meeting:
-        if answer["kind"] == "finished":
-            raise FinishedError(f"the run is done: {self.spec} was not needed any more.")
-        if answer["kind"] == "refused":
-            raise UserError(answer["reason"]) if answer["wrong"] else RendezvousError(answer["reason"])
-        codes = {int(digits): code for digits, code in answer["codes"].items()}
-        return Meeting(tuple(answer["numbers"]), tuple(answer["hosts"]), {number: connection}, codes)
-
     def _answer(self, connection: MessageSocket, until: float) -> Message:
-        """Return the message `members`, `refused` or `finished`; answer pings before. Raises ConnectionLostError or OSError."""
+        """Answer pings, and return the message that ends the wait: `members`, `refused`, `finished`, `taken` or `elsewhere`; `ended` if a
+        run that had made this process wait has ended. Raises ConnectionLostError or OSError.
+        """
         waits = False
         while True:
             try:
                 message = connection.receive(time.monotonic() + SILENCE_SECONDS if waits else until)
-            except ConnectionLostError as error:
-                raise (RunEndedError(str(error)) if waits else error) from None
+            except ConnectionLostError:
+                if not waits:
+                    raise
+                return {"kind": "ended"}
             if message["kind"] == "ping":
                 connection.send("pong")
                 until = max(until, time.monotonic() + FOUND_SECONDS)
@@ -288,22 +277,16 @@ class _Seeker:
                 self.say("a run goes on without this process: waiting until it takes it in")
             elif message["kind"] == "stranger":
                 raise message_socket.other_secret(self.secret)
-            elif message["kind"] == "elsewhere":
-                raise ElsewhereError("another process coordinates")
-            elif message["kind"] == "taken":
-                raise NumberTakenError(message["reason"])
             else:
                 break
-        expected = _is_valid(message, self.spec) if message["kind"] == "members" else message["kind"] in ("refused", "finished")
+        expected = message["kind"] in ("refused", "finished", "taken", "elsewhere")
+        if message["kind"] == "members":
+            numbers: list[int] = message["numbers"]
+            unique = len(set(numbers)) == len(numbers) == len(message["hosts"])
+            expected = unique and self.spec.process in numbers[1:] and max(numbers) < self.spec.count
         if not expected:
             raise AuthenticationError(message_socket.OTHER_PROTOCOL)
         return message
-
-
-def _is_valid(members: Message, spec: ProcessSpec) -> bool:
-    numbers: list[int] = members["numbers"]
-    unique = len(set(numbers)) == len(numbers) == len(members["hosts"])
-    return unique and spec.process in numbers[1:] and max(numbers) < spec.count
 
 
 def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False) -> socket.socket:
@@ -321,7 +304,8 @@ def _open_listener(spec: ProcessSpec, until: float, *, met_before: bool = False)
                 continue
             hint = "is another run on this host?" if error.errno == errno.EADDRINUSE else "choose another port."
             where = f"port {port}, one above the port of this run" if met_before else f"port {port}"
-            passes = met_before or (error.errno == errno.EADDRINUSE and progress_file.last_code() is not None)  # the port was right before
+            began_before = progress_file.current().last_code is not None  # so the port was right
+            passes = met_before or (error.errno == errno.EADDRINUSE and began_before)
             kind = UnavailableError if passes and error.errno not in WRONG_PATH else UserError
             raise kind(f"this is {spec}, and cannot wait for the others at {where}: {error.strerror}; {hint}") from error
 

@@ -148,7 +148,7 @@ def prepare(program: "Program", topology: Topology, options: Mapping[str, str | 
     if not topology.is_tpu:
         gpu_compiler.show_tools()
     given = {**program.compiler_options, **(options or {})}
-    resident = 0 if program.nvme is None else program.nvme.resident_bytes
+    resident = program.placement.resident_bytes
     key = _key(lowered.as_text(), [device.id for device in program.mesh.devices.flat], topology, given, resident)
     return Job(lowered, topology, given, key, resident)
 

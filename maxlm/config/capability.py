@@ -1,7 +1,7 @@
 """A capability: one record, in the file of its section of settings (`maxlm/config/sections/`).
 
 The record holds what other rooms must know of the section: its rules, the settings that a restart must keep, the bytes of state that it
-adds, and its implementation. They iterate over the table (`maxlm.config.table`) and name no capability. No jax here.
+adds, and its implementations. They iterate over the table (`maxlm.config.table`) and name no capability. No jax here.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -94,12 +94,14 @@ class Capability:
     identity: Callable[[Config, Any], Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
     state: Callable[[Config, Any, State, Sizes], State] | None = None  # `State` with what the section adds, moves or multiplies
     unplanned: str = ""  # what `maxlm plan` has no cost model of, with the setting
-    implementation: str = ""  # "module:object"
-
-    def load(self) -> Any:
-        """Import the implementation."""
-        module, _, name = self.implementation.partition(":")
-        return getattr(import_module(module), name)
+    # Implementations, as "module:object", imported on use. Each has a `from_config`: see `table.build`.
+    transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
+    update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
+    placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
+    probes: tuple[str, ...] = ()  # programs beside the step, such as `training.layer_probe.LayerProbe`
+    observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
+    stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
+    average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
 
     def setting(self, config: Config) -> Any:
         """The section in `config`; None where it is absent."""
@@ -112,6 +114,12 @@ def value_of(config: BaseModel, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name, None)
     return value
+
+
+def load(place: str) -> Any:
+    """Import an object from its place, "module:object"."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def keeps(*names: str) -> Callable[[Config, Any], Mapping[str, Any]]:

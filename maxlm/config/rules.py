@@ -9,8 +9,9 @@ from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
 from maxlm.config.sections.cluster import topology_of
 from maxlm.config.sections.mesh import MeshConfig
-from maxlm.config.table import problems
+from maxlm.config.table import problems, weights_kinds
 from maxlm.hardware.chips import Chip
+from maxlm.hardware.topologies import either
 
 NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
@@ -24,6 +25,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     _refuse(problems(config, "rules"), origins)
+    _refuse(_weights(config), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         topology = topology_of(config, origins.get("cluster.topology", ""))
@@ -32,6 +34,12 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
             check_full_mesh(config, topology.devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
         _refuse((*inert.problems(config), *problems(config, "written_rules")), origins)
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    start = config.train.start_from
+    if start is not None and start.weights not in weights_kinds():
+        yield "train.start_from.weights", start.weights, "is no kind of weights", f"use {either(weights_kinds())}"
 
 
 def check_chip(config: Config, chip: Chip, sources: Mapping[str, str] | None = None) -> None:

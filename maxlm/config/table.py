@@ -4,15 +4,16 @@ Its order is the order of the settings in a config, so rules run in the order of
 """
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from pydantic import BaseModel, create_model
 
 from maxlm.config import sections
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, StateEntry
+from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, StateEntry, load, value_of
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
@@ -50,11 +51,61 @@ def problems(config: Config, kind: str, *given: Any) -> Problems:
             yield from rule(config, section, *given)
 
 
+def call(function: Callable[..., Any], config: Config, section: Any, **given: Any) -> Any:
+    """Call a function with a section, and with the settings of `config` and the values `given` that its other parameters name."""
+    _, *names = signature(function).parameters
+    known = {key.replace(".", "_"): key for key in _keys(type(config))}
+    return function(section, **{name: given[name] if name in given else value_of(config, known.get(name, name)) for name in names})
+
+
+def build(config: Config, kind: str, **given: Any) -> list[Any]:
+    """Build the implementations of this kind, a field of `Capability`, that `config` asks for: `call` their `from_config`, which returns
+    None where the section does not ask for it.
+    """
+    built = (call(found.from_config, config, section, **given) for found, section in implementations(config, kind))
+    return [one for one in built if one is not None]
+
+
+def implementations(config: Config, kind: str) -> Iterator[tuple[Any, Any]]:
+    """Pairs of an implementation of this kind, a field of `Capability`, and its section, for sections that `config` has."""
+    return ((load(place), section) for one, section in present(config) for place in getattr(one, kind))
+
+
+def averages(config: Config) -> tuple[str, ...]:
+    """Names of the averages of the parameters that a run keeps."""
+    return tuple(one.average for one, _ in present(config) if one.average)
+
+
+def weights_kinds() -> tuple[str, ...]:
+    """Kinds of weights that a run may have: as the optimizer left them, or an average."""
+    return ("raw", *(one.average for one in capabilities() if one.average))
+
+
 @lru_cache(maxsize=1)
 def config_class() -> type[Config]:
     """`Config` with a field for each section of the table that it does not declare itself."""
-    added: dict[str, Any] = {one.key: (one.section | None, None) for one in capabilities() if one.section is not None}
-    return create_model("Config", __base__=Config, **added) if added else Config
+    return _with_sections(Config, {tuple(one.key.split(".")): one.section for one in capabilities() if one.section is not None})
+
+
+def _with_sections(owner: Any, added: Mapping[tuple[str, ...], type[Section]]) -> Any:
+    """Settings `owner` with optional fields for these sections, by their keys in it. Raises ValueError for a key in a section that does not
+    exist, or that a config may lack.
+    """
+    fields: dict[str, Any] = {}
+    for (name, *rest), section in added.items():
+        if not rest:
+            fields[name] = (section | None, None)
+        elif (
+            (info := owner.model_fields.get(name)) is None
+            or not isinstance(info.annotation, type)
+            or not issubclass(info.annotation, Section)
+        ):
+            raise ValueError(f"{name} is no section that every config has: choose another key for {section.__name__}")
+        elif name not in fields:
+            inner = {tuple(path): one for (first, *path), one in added.items() if first == name and path}
+            extended = _with_sections(info.annotation, inner)
+            fields[name] = (extended, ...) if info.is_required() else (extended, extended())
+    return create_model(owner.__name__, __base__=owner, __doc__=owner.__doc__, **fields) if fields else owner
 
 
 def identity(config: Config, tokenizer: str) -> dict[str, str]:

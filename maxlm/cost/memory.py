@@ -58,7 +58,8 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     apart = (RESIDUAL, *(one.name for one in program.update.transforms if not one.by_parameter))
     averages = {name: own for name, own in state.extra.items() if name not in apart}
     frozen = (MemoryPart("state", "frozen model (float32)", _bytes(state.model_state)),)
-    difference, settings = difference_dtype(program.config), program.config.optimizer
+    settings = program.config.optimizer
+    difference = difference_dtype(settings.state)
     masters = "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
     formats = [] if settings.state is None or not RULES[settings.name].moments else [settings.state.moments, settings.state.second]
     optimizer = [settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])]  # formats of moments that are not float32

@@ -9,7 +9,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError
-from maxlm.config.sections.train import WeightsKind
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, check_unused, result_file, table, write_result
@@ -27,7 +26,7 @@ def evaluate(
     out: Path | None,
     step: int | None,
     context: int | None,
-    kind: WeightsKind,
+    kind: str,
     as_json: bool,
 ) -> None:
     """Run tasks on a model, print their results, and write them into the run, or into `out`. Names of results of a moving average end in

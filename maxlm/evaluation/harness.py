@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from maxlm.config.errors import UserError, show
-from maxlm.config.sections.train import WeightsKind
+from maxlm.config.table import weights_kinds
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.requests import Request
+from maxlm.hardware.topologies import either
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -37,7 +38,7 @@ class MaxLM(TemplateLM):
         path: str,
         step: int | None = None,
         context: int | None = None,
-        weights: WeightsKind = "raw",
+        weights: str = "raw",
         special_tokens: str = "tokens",
         **settings: Any,
     ) -> None:
@@ -47,8 +48,8 @@ class MaxLM(TemplateLM):
         Raises UserError, also for any other setting.
         """
         super().__init__()
-        if weights not in ("raw", "ema"):
-            raise UserError(f"weights={show(weights)} is neither raw nor ema.")
+        if weights not in weights_kinds():
+            raise UserError(f"weights={show(weights)} is no kind of weights: use {either(weights_kinds())}.")
         if special_tokens not in ("tokens", "text"):
             raise UserError(f"special_tokens={show(special_tokens)} is neither tokens nor text.")
         if unknown := [name for name in settings if "." not in name and name not in OF_HARNESS]:

@@ -11,7 +11,6 @@ import jax
 
 from maxlm.config import Config, UserError
 from maxlm.config.paths import read_file
-from maxlm.config.sections.train import WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
@@ -36,9 +35,7 @@ class Opened:
     notes: tuple[str, ...]
 
 
-def open_model(
-    place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None, kind: WeightsKind = "raw"
-) -> Opened:
+def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None, context: int | None = None, kind: str = "raw") -> Opened:
     """Open the model in the folder `place` over all devices, or over the mesh of `overrides`, which may also set its precision.
 
     `context`: tokens that are read together; None: as trained, and of a Hugging Face folder as config.json says, MOST_CONTEXT at most.
@@ -75,9 +72,7 @@ def open_model(
         return Opened(_model(saved, overrides, None, context or saved.config.data.seq_len)[0], None, None, tuple(notes))
 
 
-def _model(
-    saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: WeightsKind = "raw"
-) -> tuple[LanguageModel, int]:
+def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: str = "raw") -> tuple[LanguageModel, int]:
     """(the model, the step of its checkpoint)."""
     tokenizer = saved.text_tokenizer()
     config = _config(saved.config, overrides, context)

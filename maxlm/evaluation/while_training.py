@@ -37,7 +37,7 @@ class TrainingTasks:
         self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
         own = Path(config.run.dir) / config.run.name / TOKENIZER
         turns = turn_ends(config.data.stores)
-        self._tokenizer = started_tokenizer(config.data.stores[0], own, source_tokenizer(config), goes_on=goes_on, turns=turns)
+        self._tokenizer = started_tokenizer(config.data.stores[0], own, source_tokenizer(config.train), goes_on=goes_on, turns=turns)
         self._scorer, self._name = Scorer(config, mesh), config.run.name
         state = least(config, dict(mesh.shape))[0]
         self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}

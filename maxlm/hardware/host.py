@@ -5,11 +5,7 @@ import os
 from pathlib import Path
 
 FROM_SUPERVISOR = (  # variables by which a supervisor talks to the run that it starts, and to nothing that this starts in turn
-    "MAXLM_PROGRESS_FILE",  # path of the file in which the run records its progress
-    "MAXLM_ABSENT",  # `absent` of the attempt before; not for the first attempt
-    "MAXLM_FROZEN_FILE",  # path of what holds for all attempts, see runtime/frozen.py
-    "MAXLM_GAVE_UP",  # why the supervisor gives up: this attempt only tells that to the other processes
-    "MAXLM_LAST_CODE",  # exit code of the attempt before (negative: by that signal)
+    "MAXLM_PROGRESS_FILE",  # path of the file in which the run records its progress, after the supervisor has begun it
     "MAXLM_PARENT",  # descriptor of a pipe that is closed when the launcher exits
 )
 

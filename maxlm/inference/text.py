@@ -14,7 +14,6 @@ from maxlm.config.console import Console
 from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.samples import most_generated
-from maxlm.config.sections.train import WeightsKind
 from maxlm.config.without_training import command_line, without_training
 from maxlm.data.messages import SHAREGPT
 from maxlm.data.stops import Stops
@@ -38,7 +37,7 @@ def generate_from_run(
     sampler: Sampler,
     step: int | None = None,
     *,
-    of: WeightsKind = "raw",
+    of: str = "raw",
     overrides: Sequence[str] = (),
     dtype: str = "float32",
     chat: bool = False,

@@ -14,7 +14,6 @@ from maxlm.config import Config, UserError
 from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig
-from maxlm.config.sections.train import WeightsKind
 from maxlm.interop.importing import MODEL, write_model
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.weights import Step, nested
@@ -32,7 +31,7 @@ class Averaged(NamedTuple):
     parameters: int
 
 
-def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: WeightsKind, progress: Step) -> Averaged:
+def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: str, progress: Step) -> Averaged:
     """Average the `last` checkpoints of `run`, or the checkpoints of `steps`, into the new folder `out`, under the newest one's step.
 
     All parameters are averaged with equal weights, in float64; biases of experts' routers, which go with them, as well. The host holds one
@@ -75,7 +74,7 @@ def _chosen(saved: SavedRun, last: int, steps: Sequence[int]) -> list[int]:
     return present[-last:]
 
 
-def _mean(saved: SavedRun, steps: list[int], kind: WeightsKind, progress: Step) -> dict[str, Parameters]:
+def _mean(saved: SavedRun, steps: list[int], kind: str, progress: Step) -> dict[str, Parameters]:
     model, here = saved.config.model, SingleDeviceSharding(jax.devices("cpu")[0])
     shapes = {"params": abstract_parameters(model), "model_state": abstract_model_state(model)}
     places = list(stored(model))

@@ -15,7 +15,6 @@ from jax.sharding import SingleDeviceSharding
 
 from maxlm.config import Config, UserError
 from maxlm.config.errors import shorten
-from maxlm.config.sections.train import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of
@@ -50,7 +49,7 @@ def export_model(
     shard_size: str,
     step: int | None,
     progress: weights.Step,
-    of: WeightsKind = "raw",
+    of: str = "raw",
     quantize: str | None = None,
 ) -> Exported:
     """Export the newest checkpoint of `run`, or of `step`, into the new folder `out`. Raises UserError; then nothing is left.
@@ -89,7 +88,7 @@ def _write(
     dtype: np.dtype,
     limit: int,
     step: int | None,
-    of: WeightsKind,
+    of: str,
     progress: weights.Step,
     packing: Packing | None,
 ) -> Exported:

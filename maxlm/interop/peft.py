@@ -13,7 +13,6 @@ import numpy as np
 
 from maxlm.config import UserError
 from maxlm.config.sections.lora import LoraConfig
-from maxlm.config.sections.train import WeightsKind
 from maxlm.interop import weights
 from maxlm.interop.exporting import Exported
 from maxlm.interop.hf_export_config import family_of
@@ -31,7 +30,7 @@ Tensors = dict[str, np.ndarray]
 Pair = tuple[np.ndarray, np.ndarray]  # A [rank, in] and B [out, rank]
 
 
-def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) -> Exported:
+def export_adapter(run: Path, out: Path, step: int | None, kind: str) -> Exported:
     """Export the adapters of the newest checkpoint of `run`, or of `step`, into the new folder `out`, in float32, with the tokenizer
     and the chat template that they were trained with.
 
@@ -57,9 +56,7 @@ def export_adapter(run: Path, out: Path, step: int | None, kind: WeightsKind) ->
     return Exported(family.architecture, sum(tensor.size for tensor in tensors.values()), 1)
 
 
-def _adapter(
-    saved: SavedRun, lora: LoraConfig, found: list[weights.Target], step: int | None, kind: WeightsKind
-) -> tuple[Tensors, dict[str, Any]]:
+def _adapter(saved: SavedRun, lora: LoraConfig, found: list[weights.Target], step: int | None, kind: str) -> tuple[Tensors, dict[str, Any]]:
     """(tensors by name, adapter_config.json)."""
     params = saved.adapters(step, kind)
     pairs = [

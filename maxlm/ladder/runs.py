@@ -14,7 +14,7 @@ from maxlm.config.loader import dump, load
 from maxlm.config.paths import read_file
 from maxlm.ladder.forms import Runs
 from maxlm.ladder.grid import Rung
-from maxlm.runtime.launch import Supervisor
+from maxlm.supervision.launch import Supervisor
 from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.report.load import load_run

@@ -57,6 +57,7 @@ class Block(nnx.Module):
         return constrain(x_BSD, *BETWEEN), cache, router
 
     def _run(self, sublayer: str, x_BSD: Array, *inputs: Any) -> tuple[Array, Any]:
+        """(hidden states after the sublayer of this name, its second result)."""
         modules = {name.removeprefix(f"{sublayer}_"): module for name, module in vars(self).items() if name.startswith(f"{sublayer}_")}
         return self.residual(modules, x_BSD, lambda x_BSD: getattr(self, sublayer)(x_BSD, *inputs))
 
@@ -138,14 +139,13 @@ class Decoder(nnx.Module):
     def run(
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, values: Values | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
-        """Run the blocks of these `ENTRIES`, each by `layer` (as `run_layer`), which takes it and its entry of `values`."""
-        routers, inside = list[RouterOutput](), replace(context, scan=None)
-        scan = partial(jax.lax.scan, unroll=context.memory.unroll)
+        """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`) with its entry of `values` as a further input."""
+        routers, run_block = list[RouterOutput](), partial(layer or run_layer, replace(context, scan=None))
         for entry in entries:
-            period = partial(_run_groups, layer_groups(self.config, (entry,)), scan, partial(layer or run_layer, inside))
-            blocks = getattr(self, entry)
-            layers = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))
-            x_BSD, reports = over_layers(self.config, context, entry, period, x_BSD, layers)
+            groups, blocks = layer_groups(self.config, (entry,)), getattr(self, entry)  # one stacked block for each group
+            inputs = tuple(zip(blocks, values[entry] if values else (None,) * len(blocks), strict=True))
+            period = partial(_run_period, groups, partial(jax.lax.scan, unroll=context.memory.unroll), run_block)
+            x_BSD, reports = over_layers(self.config, context, entry, period, x_BSD, inputs)
             routers += reports
         aux_loss, routing = _join_routers(layer_groups(self.config, entries), routers)
         return DecoderOutput(x_BSD, aux_loss, routing)
@@ -231,8 +231,8 @@ def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
 
-def _run_groups(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[Any]]:
-    """One period of groups: (hidden states, what routers report)."""
+def _run_period(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x_BSD: Array, layers: tuple) -> tuple[Array, list[Any]]:
+    """Run one period of the layer pattern, a group of equal blocks after another: (hidden states, reports of routers)."""
     routers = []
     for group, inputs in zip(groups, layers, strict=True):
         x_BSD, router = scan(layer, x_BSD, inputs) if "run" in group.axes else layer(x_BSD, inputs)
@@ -241,7 +241,7 @@ def _run_groups(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x
 
 
 def over_layers(config: ModelConfig, context: BlockContext, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
-    """Run `period` over the blocks of an entry: the blocks of the layer pattern by `context.scan`, or by `jax.lax.scan`."""
+    """Run the blocks of an entry: once `period`, or for the layer pattern a scan of it over all periods."""
     scan = partial(jax.lax.scan, unroll=context.memory.unroll)
     if (quantized := context.precision.matmul) is not None:
         return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)

@@ -51,9 +51,7 @@ class BlockContext:
     form: Form = field(default="causal", metadata=_STATIC)  # of the attention masks
     summed: tuple[str, ...] = field(default=(), metadata=_STATIC)  # mesh axes that are manual here and split the batch
     cached_BT: Int[Array, "B T"] | None = None  # segment ids of the positions of the caches, in generation
-    # Weights as the first operand of every matmul. XLA:CPU then takes two thirds of the time for a few rows, if the weights lie in memory
-    # with the summed dims last.
-    weights_first: bool = field(default=False, metadata=_STATIC)
+    einsum: Callable[..., Array] = field(default=jnp.einsum, metadata=_STATIC)  # of matmuls that are not quantized
 
 
 def parameter(shape: Sequence[int], axes: Sequence[str], std: float = 0.0, *, mean: float = 0.0) -> nnx.Param:
@@ -89,30 +87,19 @@ def linear(
     w: Weight,
     bias: nnx.Param | None = None,
     *,
-    reads: Axes | None,
-    writes: Axes | None,
+    reads: Axes,
+    writes: Axes,
     name: str = "",
-    exact: bool = False,
 ) -> Array:
-    """jnp.einsum(spec, x, w) plus bias. `reads`, `writes`: axes of x and the result, else XLA chooses. `name`: for remat. `exact`: f32."""
+    """jnp.einsum(spec, x, w) plus bias. `reads`, `writes`: logical axes of x and of the result. `name`: of the result in remat policies."""
     if isinstance(w := w[...], LowRankSum):
         return _named(w.times(spec, x, partial(linear, context, bias=bias, reads=reads, writes=writes)), name)
-    multiply, fence = partial(_einsum, context, spec, w=w, exact=exact), _fence
-    if isinstance(w, QuantizedWeight) and reads is not None and writes is not None:
+    multiply, fence = lambda x: context.einsum(spec, x, w), _fence
+    if isinstance(w, QuantizedWeight):
         multiply, fence = partial(quantized_matmul, w, reads, writes), partial(without_gradient, _fence)
     biased = multiply if bias is None else lambda x: (y := multiply(x)) + jax.lax.stop_gradient(bias[...]).astype(y.dtype)
-    y = biased(x) if reads is None or writes is None else _fenced(biased, x, reads, writes, fence, name)
-    return y if bias is None else _bias_gradient(y, bias[...])
-
-
-def _einsum(context: BlockContext, spec: str, x: Array, w: Any, *, exact: bool) -> Array:
-    precision = jax.lax.Precision.HIGHEST if exact else None
-    if not context.weights_first:
-        return jnp.einsum(spec, x, w, precision=precision)
-    operands, result = spec.split("->")
-    of_x, of_w = operands.split(",")
-    first = "".join(dim for dim in of_w if dim in result) + "".join(dim for dim in of_x if dim in result)
-    return jnp.einsum(f"{first}->{result}", jnp.einsum(f"{of_w},{of_x}->{first}", w, x, precision=precision))
+    y = _fenced(biased, x, reads, writes, fence, name)
+    return y if bias is None else with_bias_gradient(y, bias[...])
 
 
 def _named(x: Array, name: str) -> Array:
@@ -203,7 +190,8 @@ def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], act
 # The gradient of the bias that y has in it: summed in float32, and not behind the fence, so that XLA sums it while writing y's (GPT-2
 # on v6e: 0.0691 s a step instead of 0.0716 s).
 @jax.custom_vjp
-def _bias_gradient(y: Array, bias: Array) -> Array:
+def with_bias_gradient(y: Array, bias: Array) -> Array:
+    """y, to which `bias` was added without a gradient; here it gets one."""
     return y
 
 
@@ -211,7 +199,7 @@ def _sum_tokens(bias: Array, gradient: Array) -> tuple[Array, Array]:
     return gradient, jnp.sum(gradient, range(gradient.ndim - bias.ndim), jnp.float32).astype(bias.dtype)
 
 
-_bias_gradient.defvjp(lambda y, bias: (y, bias), _sum_tokens)
+with_bias_gradient.defvjp(lambda y, bias: (y, bias), _sum_tokens)
 
 
 @dataclass(frozen=True)

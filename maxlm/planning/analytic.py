@@ -351,7 +351,7 @@ class Analytic:
 
     def _of_layers_on_host(self, layout: Layout) -> int:
         """Bytes in host memory of the layers' weights, and of their gradients: of a microbatch, and of the sum over several."""
-        copied = difference_dtype(self.config) is None  # else their halves are part of the state
+        copied = difference_dtype(self.config.optimizer.state) is None  # else their halves are part of the state
         gradients = (self.number + 4 * self._accumulates(layout)) * self._hosted(layout, "gradients")
         return copied * self.number * self._hosted(layout, "weights") + gradients
 
@@ -374,7 +374,7 @@ class Analytic:
         if settings is None:
             return 0.0
         numbers = [(leaf, leaf.on_device(layout.sizes)) for leaf in self.leaves]
-        copied = settings.master == "host" and difference_dtype(self.config) is None
+        copied = settings.master == "host" and difference_dtype(self.config.optimizer.state) is None
         again = sum(4 * size for leaf, size in numbers if leaf.matrix and copied)
         read = again + sum(leaf.held_bytes(("host", "nvme"), size) for leaf, size in numbers)
         return read / (self.topology.chip.host_bytes_per_s_per_device or math.inf)
@@ -434,7 +434,7 @@ class Analytic:
         scores = gpu_attention.score_bytes(model.n_heads, self.config.data.seq_len, rows) // sizes["tensor"] if self.writes_scores else 0
         backward = self._inside(layout.mesh, rows) + scores + (4 * numbers if layout.zero == 3 else number * summed)
         gradients = 4 * summed if self._accumulates(layout) else 0
-        kept = difference_dtype(self.config) is not None  # masters in two parts hold what is computed with already
+        kept = difference_dtype(self.config.optimizer.state) is not None  # masters in two parts hold what is computed with already
         cast = number * ((0 if kept and layout.zero == 3 else computed) + piped * computed)  # of a pipeline as it lies, and on the stages
         return int(stack + max(loss, backward) + gradients + cast)
 

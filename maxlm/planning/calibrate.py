@@ -20,12 +20,12 @@ from maxlm.config.schema import MeshConfig
 from maxlm.cost.calibration import Calibration, Factors, Measured
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.mesh_links import bus_limit
+from maxlm.diagnostics.comm.measure import OPERATIONS, TimedLoop, fitting_sizes, measure, time_loop
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.cpu_speeds import MatmulSpeed
 from maxlm.parallel.mesh import lay_mesh
 from maxlm.planning.calibrate_cpu import cpu_speeds
-from maxlm.runtime.comm.measure import OPERATIONS, TimedLoop, fitting_sizes, measure, time_loop
-from maxlm.runtime.jax_setup import select_platform
+from maxlm.run.jax_setup import select_platform
 from maxlm.telemetry.atomic import write_text
 
 MATMUL_SIZES = (1024, 2048, 4096, 8192)  # grown until a matmul takes `LONG_S`; the fastest counts

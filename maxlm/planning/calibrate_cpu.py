@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxlm.diagnostics.comm.measure import TimedLoop, time_loop
 from maxlm.hardware.cpu_speeds import CpuSpeeds, MatmulSpeed
-from maxlm.runtime.comm.measure import TimedLoop, time_loop
 
 SIDES = (16, 64, 256)  # shortest sides of matmuls; the square ones of `maxlm plan --calibrate` are above
 LONG_SIDE = 1024  # the other two sides

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from maxlm.config.sections.elastic import ElasticConfig
 from maxlm.config.sections.watchdog import WatchdogConfig
-from maxlm.runtime.limits import PHASES, Limits
+from maxlm.supervision.limits import PHASES, Limits
 
 DAY = 86400.0
 # Llama 3 (arXiv 2407.21783, section 3.3.4): 466 interruptions in 54 days on 16,384 GPUs; about 78% of the unexpected ones are of hardware.

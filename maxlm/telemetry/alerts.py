@@ -3,10 +3,10 @@
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from maxlm.config.sections.alerts import AlertsConfig
-from maxlm.telemetry.alert_delivery import Delivery, Limit
+from maxlm.telemetry.alert_delivery import Delivery, Limit, check_alerts
 from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.observer import Event, Observer
@@ -38,6 +38,18 @@ class AlertObserver(Observer):
     def __init__(self, config: AlertsConfig, run: RunDirectory, report: Callable[[Event], None], ended: Callable[[str], None]) -> None:
         self._run, self._report, self._ended, self._step = run, report, ended, 0
         self._delivery = Delivery(config, Limit(config.per_hour, run.alerts), self._failed)
+
+    @classmethod
+    def from_config(
+        cls, alerts: AlertsConfig, directory: RunDirectory, report: Callable[[Event], None], ended: Callable[[str], None]
+    ) -> Self:
+        """The observer of the section `run.alerts`."""
+        return cls(alerts, directory, report, ended)
+
+    @classmethod
+    def check(cls, alerts: AlertsConfig) -> None:
+        """Raise ConfigError for a target that cannot be used."""
+        check_alerts(alerts)
 
     def on_event(self, event: Event) -> None:
         """Deliver the alert for `event`, if it has a cause."""

@@ -13,7 +13,7 @@ QUIET_S = 60.0  # seconds between two reports of the same target
 
 GRACE_S = 1.0  # after the deadline, for the thread to report what is lost
 
-Call = tuple[Callable[[Any], None], Any]
+Call = tuple[Callable[[Any], object], Any]
 Report = Callable[[str, Exception | None], None]
 
 
@@ -38,7 +38,7 @@ class Background:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)  # a daemon: a call that hangs must not hold the exit
         self._thread.start()
 
-    def put(self, function: Callable[[Any], None], argument: Any) -> None:
+    def put(self, function: Callable[[Any], object], argument: Any) -> None:
         """Queue `function(argument)`. Never waits."""
         if self._disabled:
             return
@@ -77,7 +77,7 @@ class Background:
                 self._disabled = f"closing failed: {_message(error)}"
                 self._report(self._disabled, error)
 
-    def _run(self, function: Callable[[Any], None], argument: Any) -> bool:
+    def _run(self, function: Callable[[Any], object], argument: Any) -> bool:
         """Make one call, repeatedly if need be. False if no more calls may be made."""
         wait_s = RETRY_S
         while True:

@@ -8,6 +8,7 @@ from maxlm.telemetry.observer import Event, evaluated
 from maxlm.telemetry.strict_json import is_finite, is_number
 
 # Figures that are parts of data_wait_s
+HELD_OUT = "eval_loss"  # then _NAME for an average of the parameters, then /NAME of a set
 WAIT_CAUSES = {"data_read_s": "reading the store", "data_pack_s": "shuffling and packing", "data_transfer_s": "transfer to devices"}
 
 _SCALES = ((1e15, "Q"), (1e12, "T"), (1e9, "B"), (1e6, "M"))
@@ -104,8 +105,8 @@ def sentence(event: Event) -> str:
             return f"Alarm at {at}{reason}"
         case "eval":
             loss = data.get("eval_loss")
-            titles = {key: key.removeprefix("eval_loss/").replace("eval_loss_ema", "moving average") for key in evaluated(event)}
-            named = "".join(f", {titles[key]} {figure(v)}" for key, v in evaluated(event).items() if key != "eval_loss" and is_number(v))
+            losses = {key: value for key, value in evaluated(event).items() if key != HELD_OUT and is_number(value)}
+            named = "".join(f", {_weights_and_set(key)} {figure(value)}" for key, value in losses.items())
             return f"Evaluated at {at}" + (f": held-out loss {figure(loss)}{named}" if is_number(loss) else "")
         case "tasks":
             known = {key.removeprefix("tasks/"): value for key, value in evaluated(event).items() if is_number(value)}
@@ -180,3 +181,20 @@ def _changed(data: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     """Six digits: a learning rate is computed in float32, and is 0.001, not 0.0010000000474974513."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def held_out_title(key: str) -> str:
+    """Title of a held-out loss: eval_loss_ema/wiki -> Held-out loss of the moving average: wiki."""
+    kind, _, rest = key.partition("/")
+    average = _average(kind)
+    return "Held-out loss" + (f" of the {average}" if average else "") + (f": {rest}" if rest else "")
+
+
+def _weights_and_set(key: str) -> str:
+    kind, _, rest = key.partition("/")
+    return "/".join(part for part in (_average(kind), rest) if part)
+
+
+def _average(kind: str) -> str:
+    name = kind.removeprefix(HELD_OUT).removeprefix("_")
+    return "moving average" if name == "ema" else f"average {name}" if name else ""

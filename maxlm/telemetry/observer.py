@@ -145,6 +145,20 @@ class Observer(Protocol):
         """Finish what is under way; nothing follows."""
 
 
+class ConfiguredObserver(Observer, Protocol):
+    """An observer that a section asks for (`Capability.observers`)."""
+
+    @classmethod
+    def check(cls, section: Any) -> None:
+        """Raise ConfigError for what this host lacks; called on every host before the run opens anything."""
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> "ConfiguredObserver":
+        """Gets the section and, by name, settings of the config, the run's `directory`, all `settings` as JSON, `report`, which takes an
+        event for all observers, and `ended`, which takes the cause of a stop that a person was told of.
+        """
+
+
 class Observers:
     """Passes records and events to several observers, each in a thread of its own. No call here waits or fails.
 

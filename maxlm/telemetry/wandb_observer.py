@@ -5,10 +5,11 @@ import netrc
 import os
 from collections.abc import Mapping
 from hashlib import sha256
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from maxlm.config.errors import ConfigError
+from maxlm.config.sections.wandb import WandbConfig
 from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory
 
@@ -32,6 +33,14 @@ class WandbObserver:
     def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
         self._project, self._directory, self._config = project, run, config
         self._run: Any = None
+
+    @classmethod
+    def from_config(cls, wandb: WandbConfig, directory: RunDirectory, settings: Mapping[str, Any]) -> Self:
+        return cls(wandb.project, directory, settings)
+
+    @classmethod
+    def check(cls, wandb: WandbConfig) -> None:
+        check_wandb(wandb.project)
 
     def on_step(self, record: StepRecord) -> None:
         """Log the figures of the record."""

@@ -35,10 +35,10 @@ SCATTERED = "embedding_VD"  # on GPUs XLA sums its gradient in any order, so it 
 
 
 class CellReplay:
-    """The replay of `program`. `corrupt`, for tests, changes the gradients of a cell: (number of the cell, gradients) -> gradients."""
+    """The replay of `program`."""
 
-    def __init__(self, program: Program, corrupt: Callable[[jax.Array, Parameters], Parameters] | None = None) -> None:
-        self._program, self._corrupt = program, corrupt or (lambda cell, grads: grads)
+    def __init__(self, program: Program) -> None:
+        self._program = program
         self.axes = tuple(axis for axis in CELL_AXES if program.mesh.shape.get(axis, 1) > 1)
 
     @property
@@ -57,8 +57,8 @@ class CellReplay:
         return frozenset(int(position) for position in positions[tuple(chosen)].reshape(-1))
 
     def run(self, number: int, state: TrainState, batch: Any, rotations: Sequence[int] = ROTATIONS) -> NDArray[np.uint32]:
-        """Sums of the gradients that every cell computed [rotations, cells, leaves, 2]; with rotation r those of the rows of the cell r
-        places before. `number`: of the replay, which chooses the layers. Waits for the devices.
+        """Sums of the gradients that every cell computed [rotations, cells, leaves, 2]; with rotation r it computed the rows of the cell r
+        places before it. `number`: of the replay, which chooses the layers. Waits for the devices.
         """
         arguments = np.asarray(number % max(self._periods, 1), np.int32), np.asarray(rotations, np.int32)
         sums = self.program(state.params, state.model_state, state.step, batch, *arguments)
@@ -105,7 +105,6 @@ class CellReplay:
             move = partial(jax.tree.map, lambda a: lax.ppermute(a, self.axes, onwards))
             rows = lax.fori_loop(0, rotation, lambda _, rows: move(rows), own)
             _, grads = gradients(params, model_state, rows, jnp.maximum(denominator(rows), 1))
-            grads = self._corrupt(lax.axis_index(self.axes), grads)
             summed = {name: branch for name, branch in grads.items() if name != SCATTERED}
             return jnp.stack([jnp.stack(leaf_sums(leaf)) for leaf in jax.tree.leaves(summed)])
 

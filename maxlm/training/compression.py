@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.schema import Config
+from maxlm.config.schema import CompressionConfig, DilocoConfig, ModelConfig
 from maxlm.config.sections.compression import TopKCompression
 from maxlm.models import abstract_parameters, parameter_axes, parameter_specs
 from maxlm.models.parameters import Parameters, is_matrix
@@ -44,23 +44,34 @@ Feedback = dict[str, Named]
 class CompressedSums(Transform):
     """Sums over the devices along `mesh.data`, each of which gives gradients stacked along a leading dim that `data` splits."""
 
-    name = "feedback"
+    name, phase = "feedback", "sum"
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        return None if config.compression is None else cls(config, mesh)
+    def from_config(
+        cls,
+        settings: CompressionConfig,
+        device_mesh: Mesh,
+        model: ModelConfig,
+        optimizer_beta1: float,
+        precision_compute: str,
+        diloco: DilocoConfig | None,
+    ) -> Self:
+        """Compress gradients, or with `diloco` the changes of workers."""
+        return cls(settings, device_mesh, model, optimizer_beta1, precision_compute, of_changes=diloco is not None)
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        assert config.compression is not None, "asked by from_config"
-        self._settings, self._mesh, self._beta1 = config.compression, mesh, config.optimizer.beta1
-        self._dtype = jnp.dtype("float32" if config.diloco is not None else config.precision.compute)  # of sums without compression
-        shapes = abstract_parameters(config.model)
+    def __init__(
+        self, settings: CompressionConfig, mesh: Mesh, model: ModelConfig, beta1: float, compute: str, *, of_changes: bool = False
+    ) -> None:
+        """`of_changes`: of the changes of weights by workers, in float32, and not of gradients in the dtype `compute`."""
+        self._settings, self._mesh, self._beta1 = settings, mesh, beta1
+        self._dtype = jnp.dtype("float32" if of_changes else compute)  # of sums without compression
+        shapes = abstract_parameters(model)
         self._tree, names = jax.tree.structure(shapes), list(named_leaves(shapes))
-        specs = jax.tree.leaves(parameter_specs(config.model, mesh), is_leaf=lambda leaf: isinstance(leaf, P))
-        axes = jax.tree.leaves(parameter_axes(config.model), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        specs = jax.tree.leaves(parameter_specs(model, mesh), is_leaf=lambda leaf: isinstance(leaf, P))
+        axes = jax.tree.leaves(parameter_axes(model), is_leaf=lambda leaf: isinstance(leaf, tuple))
         self._specs = dict(zip(names, specs, strict=True))
         self._matrices = [name for name, one in zip(names, axes, strict=True) if is_matrix(one)]
-        self._kept = (ERROR, VELOCITY) if self._settings.kind == "top_k" and config.diloco is None else (ERROR,)
+        self._kept = (ERROR, VELOCITY) if settings.kind == "top_k" and not of_changes else (ERROR,)
 
     @property
     def shares(self) -> int:
@@ -74,6 +85,7 @@ class CompressedSums(Transform):
         return params, dict.fromkeys(self._kept, zeros)
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Any:
+        """Split as the parameters, and along `data`."""
         return {kind: {name: NamedSharding(mesh, P(AXIS, *self._specs[name])) for name in self._matrices} for kind in self._kept}
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, Feedback]:

@@ -8,7 +8,7 @@ momentum, and all continue from the result. Between two synchronisations only sc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class _WorkerUpdate(Update):
     """The update of one worker, which is applied in any case: all workers are judged together."""
 
     def judge(self, state: TrainState, sums: Sums, norm: Array, extra: Mapping[str, Any]) -> tuple[Bool[Array, ""], dict[str, Any]]:
+        """Apply every update: `LocalUpdates` judges all workers together."""
         return jnp.bool_(True), {}
 
 
@@ -50,31 +51,41 @@ class LocalUpdates(Update):
     """
 
     def __init__(
-        self, config: Config, objective: Objective, optimizer: Any, gradients: GradFn, transforms: Sequence[Transform] = ()
+        self,
+        settings: DilocoConfig,
+        total_steps: int,
+        config: Config,
+        objective: Objective,
+        optimizer: Any,
+        gradients: GradFn,
+        transforms: Sequence[Transform],
     ) -> None:
         super().__init__(config, objective, optimizer, gradients, transforms)
+        self._settings, self._total_steps = settings, total_steps
         self._of_worker = _WorkerUpdate(config, objective, optimizer, gradients)
         self._changes = next((one for one in transforms if isinstance(one, CompressedSums)), None)
 
-    @property
-    def _settings(self) -> DilocoConfig:
-        assert self.config.diloco is not None, "program.py chooses"
-        return self.config.diloco
+    @classmethod
+    def from_config(cls, diloco: DilocoConfig, total_steps: int, parts: tuple[Any, ...]) -> Self:
+        """`parts`: of the plain update."""
+        return cls(diloco, total_steps, *parts)
 
     def init(self, params: Parameters, model_state: Parameters) -> TrainState:
+        """The shared weights, and a state of each worker that begins there."""
         one = self._of_worker.init(params, model_state)
         workers = WorkerState(_stack(one, self._settings.workers), jax.tree.map(jnp.zeros_like, params))
         first = super().init(params, model_state)
         return replace(first, opt_state=(), extra={**first.extra, WORKERS: workers})
 
     def shardings(self, mesh: Mesh) -> TrainState:
+        """States of workers are split along `data`."""
         axes, whole = mesh_axes("worker", mesh) or None, super().shardings(mesh)
         states = jax.tree.map(lambda one: NamedSharding(mesh, P(axes, *one.spec)), self._of_worker.shardings(mesh))
         return replace(whole, opt_state=(), extra={**whole.extra, WORKERS: WorkerState(states, whole.params)})
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         states, sums, grad_norm = self._update_workers(state.extra[WORKERS].states, batch)
-        total, done = self.config.total_steps, state.step - state.skipped + 1
+        total, done = self._total_steps, state.step - state.skipped + 1
         due = (done % min(self._settings.every, total) == 0) | (state.step + 1 == total)
         workers = state.extra[WORKERS]._replace(states=states)
         gradient_of = _mean_change if self._changes is None else partial(_compressed_mean, self._changes, done - 1)

@@ -7,32 +7,34 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.schema import Config, EmaConfig
+from maxlm.config.schema import EmaConfig
 from maxlm.models.parameters import Parameters
 from maxlm.training.step import TrainState, Transform
-
-EMA = "ema"
 
 
 class MovingAverage(Transform):
     """The average of the parameters: float32, split over devices as they are. A refused update leaves it as it is."""
 
-    name, by_parameter = EMA, True
+    name, phase, by_parameter = "ema", "average", True
 
     def __init__(self, settings: EmaConfig) -> None:
         self._settings = settings
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        return None if config.ema is None else cls(config.ema)
+    def from_config(cls, ema: EmaConfig) -> Self:
+        """The average that the section `ema` asks for."""
+        return cls(ema)
 
     def first(self, params: Parameters) -> tuple[Parameters, Parameters]:
+        """The average begins as the parameters."""
         return params, params
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
+        """Split as the parameters."""
         return params
 
     def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
+        """Move the average towards the updated parameters."""
         kept = kept_share(self._settings, state.step - state.skipped)
         return params, jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, own, params)
 
@@ -41,9 +43,3 @@ def kept_share(settings: EmaConfig, updates: Int32[Array, ""]) -> Float[Array, "
     """Share of its old value that the average keeps in an update that follows so many."""
     now = (updates + 1).astype(jnp.float32)
     return jnp.minimum(settings.decay, (1 + now) / (10 + now))  # the first parameters are soon forgotten
-
-
-def average_of(state: TrainState) -> Parameters | None:
-    """The moving average of a state that keeps one."""
-    average: Parameters | None = state.extra.get(EMA)
-    return average

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
+from pydantic import BaseModel
 
 from maxlm.config.paths import read_file
 from maxlm.telemetry.atomic import write_text
@@ -48,15 +48,13 @@ class DeviceName:
 def device_names(mesh: Mesh, hosts: Sequence[str]) -> tuple[DeviceName, ...]:
     """The devices in the order of `mesh.devices.flat`. `hosts`: of each process."""
     seen: dict[str, int] = {}
-    numbers = {}
+    names = {}
     for device in sorted(mesh.devices.flat, key=lambda device: device.id):
         host = hosts[device.process_index]
-        numbers[device.id] = seen[host] = seen.get(host, -1) + 1
-    return tuple(_name(device, hosts[device.process_index], numbers[device.id]) for device in mesh.devices.flat)
-
-
-def _name(device: jax.Device, host: str, local: int) -> DeviceName:
-    return DeviceName(device.id, host, device.process_index, local, tuple(getattr(device, "coords", None) or ()))
+        seen[host] = seen.get(host, -1) + 1
+        coords = tuple(getattr(device, "coords", None) or ())
+        names[device.id] = DeviceName(device.id, host, device.process_index, seen[host], coords)
+    return tuple(names[device.id] for device in mesh.devices.flat)
 
 
 @dataclass(frozen=True)
@@ -68,48 +66,46 @@ class Unsettled:
     devices: tuple[str, ...] = ()  # keys, in the order of the positions
 
 
+class Record(BaseModel):
+    """Content of `integrity.json`."""
+
+    findings: list[dict[str, Any]] = []
+    strikes: dict[str, int] = {}  # by key of the device
+    hosts: dict[str, dict[str, Any]] = {}  # those with a device that was named
+    unsettled: Unsettled | None = None
+
+
 class Findings:
     """All findings of a run. Every process has the same; the primary one writes them."""
 
     def __init__(self, record: Mapping[str, Any], run: RunDirectory) -> None:
         """`record`: what `read` returned on process 0."""
-        self._run = run
-        self._findings: list[dict[str, Any]] = list(record.get("findings", []))
-        self.strikes: dict[str, int] = dict(record.get("strikes", {}))
-        self._hosts: dict[str, Any] = dict(record.get("hosts", {}))
-        self.unsettled: Unsettled | None = None
-        if saved := record.get("unsettled"):
-            element = saved["element"]
-            values = {int(position): value for position, value in element["values"].items()}
-            self.unsettled = Unsettled(saved["step"], Element(element["leaf"], element["place"], values), tuple(saved.get("devices", ())))
+        self._run, self.record = run, Record.model_validate(record)
 
     def add(self, step: int, reason: str, named: Sequence[DeviceName], suspects: Sequence[DeviceName]) -> None:
         """Add a finding: a strike for each device that is `named`, none for suspects."""
-        now = round(time.time(), 3)
+        record, now = self.record, round(time.time(), 3)
         devices = {"named": [asdict(device) for device in named], "suspects": [asdict(device) for device in suspects]}
-        self._findings = [*self._findings, {"time": now, "step": step, "reason": reason, **devices}][-KEPT:]
+        record.findings = [*record.findings, {"time": now, "step": step, "reason": reason, **devices}][-KEPT:]
         for device in named:
-            self.strikes[device.key] = self.strikes.get(device.key, 0) + 1
-            host = self._hosts.setdefault(device.host, {"devices": [], "since": now, "strikes": 0})
+            strikes = record.strikes[device.key] = record.strikes.get(device.key, 0) + 1
+            host = record.hosts.setdefault(device.host, {"devices": [], "since": now, "strikes": 0})
             host["devices"] = sorted({*host["devices"], device.local})
-            host |= {"strikes": max(host["strikes"], self.strikes[device.key]), "last": now, "reason": reason}
+            host |= {"strikes": max(host["strikes"], strikes), "last": now, "reason": reason}
         self.write()
 
     def struck_out(self, named: Sequence[DeviceName]) -> list[DeviceName]:
         """Devices among `named` on hosts that are to be replaced."""
-        return [device for device in named if self.strikes.get(device.key, 0) >= STRIKES]
+        return [device for device in named if self.record.strikes.get(device.key, 0) >= STRIKES]
 
     def write(self) -> None:
         """Write both files. A failure is logged: the run goes on with what is in memory."""
         if not self._run.primary:
             return
-        unsettled = self.unsettled
-        saved = unsettled and {"step": unsettled.step, "element": unsettled.element._asdict(), "devices": unsettled.devices}
-        record = {"findings": self._findings, "strikes": self.strikes, "hosts": self._hosts, "unsettled": saved}
         try:
-            write_text(self._run.integrity, json.dumps(record, indent=1) + "\n")
-            if self._hosts:
-                write_text(self._run.unhealthy_hosts, json.dumps({"hosts": self._hosts}, indent=1) + "\n")
+            write_text(self._run.integrity, self.record.model_dump_json(indent=1) + "\n")
+            if self.record.hosts:
+                write_text(self._run.unhealthy_hosts, json.dumps({"hosts": self.record.hosts}, indent=1) + "\n")
         except OSError as error:
             log.warning("the findings cannot be written: %s", error)
 
@@ -117,11 +113,9 @@ class Findings:
 def read(run: RunDirectory) -> dict[str, Any]:
     """The record of earlier attempts; {} if there is none, or none that can be read, which is logged."""
     try:
-        record = json.loads(read_file(run.integrity))
-        Findings(record, run)
+        return Record.model_validate_json(read_file(run.integrity)).model_dump(mode="json")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         log.warning("%s cannot be read, and is begun anew: %s", run.integrity, error)
         return {}
-    return dict(record)

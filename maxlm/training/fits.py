@@ -19,7 +19,8 @@ from maxlm.config.axes import BATCH_AXES
 from maxlm.config.capability import FLOAT32, State
 from maxlm.config.fields import Section
 from maxlm.config.layer_parts import layer_parts, mixer_class
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import Config, ModelConfig, TrainConfig
+from maxlm.config.sections.offload_state import OffloadStateConfig
 from maxlm.config.table import state
 from maxlm.config.transient import is_out_of_memory
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
@@ -77,7 +78,7 @@ def check(config: Config, sizes: dict[str, int], devices: Sequence[jax.Device], 
             _compare("generating samples.tokens", parts, limit, devices[0])
     host = host_memory()
     if host is not None:
-        _compare("reading batches", _host_batch(config), host // processes, None)
+        _compare("reading batches", _host_batch(config.train, config.data.seq_len, _batch_bytes(config)), host // processes, None)
         if config.memory.offload_state is not None:
             _compare("keeping state in host memory", _host_state(config, sizes), host // processes, None)
 
@@ -159,7 +160,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     logits = number * rows // train.loss_chunks * model.vocab_size // split  # their exponentials
     gradient = updated.trained * (FLOAT32 if train.microbatches > 1 else number)
     smaller = functools.partial(_smaller_state, model)
-    far_weights, far_gradients = _layers_on_host(config, sizes)
+    far_weights, far_gradients = _layers_on_host(model, config.memory.offload_state, sizes)
     of_matrices = updated.bytes_in(None, matrices=True) * count_matrices(model) // evenly
     held = Part("parameters and optimizer state", updated.bytes_in(None) * numbers + of_matrices - number * far_weights, smaller)
     activations = (
@@ -167,18 +168,22 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
     )
     beside = Part("gradients", gradient * (numbers - far_gradients), smaller)
+    batch, ready = _batch_bytes(config) // math.prod(sizes.values()), min(config.data.prefetch, config.total_steps)
+    batches = (
+        Part("a batch", batch, f"lower {_longest(train, config.data.seq_len)}"),
+        Part(f"{ready:,} batches ready", ready * batch, "lower data.prefetch"),
+    )
     if train.microbatches > 1:
-        return (held, beside, *activations, *_batches(config, sizes))
+        return (held, beside, *activations, *batches)
     either = (beside,) if beside.bytes > kept + logits else activations
-    return (held, *either, *_batches(config, sizes))
+    return (held, *either, *batches)
 
 
-def _layers_on_host(config: Config, sizes: dict[str, int]) -> tuple[int, int]:
+def _layers_on_host(model: ModelConfig, tiers: OffloadStateConfig | None, sizes: dict[str, int]) -> tuple[int, int]:
     """(weights, gradients) of the layers that a device has in host memory: numbers."""
-    tiers = config.memory.offload_state
     if tiers is None or not tiers.layers_on_host:
         return 0, 0
-    numbers = count_matrices(config.model, scanned=True) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "tensor"))
+    numbers = count_matrices(model, scanned=True) // math.prod(sizes[axis] for axis in ("fsdp", "expert", "tensor"))
     return numbers * (tiers.weights is not None), numbers * (tiers.gradients is not None)
 
 
@@ -195,20 +200,11 @@ def _host_state(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
     each = _state(config, sizes).bytes_in("host", "nvme")
     copies = math.prod(sizes[axis] for axis in ("data", "context"))
     number = FLOAT32 if config.precision.compute == "float32" else HALF
-    weights, gradients = _layers_on_host(config, dict.fromkeys(sizes, 1))
+    weights, gradients = _layers_on_host(config.model, tiers, dict.fromkeys(sizes, 1))
     layers = number * weights + (number + FLOAT32 * (config.train.microbatches > 1)) * gradients
     size = (each * count_parameters(config.model) + layers) * copies // jax.process_count()
     remedy = "use more hosts, or keep less of it there"
     return (Part("state of memory.offload_state (in files as well: a save holds a copy)", size, remedy),)
-
-
-def _batches(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
-    one = _batch_bytes(config) // math.prod(sizes.values())
-    ready = min(config.data.prefetch, config.total_steps)
-    return (
-        Part("a batch", one, f"lower {_longest(config)}"),
-        Part(f"{ready:,} batches ready", ready * one, "lower data.prefetch"),
-    )
 
 
 def _batch_bytes(config: Config) -> int:
@@ -217,11 +213,10 @@ def _batch_bytes(config: Config) -> int:
     return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in specs)
 
 
-def _host_batch(config: Config) -> tuple[Part, ...]:
-    """Host memory of a process while it makes a batch: its rows, their windows, and the number of every row."""
-    whole, rows = config.train.global_batch, -(-config.train.global_batch // jax.process_count())
-    window = INT32 * rows * config.data.seq_len
-    return (Part("a batch", _batch_bytes(config) * rows // whole + window + 8 * whole, f"lower {_longest(config)}"),)
+def _host_batch(train: TrainConfig, seq_len: int, size: int) -> tuple[Part, ...]:
+    """Host memory of a process while it makes a batch of `size` bytes: its rows, their windows, and the number of every row."""
+    whole, rows = train.global_batch, -(-train.global_batch // jax.process_count())
+    return (Part("a batch", size * rows // whole + INT32 * rows * seq_len + 8 * whole, f"lower {_longest(train, seq_len)}"),)
 
 
 def cached(
@@ -238,9 +233,8 @@ def cached(
     return (Part(f"keys and values of {of}", bytes_, "ask for fewer tokens (samples.tokens, or --tokens), or for fewer prompts at a time"),)
 
 
-def _longest(config: Config) -> str:
-    batch, length = config.train.global_batch, config.data.seq_len
-    return f"train.global_batch = {batch}" if batch >= length else f"data.seq_len = {length}"
+def _longest(train: TrainConfig, seq_len: int) -> str:
+    return f"train.global_batch = {train.global_batch}" if train.global_batch >= seq_len else f"data.seq_len = {seq_len}"
 
 
 def _smaller_state(model: ModelConfig) -> str:

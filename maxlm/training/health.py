@@ -34,6 +34,7 @@ class Judged(NamedTuple):
 
     @property
     def finite(self) -> bool:
+        """True if loss and gradient norm are."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 

@@ -7,8 +7,8 @@ docs/integrity.md says what each check can see.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,12 @@ from maxlm.telemetry.observer import Event
 from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import DeviceName, Findings, Unsettled, device_names
 from maxlm.training.program import Program
-from maxlm.training.replicas import Compared, Element, Replicas, Verdict, judge_by, judge_copies
+from maxlm.training.replicas import Element, Replicas, Verdict, judge_by, judge_copies
 from maxlm.training.session import Outcome, RollBack
 from maxlm.training.step import Metrics, TrainState
 
 LATE = 2  # calls after which a comparison is read: the update behind it has been dispatched, so the devices do not wait
 LOOKED_AT = 8  # leaves that differ, of which the one with the clearest difference is kept
-
-
-class _Running(NamedTuple):
-    step: int
-    compared: Compared
 
 
 Advance = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -56,7 +51,7 @@ class Integrity:
         """`devices`: in the order of `mesh.devices.flat`; `start`: step of the first call, with a good state."""
         self._settings, self._replicas, self._replay = settings, replicas, replay
         self._devices, self._findings, self._report = devices, findings, report
-        self._running: _Running | None = None
+        self._running: tuple[int, jax.Array] | None = None  # step and sums of the comparison that is to be read
         self._called = self._agreed = self._replayed = start
         self._unequal: int | None = None  # step of an update that gave two results
 
@@ -68,12 +63,12 @@ class Integrity:
         if self._unequal is not None:
             wrong, self._unequal, self._running = self._unequal, None, None
             return self._corrupted(wrong, "computed the update twice with two results", Verdict(), wrong - 1)
-        unsettled = self._findings.unsettled
+        unsettled = self._findings.record.unsettled
         now = now or (unsettled is not None and unsettled.step == step)
-        if self._running is not None and (now or step >= self._running.step + LATE) and (end := self._read(step, state)):
+        if self._running is not None and (now or step >= self._running[0] + LATE) and (end := self._read(step, state)):
             return end
         if (now or step % self._settings.every_steps == 0) and step > self._agreed and self._running is None:
-            self._running = _Running(step, self._replicas.compare(state))
+            self._running = step, self._replicas.sums(state)
             if now:
                 return self._read(step, state) or self._settle(step, state)
         return None
@@ -119,35 +114,28 @@ class Integrity:
 
     def _read(self, step: int, state: TrainState) -> Outcome | None:
         """Wait for the running comparison. `state`: after update `step`, at most `LATE` updates later."""
-        running, self._running = self._running, None
-        assert running is not None, "there is one to read"
-        differs = jax.device_get(running.compared.differs.addressable_data(0))
-        if not differs.any():
-            self._agreed = running.step
+        assert self._running is not None, "there is one to read"
+        (compared, sums), self._running = self._running, None
+        unequal = self._replicas.unequal(sums)
+        if not unequal:
+            self._agreed = compared
             return None
-        sums = self._replicas.gather(running.compared)
-        names = [name for name, differ in zip(self._replicas.names, differs, strict=True) if differ]
-        disagreeing = [(name, values) for name in names for values in self._disagreeing(name, sums)]
-        verdict = _join(judge_copies(values) for _, values in disagreeing)
-        if not verdict.odd:
-            groups = [(name, list(values)) for name, values in disagreeing][:LOOKED_AT]
-            clearest = max((self._replicas.widest(state, name, group) for name, group in groups), key=_clarity)
-            self._findings.unsettled = Unsettled(step, clearest, tuple(device.key for device in self._devices))
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return self._corrupted(running.step, f"held other bits of {names[0]}{more} than its copies", verdict, self._agreed)
-
-    def _disagreeing(self, name: str, sums: Any) -> list[dict[int, bytes]]:
-        """The sums of the leaf by position of the device, for every shard with copies that differ."""
-        leaf = self._replicas.names.index(name)
-        groups = [{position: sums[position, leaf].tobytes() for position in group} for group in self._replicas.groups(name)]
-        return [values for values in groups if len(set(values.values())) > 1]
+        verdicts = [judge_copies(values) for _, values in unequal]
+        odd = frozenset[int]().union(*(one.odd for one in verdicts))
+        verdict = Verdict(odd, frozenset() if odd else frozenset[int]().union(*(one.suspects for one in verdicts)))
+        if not odd:
+            clearest = max((self._replicas.widest(state, name, values) for name, values in unequal[:LOOKED_AT]), key=Element.spread)
+            self._findings.record.unsettled = Unsettled(step, clearest, tuple(device.key for device in self._devices))
+        leaves = len({name for name, _ in unequal})
+        more = f" and {leaves - 1} more" if leaves > 1 else ""
+        return self._corrupted(compared, f"held other bits of {unequal[0][0]}{more} than its copies", verdict, self._agreed)
 
     def _settle(self, step: int, state: TrainState) -> Outcome | None:
         """Name the device that was wrong at this step the last time, now that the copies agree here."""
-        unsettled = self._findings.unsettled
+        unsettled = self._findings.record.unsettled
         if unsettled is None or unsettled.step != step:
             return None
-        self._findings.unsettled = None
+        self._findings.record.unsettled = None
         right = min(self._replicas.values_at(state, unsettled.element).values())  # all are equal
         verdict = judge_by(right, unsettled.element.values)
         if not verdict.odd:
@@ -188,8 +176,9 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
         _ = replay.program
     _ = replicas.program
     devices = device_names(program.mesh, hosts)
-    if findings.unsettled is not None and findings.unsettled.devices != tuple(device.key for device in devices):
-        findings.unsettled = None  # its positions are of another mesh
+    unsettled = findings.record.unsettled
+    if unsettled is not None and unsettled.devices != tuple(device.key for device in devices):
+        findings.record.unsettled = None  # its positions are of another mesh
         findings.write()
     return Integrity(settings, replicas, replay, devices, findings, start, report)
 
@@ -203,7 +192,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
 
 
 def check_memory(program: Program, limit: int | None) -> None:
-    """Raise ConfigError if `integrity.repeat_every` is set, and a device with `limit` bytes holds no copy of the state beside the step."""
+    """Raise ConfigError if `integrity.repeat_every` is set, and no second state fits into `limit` bytes of a device during a step."""
     settings, memory = program.config.integrity, program.step.memory_analysis()
     if settings is None or settings.repeat_every is None or limit is None or memory is None:
         return
@@ -212,16 +201,3 @@ def check_memory(program: Program, limit: int | None) -> None:
     if needed > limit:
         rule = f"needs a copy of the state beside the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
         raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out, or split the state over more devices")
-
-
-def _join(verdicts: Iterable[Verdict]) -> Verdict:
-    """Devices that any verdict names; only if none does, all suspects."""
-    all_of_them = list(verdicts)
-    odd = frozenset(position for verdict in all_of_them for position in verdict.odd)
-    return Verdict(odd, frozenset() if odd else frozenset(position for verdict in all_of_them for position in verdict.suspects))
-
-
-def _clarity(element: Element) -> float:
-    """Distance between the values of an element, as a share of the largest."""
-    values = list(element.values.values())
-    return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30)

@@ -6,10 +6,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import HealthConfig, ModelConfig
 from maxlm.models.parameters import Parameters, abstract_parameters
 from maxlm.models.stack import within_layer
 from maxlm.objectives import Sums
@@ -61,19 +60,22 @@ def ratios(config: ModelConfig, before: Parameters, after: Parameters) -> Float[
 class LayerFiguresOfUpdates(Transform):
     """Report both figures of every update."""
 
-    name = "layer_figures"
+    name, phase = "layer_figures", "measure"
 
     def __init__(self, model: ModelConfig) -> None:
         self._model, self.metrics = model, layer_metrics(model)
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        return None if config.health is None or config.health.layers is None else cls(config.model)
+    def from_config(cls, health: HealthConfig, model: ModelConfig) -> Self | None:
+        """None without `health.layers`."""
+        return None if health.layers is None else cls(model)
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, None]:
+        """Report the norm of the gradient of each layer."""
         return sums._replace(added={**sums.added, GRADIENT: jnp.sqrt(squares(self._model, gradient))}), gradient, None
 
     def figures(self, before: Parameters, after: Parameters) -> dict[str, Array]:
+        """Report the relative change of each layer."""
         return {RATIO: ratios(self._model, before, after)}
 
 

@@ -4,10 +4,10 @@ A program of its own, which computes a forward pass of one sequence of each devi
 flash kernels stay as they are, and no bit of the state depends on it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxlm.config.axes import BATCH_AXES
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import HealthConfig, ModelConfig
 from maxlm.kernels.attention.entropy import attention_entropy
 from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
@@ -25,10 +25,10 @@ from maxlm.parallel import constrain
 from maxlm.telemetry.metric import Metric
 from maxlm.training.gradients import cast_frozen
 from maxlm.training.layer_figures import RATIO, layer_names, squares
+from maxlm.training.program import BySize, Program
 from maxlm.training.step import TrainState
 
 ACTIVATION, ENTROPY, WEIGHT, UPDATE = "layer_activation", "layer_entropy", "layer_weight", "layer_update"
-Program = Any  # `training.program.Program`, which imports this module
 
 QUERIES = 128  # of a sequence, evenly over it, of which the entropy is computed
 
@@ -56,30 +56,29 @@ def probe_metrics(config: ModelConfig) -> tuple[Metric, ...]:
 class LayerProbe:
     """Call it with the state and the batch of the next update. One program for each size of a batch."""
 
-    def __init__(self, program: Program) -> None:
-        self._program, self._compiled = program, dict[int, jax.stages.Compiled]()
+    def __init__(self, program: Program, every: int) -> None:
+        self._program, self._every = program, every
+        self._sized = BySize(lambda size: self.lower(size).compile(compiler_options=program.compiler_options))
+        self.prepare, self.recorded = self._sized.prepare, probe_metrics(program.config.model)
+
+    @classmethod
+    def from_config(cls, health: HealthConfig, program: Program) -> Self | None:
+        """None where no layers are looked at."""
+        return None if health.layers is None or not health.activations_every else cls(program, health.activations_every)
 
     def due(self, step: int) -> bool:
         """True if update `step` is one to look at."""
-        health = self._program.config.health
-        return health is not None and step % health.activations_every == 0
+        return step % self._every == 0
 
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Array]:
         """Figures of `state` by the names of their metrics, on the devices; `with_updates` completes them on the host."""
-        size = len(batch.tokens_BS)
-        self.prepare((size,))
-        return self._compiled[size](self._program.readable(state).params, state.model_state, batch)
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Compile the programs of batches of these sizes, those that are not yet."""
-        for size in sizes:
-            if size not in self._compiled:
-                self._compiled[size] = self.lower(size).compile(compiler_options=self._program.compiler_options)
+        figures: dict[str, Array] = self._sized(self._program.placement.readable(state).params, state.model_state, batch)
+        return figures
 
     def lower(self, size: int) -> jax.stages.Lowered:
         """The program for batches of `size` sequences, traced and lowered without any array."""
         program = self._program.of_size(size)
-        state, shardings = jax.eval_shape(program.readable, program.abstract_state), program.state_shardings
+        state, shardings = jax.eval_shape(program.placement.readable, program.abstract_state), program.state_shardings
         split = jax.tree.map(on_device, shardings.params), shardings.model_state, program.batch_sharding
         whole = NamedSharding(program.mesh, PartitionSpec())
 
@@ -101,7 +100,7 @@ def with_updates(values: Mapping[str, Any]) -> dict[str, Any]:
 def _forward(program: Program, params: Parameters, model_state: Parameters, batch: Any) -> BlockFigures:
     """Figures of every layer [L] in depth order, from the first sequence of each device."""
     config, objective = program.config, program.objective
-    batch = objective.inputs(first_rows(config, dict(program.mesh.shape), batch), training=False)
+    batch = objective.inputs(first_rows(dict(program.mesh.shape), batch), training=False)
     model = bind(config.model, cast_matrices(config, params), model_state)
     with jax.default_matmul_precision(config.precision.float32_matmul):
         x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
@@ -110,7 +109,7 @@ def _forward(program: Program, params: Parameters, model_state: Parameters, batc
     return reports
 
 
-def first_rows(config: Config, sizes: Mapping[str, int], batch: Any) -> Any:
+def first_rows(sizes: Mapping[str, int], batch: Any) -> Any:
     """The first row of each device's share of the batch; no row moves."""
     shares = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
 

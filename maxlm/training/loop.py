@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +23,7 @@ from maxlm.checkpoint.errors import CopyLostError
 from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.config.sections.health import HealthConfig
+from maxlm.config.table import averages
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number
 from maxlm.objectives import Sums
@@ -29,7 +31,6 @@ from maxlm.telemetry.goodput import Goodput, Part
 from maxlm.telemetry.observer import Event, EventKind
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import evidence
-from maxlm.training.ema import average_of
 from maxlm.training.meter import Meter
 from maxlm.training.program import Program
 from maxlm.training.replay import Replay
@@ -96,7 +97,9 @@ def _restore(program: Program, checkpoints: Checkpoints, journal: Journal, unfit
             checkpoints.discard_copy(f"it holds values that are not finite, in {names[0]}")
             restored = checkpoints.restore(program.abstract_state, unfit=unfit)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": list(restored.skipped), "source": restored.source}
-    return Start(program.adopt(restored.state), restored.step, data, restored.data_position, journal.left_out(restored.data_position))
+    return Start(
+        program.placement.adopt(restored.state), restored.step, data, restored.data_position, journal.left_out(restored.data_position)
+    )
 
 
 def _measured(goodput: Goodput | None, part: Part) -> contextlib.AbstractContextManager[None]:
@@ -200,7 +203,7 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
     """The steps, up to the last or a reason to stop."""
     program, goodput = session.program, session.goodput
     settings, total = program.config.train, program.config.total_steps
-    state, eval_loss, replay, probe = start.state, None, Replay(program), program.layer_probe
+    state, eval_loss, replay = start.state, None, Replay(program)
     advance = program.step if session.integrity is None else functools.partial(session.integrity.update, program.step)
     batches = session.data.batches(start.step, program.batch_sharding, total)
     try:
@@ -236,9 +239,9 @@ def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcom
                 return replace(end, eval_loss=eval_loss)
             session.progress.sequences = meter.sequences(step + 1)
             with goodput.measure("step"):
-                looked = probe(state, batch) if probe is not None and probe.due(step + 1) else {}  # first: the state is donated
+                due = [probe(state, batch) for probe in program.probes if probe.due(step + 1)]  # first: the state is donated
                 state, metrics = advance(state, batch)
-                meter.stepped(step + 1, metrics._replace(values={**metrics.values, **looked}), waited, batches.waited)
+                meter.stepped(step + 1, metrics._replace(values=dict(ChainMap(*due, metrics.values))), waited, batches.waited)
             if (bad := meter.health.take_replay()) is not None:
                 with session.progress.in_seldom():
                     replay.report(session, state, bad)
@@ -308,8 +311,8 @@ def _evaluate(session: Session, meter: Meter, saving: Saving, step: int, state: 
     if session.held_out is None:
         return None
     sets = {"": session.held_out, **{f"/{name}": held_out for name, held_out in session.named.items()}}
-    average = average_of(state)
-    states = {"eval_loss": state, **({} if average is None else {"eval_loss_ema": replace(state, params=average)})}
+    kept = averages(session.program.config)
+    states = {"eval_loss": state, **{f"eval_loss_{name}": replace(state, params=state.extra[name]) for name in kept}}
     losses: dict[str, float] = {}
     meter.flush()
     began = time.monotonic()

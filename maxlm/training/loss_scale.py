@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import Config, PrecisionConfig
+from maxlm.config.schema import PrecisionConfig
 from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
@@ -42,19 +41,22 @@ def adjusted(scale: LossScale, overflowed: Bool[Array, ""], settings: LossScaleC
 class LossScaling(Transform):
     """Gradients of the scaled loss, and the scale for the next update."""
 
-    name, metrics, kept_if_refused = "loss_scale", (LOSS_SCALE,), True
+    name, phase, metrics, kept_if_refused = "loss_scale", "scale", (LOSS_SCALE,), True
 
     def __init__(self, settings: LossScaleConfig) -> None:
         self._settings = settings
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        return None if config.precision.scaling is None else cls(config.precision.scaling)
+    def from_config(cls, precision: PrecisionConfig) -> Self | None:
+        """None where the loss is not scaled."""
+        return None if precision.scaling is None else cls(precision.scaling)
 
     def first(self, params: Parameters) -> tuple[Parameters, LossScale]:
+        """The initial scale."""
         return params, LossScale(jnp.full((), self._settings.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def loss_scale(self, own: LossScale) -> Array:
+        """The scale of this update."""
         return own.factor
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, LossScale]:

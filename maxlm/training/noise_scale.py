@@ -11,10 +11,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
@@ -43,13 +41,15 @@ def with_part_norms(grad_fn: GradFn) -> GradFn:
 
 
 class PartNorms(Transform):
-    """Declare the figures of `with_part_norms`."""
+    """Declare the figures of `with_part_norms`, and the scale that the host computes from them."""
 
-    name, metrics = "noise_scale", PART_METRICS
+    name, phase, metrics = "noise_scale", "measure", PART_METRICS
+    recorded = (NOISE_SCALE,)
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        return None if config.train.noise_scale is None else cls()
+    def from_config(cls, settings: NoiseScaleConfig) -> Self:
+        """The declaration for `train.noise_scale`."""
+        return cls()
 
 
 class NoiseScale:

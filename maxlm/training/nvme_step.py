@@ -9,28 +9,68 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.config.sections.offload_state import NvmeConfig, OffloadStateConfig
 from maxlm.memory.disk import DiskArray, DiskState
 from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host, on_device, to_device, to_host
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
-from maxlm.training.offloaded import Group, GroupUpdate, StreamedUpdate
-from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested
-from maxlm.training.step import Metrics, Pending, TrainState, Update
+from maxlm.training.offloaded import Group, GroupUpdate, Offloaded, StreamedUpdate
+from maxlm.training.program import Program
+from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, path_of
+from maxlm.training.step import Metrics, Pending, TrainState, Update, build_train_step
+
+
+class InFiles(Offloaded):
+    """Parts of the state in files (`memory.offload_state`), of which the host drives the update."""
+
+    @classmethod
+    def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
+        """None where no state is in files."""
+        return cls(program, settings) if settings.on_nvme else None
+
+    @cached_property
+    def nvme(self) -> "NvmeStep":
+        """The step."""
+        program = self.program
+        return NvmeStep(self.run, program.abstract_state, program.mesh, program.compiler_options, self.settings.nvme)
+
+    @property
+    def resident_bytes(self) -> int:  # type: ignore[override]
+        """State that the program of the gradients does not read."""
+        return self.nvme.resident_bytes
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Write what belongs in files there."""
+        return jax.tree_util.tree_map_with_path(self.keep, state)
+
+    def keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        """The stand-in for a leaf, which may be in a file from now on."""
+        return self.nvme.keep(path_of(path), leaf)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program of the gradients."""
+        return self.nvme.lower(build_train_step(self.program.update, self.nvme.gradient), self.program.abstract_batch)
+
+    def step(self, compiled: jax.stages.Compiled) -> "NvmeStep":
+        """The update that the host drives, with these gradients."""
+        return self.nvme.with_gradients(compiled)
 
 
 class NvmeStep:
     """(state, batch) -> (state, Metrics), as the compiled step of other states; its state is donated."""
 
-    def __init__(self, streamed: StreamedUpdate, abstract: TrainState, mesh: Mesh, options: dict[str, Any]) -> None:
-        self._streamed, self._abstract, self._mesh, self._options = streamed, abstract, mesh, options
+    def __init__(
+        self, streamed: StreamedUpdate, abstract: TrainState, mesh: Mesh, options: dict[str, Any], files: NvmeConfig | None
+    ) -> None:
+        self._streamed, self._abstract, self._mesh, self._options, self._files = streamed, abstract, mesh, options, files
         self._config, self._groups = streamed.config, streamed.groups
         self._filed = [{path for path in group.leaves if streamed.offloading.tier(path) == "nvme"} for group in self._groups]
         self._filed_paths = [path for group in self._groups for path in group.leaves if any(path in paths for paths in self._filed)]
@@ -49,10 +89,10 @@ class NvmeStep:
     @cached_property
     def disk(self) -> DiskState:
         """The file. Made when the first state is: to compile the step needs none."""
-        settings, flat = self._config.memory.offload_state, flat_state(self._abstract)
-        assert settings is not None and settings.nvme is not None, "program.py chooses"
+        flat = flat_state(self._abstract)
+        assert self._files is not None, "a rule demands it"
         groups = zip(self._groups, self._filed, strict=True)
-        return DiskState([({path: flat[path] for path in g.leaves if path in paths}, g.pieces) for g, paths in groups], settings.nvme)
+        return DiskState([({path: flat[path] for path in g.leaves if path in paths}, g.pieces) for g, paths in groups], self._files)
 
     def with_gradients(self, compiled: jax.stages.Compiled) -> "NvmeStep":
         """This step, with gradients from `compiled` (see `lower`)."""

@@ -4,31 +4,38 @@ The gradient of a batch is computed from a copy of the parameters in the dtype o
 step, runs for a group of parameters at a time: the state of the group is fetched, updated and written back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.offload_state import OffloadStateConfig
+from maxlm.memory.creation import create
 from maxlm.memory.disk import load_all
-from maxlm.memory.layer_stream import empty_on_host
+from maxlm.memory.layer_stream import empty_on_host, scan_layers
 from maxlm.memory.pieces import copy_on_host, copy_to_device, fold, pieces_of, stream
 from maxlm.memory.spaces import is_on_host, on_device, on_host
 from maxlm.models import parameter_axes
-from maxlm.models.parameters import Parameters, is_matrix
-from maxlm.models.stack import group_of, split_layers
+from maxlm.models.layers import Scan
+from maxlm.models.parameters import Parameters, declarations, is_matrix
+from maxlm.models.stack import LayerGroup, group_of, split_layers
 from maxlm.objectives import Sums
+from maxlm.parallel import partition_spec
 from maxlm.training.gradients import build_gradients
-from maxlm.training.hosted_layers import STACK, layer_scan
 from maxlm.training.optimizer import build_optimizer
+from maxlm.training.placement import Placement
+from maxlm.training.program import Program
 from maxlm.training.split_masters import difference_dtype
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, owner_of, path_of
 from maxlm.training.step import Pending, TrainState, Update
+
+STACK = "layers"  # entry of the parameters that is scanned
 
 
 class Group(NamedTuple):
@@ -70,10 +77,10 @@ class GroupUpdate:
 class Offloading:
     """Where the leaves of a state live, and the update of those that live elsewhere than on the device."""
 
-    def __init__(self, config: Config) -> None:
-        assert config.memory.offload_state is not None, "program.py chooses"
-        self.config, self._settings = config, config.memory.offload_state
-        self._axes = flat_params(parameter_axes(config.model))
+    def __init__(self, settings: OffloadStateConfig, model: ModelConfig, *, split: bool) -> None:
+        """`split`: masters are stored in two parts, of which matmuls read one."""
+        self._settings, self._model, self._split = settings, model, split
+        self._axes = flat_params(parameter_axes(model))
 
     def shardings(self, shardings: TrainState) -> TrainState:
         """`shardings` with the memory of every leaf: of matrices, those kinds of state that the settings name."""
@@ -85,7 +92,7 @@ class Offloading:
 
     def tier(self, path: Name) -> str | None:
         """Tier of the leaf at this path of the state: host, nvme or None for the device."""
-        masters = ("extra",) if difference_dtype(self.config) is not None else ("extra", "params")  # matmuls read the halves of masters
+        masters = ("extra",) if self._split else ("extra", "params")
         kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
         owner = owner_of(path, self._axes)
         if path[0] == "params" and owner is not None and self.is_hosted(owner) and not self.is_copied(owner):
@@ -98,13 +105,13 @@ class Offloading:
 
     def is_copied(self, name: Name) -> bool:
         """True for a parameter that matmuls read as a copy."""
-        return is_matrix(self._axes[name]) and difference_dtype(self.config) is None
+        return is_matrix(self._axes[name]) and not self._split
 
     def groups(self, state: TrainState) -> list[Group]:
         """The parameters of an abstract state in the order in which they are updated."""
         names: dict[Name, list[Name]] = {}
         for name in self._axes:
-            group = group_of(self.config.model, name)
+            group = group_of(self._model, name)
             names.setdefault(group.path if group is not None and group.stacked else (), []).append(name)
         leaves = {path: leaf for path, leaf in flat_state(state).items() if path[0] != "model_state"}
         owners = {path: owner_of(path, self._axes) for path in leaves}
@@ -135,12 +142,13 @@ class _HostedGradients(Update):
 class StreamedUpdate:
     """`update` of a state of which parts are in host memory, as one program."""
 
-    def __init__(self, update: Update, abstract: TrainState) -> None:
-        self.plain, self.config, self.offloading = update, update.config, Offloading(update.config)
+    def __init__(self, update: Update, abstract: TrainState, offloading: Offloading, settings: OffloadStateConfig) -> None:
+        self.plain, self.config, self.offloading, self._settings = update, update.config, offloading, settings
         self._abstract = abstract
 
     @cached_property
     def groups(self) -> list[Group]:
+        """All groups, in the order of their updates."""
         return self.offloading.groups(self._abstract)
 
     def compute_copy(self, params: Parameters) -> Parameters:
@@ -154,8 +162,7 @@ class StreamedUpdate:
         return nested({name: copies.get(name, leaf) for name, leaf in flat.items()})
 
     def _computed_on_host(self, name: Name) -> bool:
-        settings = self.config.memory.offload_state
-        return settings is not None and settings.weights is not None and self.offloading.is_hosted(name)
+        return self._settings.weights is not None and self.offloading.is_hosted(name)
 
     @cached_property
     def computed_shardings(self) -> Parameters:
@@ -200,16 +207,20 @@ class StreamedUpdate:
         A gradient is in the memory of what is differentiated. So where weights and gradients of the layers are in different memories,
         arrays that are never read stand for the weights in the tree of parameters, and the weights are passed apart.
         """
-        flat, settings = flat_params(params), self.config.memory.offload_state
-        gradients_on_host = settings is not None and settings.gradients == "host"
+        flat, gradients_on_host = flat_params(params), self._settings.gradients == "host"
         apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
-        plain, scan = self.plain, layer_scan(self.config, apart) if self.config.memory.layers_on_host else None
+        plain, scan = self.plain, self.scan(apart)
         gradients = build_gradients(plain.objective, jax.sharding.get_abstract_mesh().shape, scan)
         hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, gradients, plain.transforms)
         pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
+
+    def scan(self, read: Leaves) -> Scan | None:
+        """Scan over layers in host memory, if they are. `read`: matrices that are read in place of parameters."""
+        inputs_on_host = "layer_input" in self.config.memory.offload
+        return layer_scan(self.config.model, read, inputs_on_host=inputs_on_host) if self._settings.layers_on_host else None
 
     def _counted(self, leaves: Leaves, pending: Pending) -> Leaves:
         """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
@@ -220,3 +231,76 @@ class StreamedUpdate:
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}
         update(zeros, [of_params[name] for name in group.names], 0)
         return update.shared
+
+
+class Offloaded(Placement):
+    """Parts of the state in host memory (`memory.offload_state`)."""
+
+    on_device = False
+
+    def __init__(self, program: Program, settings: OffloadStateConfig) -> None:
+        super().__init__(program)
+        self.settings = settings
+        self.offloading = Offloading(settings, program.config.model, split=difference_dtype(program.config.optimizer.state) is not None)
+
+    @classmethod
+    def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
+        """None where some state is in files: `InFiles`."""
+        return None if settings.on_nvme else cls(program, settings)
+
+    @cached_property
+    def run(self) -> StreamedUpdate:  # type: ignore[override]
+        """The update, as one program."""
+        return StreamedUpdate(self.program.update, self.program.abstract_state, self.offloading, self.settings)
+
+    @property
+    def scan(self) -> Scan | None:  # type: ignore[override]
+        return self.run.scan({})
+
+    def shardings(self, shardings: TrainState) -> TrainState:
+        """Matrices of the kinds that the settings name are in host memory."""
+        return self.offloading.shardings(shardings)
+
+    def create(self, make: Callable[..., TrainState], *given: Parameters) -> TrainState:
+        """Create the state some leaves at a time."""
+        state: TrainState = create(make, self.program.state_shardings, *given, keep=self.keep)
+        return state
+
+    def keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        """The stand-in for a leaf of a state that is created: itself."""
+        return leaf
+
+    def readable(self, state: TrainState) -> TrainState:
+        """A copy of the parameters, as the forward pass reads them."""
+        return self.run.readable(state)
+
+    def read_shardings(self) -> Parameters:
+        """Shardings of this copy."""
+        return self.run.computed_shardings
+
+
+# Layers in host memory.
+
+
+def layer_scan(model: ModelConfig, read: Leaves, *, inputs_on_host: bool) -> Scan:
+    """Scan over a stack of which one layer at a time is on the device. `read`: matrices that are read in place of parameters."""
+    leaves = _of_stack(model)
+
+    def scan(period: Any, x_BSD: jax.Array, layers: Any) -> tuple[jax.Array, Any]:
+        mesh, shapes = jax.sharding.get_abstract_mesh(), [leaf.shape[1:] for leaf in jax.tree.leaves(layers)]
+        named = zip(shapes, leaves, strict=True)
+        specs = [PartitionSpec() if mesh.empty else partition_spec(axes, dims, mesh, ".".join(name)) for dims, (name, axes) in named]
+        weights = [read.get(name) for name, _ in leaves]
+        return scan_layers(period, x_BSD, layers, weights=weights, specs=specs, inputs_on_host=inputs_on_host)
+
+    return scan
+
+
+def _of_stack(model: ModelConfig) -> list[tuple[Name, tuple[str, ...]]]:
+    """(name, logical axes within a period) of every leaf of the stack, in order."""
+
+    def axes(group: LayerGroup | None, own: tuple[str, ...]) -> tuple[str, ...]:
+        assert group is not None, "a leaf of a stack is one of layers"
+        return group.axes[1:] + own
+
+    return [(name, axes(group_of(model, name), variable.axes)) for name, variable in declarations(model) if name[0] == STACK]

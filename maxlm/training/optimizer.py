@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config
+from maxlm.config.batch_sizes import BatchSizes
+from maxlm.config.schema import CompressionConfig, Config, DilocoConfig
 from maxlm.config.sections.optimizer import AdafactorConfig, AdemamixConfig, MuonConfig, OptimizerConfig, SoapConfig
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
+from maxlm.config.table import call
 from maxlm.models import parameter_axes
 from maxlm.models.parameters import Parameters
 from maxlm.training.factored import adafactor, factored_adam, relative_scale
@@ -33,13 +35,14 @@ LEAST_SHARE = 1e-2  # of a matrix's mean: least second moment that is kept. Rows
 class Rule:
     """An update rule of the table below.
 
-    `direction`: from gradients to updates of about the size of 1, before decay and rate. `moments`: numbers that it keeps for each
+    `direction`: from gradients to updates of about the size of 1, before decay and rate; it gets the section, the logical `axes` of the
+    parameters, and the settings that its parameters name (`table.call`). `moments`: numbers that it keeps for each
     number of a hidden matrix, by the names in the state; what else it keeps is less, or `more` says what.
     `gathers`: true if it needs whole matrices, so that matrices that a mesh splits are exchanged once an update; the others are
     elementwise, or exchange sums of rows and columns.
     """
 
-    direction: Callable[[Config, Parameters], optax.GradientTransformation]
+    direction: Callable[..., optax.GradientTransformation]
     moments: tuple[str, ...]
     source: str
     gathers: bool = False
@@ -62,20 +65,20 @@ def build_optimizer(config: Config, axes: Parameters | None = None, first_row: A
     matrices only, whatever the rule: no norm, bias or position table. `axes`: of the parameters, if it is not for all of the model's.
     `first_row`: of theirs, if they are pieces of those that are stacked.
     """
-    axes = parameter_axes(config.model) if axes is None else axes
-    direction = RULES[config.optimizer.name].direction(config, axes)
+    settings, rate, axes = config.optimizer, learning_rate(config), parameter_axes(config.model) if axes is None else axes
+    direction = call(RULES[settings.name].direction, config, settings, axes=axes)
+    stored = in_small_state(direction, axes, first_row, settings.state, config.model, config.train.seed)
     return optax.chain(
-        with_factors(config, in_small_state(config, direction, axes, first_row), axes),
-        _decayed(config, axes),
-        _at_rate(config),
+        with_factors(stored, axes, config.model, settings),
+        _decayed(settings, axes),
+        at_rate_and_averaged(rate, settings.beta1) if settings.name == SCHEDULE_FREE else optax.scale_by_learning_rate(rate),
     )
 
 
-def _decayed(config: Config, axes: Parameters) -> optax.GradientTransformation:
+def _decayed(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
     """Updates plus decay, as multiples of `peak_lr`. Adam's part of Muon may have a rate of its own, and Adafactor's is relative to the
     parameters: decay follows both, unless it is independent of rates.
     """
-    settings = config.optimizer
     matrix = _map_axes(lambda names: "embed" in names or "rank" in names, axes)
     relative = settings.adafactor or AdafactorConfig()
     if settings.name == "adafactor" and relative.relative and not settings.decays_independently:
@@ -101,56 +104,49 @@ def _decayed(config: Config, axes: Parameters) -> optax.GradientTransformation:
     return optax.stateless(step)
 
 
-def _at_rate(config: Config) -> optax.GradientTransformation:
-    rate = learning_rate(config)
-    if config.optimizer.name == SCHEDULE_FREE:
-        return at_rate_and_averaged(rate, config.optimizer.beta1)
-    return optax.scale_by_learning_rate(rate)
-
-
-def _adam(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    settings, compression = config.optimizer, config.compression
+def _adam(
+    settings: OptimizerConfig, axes: Parameters, compression: CompressionConfig | None, diloco: DilocoConfig | None
+) -> optax.GradientTransformation:
     if settings.state is not None and settings.state.second == "factored":
         return factored_adam(settings, axes)
-    if compression is not None and compression.kind != "int8" and config.diloco is None:
+    if compression is not None and compression.kind != "int8" and diloco is None:
         return frozen_adam(settings, compression.warmup_steps)
-    return _plain_adam(config)
+    return _plain_adam(settings)
 
 
-def _plain_adam(config: Config) -> optax.GradientTransformation:
-    settings = config.optimizer
+def _plain_adam(settings: OptimizerConfig) -> optax.GradientTransformation:
     return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
 
 
-def _muon(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    dtype = "bfloat16" if config.precision.compute == "bfloat16" else "float32"
-    return _with_adam(config, axes, scale_by_muon(config.optimizer.muon or MuonConfig(), dtype, axes))
+def _muon(settings: OptimizerConfig, axes: Parameters, precision_compute: str) -> optax.GradientTransformation:
+    dtype = "bfloat16" if precision_compute == "bfloat16" else "float32"
+    return _with_adam(settings, axes, scale_by_muon(settings.muon or MuonConfig(), dtype, axes))
 
 
-def _soap(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    return _with_adam(config, axes, scale_by_soap(config.optimizer, config.optimizer.soap or SoapConfig(), axes))
+def _soap(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+    return _with_adam(settings, axes, scale_by_soap(settings, settings.soap or SoapConfig(), axes))
 
 
-def _with_adam(config: Config, axes: Parameters, matrices: optax.GradientTransformation) -> optax.GradientTransformation:
+def _with_adam(settings: OptimizerConfig, axes: Parameters, matrices: optax.GradientTransformation) -> optax.GradientTransformation:
     """`matrices` for the hidden matrices, Adam for all others: embeddings, unembedding, norms, biases, routers."""
     labels = _map_axes(lambda names: "adam" if hidden_matrix(names) is None else "matrices", axes)
-    return optax.partition({"matrices": matrices, "adam": _plain_adam(config)}, labels)
+    return optax.partition({"matrices": matrices, "adam": _plain_adam(settings)}, labels)
 
 
-def _lion(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    return optax.scale_by_lion(b1=config.optimizer.beta1, b2=config.optimizer.beta2)
+def _lion(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+    return optax.scale_by_lion(b1=settings.beta1, b2=settings.beta2)
 
 
-def _adafactor(config: Config, axes: Parameters) -> optax.GradientTransformation:
-    return adafactor(config.optimizer.adafactor or AdafactorConfig(), axes)
+def _adafactor(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
+    return adafactor(settings.adafactor or AdafactorConfig(), axes)
 
 
-def _ademamix(config: Config, axes: Parameters) -> optax.GradientTransformation:
+def _ademamix(settings: OptimizerConfig, axes: Parameters, total_steps: int) -> optax.GradientTransformation:
     """`alpha` rises linearly, and the half-life of the slow average about linearly, over `ademamix.warmup_steps` (section 3)."""
-    settings, own = config.optimizer, config.optimizer.ademamix or AdemamixConfig()
+    own = settings.ademamix or AdemamixConfig()
 
     def done(updates: Any) -> Array:
-        return jnp.minimum((updates + 1).astype(jnp.float32) / (own.warmup_steps or config.total_steps), 1.0)
+        return jnp.minimum((updates + 1).astype(jnp.float32) / (own.warmup_steps or total_steps), 1.0)
 
     return optax.contrib.scale_by_ademamix(
         b1=settings.beta1,
@@ -169,9 +165,8 @@ def slow_decay(first: float, last: float, done: Float[Array, ""]) -> Float[Array
     return jnp.minimum(jnp.exp(start * end / ((1 - done) * end + done * start)), last)
 
 
-def _schedule_free(config: Config, axes: Parameters) -> optax.GradientTransformation:
+def _schedule_free(settings: OptimizerConfig, axes: Parameters) -> optax.GradientTransformation:
     """Adam without a first moment: the average stands for it."""
-    settings = config.optimizer
     return optax.scale_by_rms(decay=settings.beta2, eps=settings.eps, eps_in_sqrt=False, bias_correction=True)
 
 
@@ -231,7 +226,8 @@ def learning_rate(config: Config) -> optax.Schedule:
     last one: no update is spent on a rate of 0.
     wsd: warm-up, stable, linear decay (MiniCPM, arXiv 2404.06395). With `train.batch_ramp` lengths are counted in tokens.
     """
-    optimizer, passed = config.optimizer, _passed(config)
+    optimizer, ramped = config.optimizer, bool(config.train.batch_ramp)
+    passed = _passed(config.batch_sizes, config.total_steps) if ramped else lambda step: step
     peak, end = optimizer.peak_lr, optimizer.peak_lr * optimizer.end_lr_fraction
     steps = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
     total, warmup = passed(config.total_steps), passed(steps)
@@ -244,7 +240,7 @@ def learning_rate(config: Config) -> optax.Schedule:
         body = optax.join_schedules([optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [stable])
     else:
         body = optax.constant_schedule(peak)
-    if config.train.batch_ramp:
+    if ramped:
         return lambda step: jnp.where(step < steps, peak * passed(step + 1) / max(warmup, 1e-9), body(passed(step) - warmup))
     if not warmup:
         return body
@@ -252,12 +248,9 @@ def learning_rate(config: Config) -> optax.Schedule:
     return optax.join_schedules([ramp, body], [warmup])
 
 
-def _passed(config: Config) -> Callable[[Any], Any]:
-    """Step -> tokens of the updates before it, in updates of the last, largest size; where all batches are alike, the step itself."""
-    if not config.train.batch_ramp:
-        return lambda step: step
-    sizes, full = config.batch_sizes, config.train.global_batch
-    ends = [*(stage.first for stage in sizes.stages[1:]), config.total_steps]
+def _passed(sizes: BatchSizes, total: int) -> Callable[[Any], Any]:
+    """Step -> tokens of the updates before it, in updates of the last, largest size."""
+    full, ends = sizes.stages[-1].size, [*(stage.first for stage in sizes.stages[1:]), total]
 
     def passed(step: Any) -> Any:
         if isinstance(step, int):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig, OptimizerConfig
 from maxlm.models.parameters import Parameters
 from maxlm.models.parametrization import factors, width_ratio
 from maxlm.training.matrices import hidden_matrix
@@ -17,16 +17,18 @@ from maxlm.training.state_paths import path_of
 ADAM, MUON, MUON_BY_RATIO = -1.0, -0.5, 0.0
 
 
-def with_factors(config: Config, inner: optax.GradientTransformation, axes: Parameters) -> optax.GradientTransformation:
+def with_factors(
+    inner: optax.GradientTransformation, axes: Parameters, model: ModelConfig, optimizer: OptimizerConfig
+) -> optax.GradientTransformation:
     """`inner`, which gives updates before the learning rate, with each parameter's factors; itself without a parametrization.
 
     It has the state of `inner`. Gradients are divided by the factor of epsilon: m / (sqrt(v) + f eps) = (m / f) / (sqrt(v) / f + eps).
     Decay that is added to the updates afterwards is decay at the rate of the base model, as it should be. `axes`: of the parameters.
     """
-    if config.model.parametrization is None:
+    if model.parametrization is None:
         return inner
-    rates = _tree(axes, lambda name, names: _rate(config, name, names))
-    gains = _tree(axes, lambda name, names: 1 / factors(config.model, name, names).eps)
+    rates = _tree(axes, lambda name, names: _rate(model, optimizer, name, names))
+    gains = _tree(axes, lambda name, names: 1 / factors(model, name, names).eps)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, after = inner.update(_times(grads, gains), state, params)
@@ -35,13 +37,13 @@ def with_factors(config: Config, inner: optax.GradientTransformation, axes: Para
     return optax.GradientTransformation(inner.init, update)
 
 
-def _rate(config: Config, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
-    if not factors(config.model, name, axes).width_reads:
+def _rate(model: ModelConfig, optimizer: OptimizerConfig, name: tuple[str, ...], axes: tuple[str, ...]) -> float:
+    if not factors(model, name, axes).width_reads:
         return 1.0
     power = ADAM
-    if config.optimizer.name == "muon" and hidden_matrix(axes) is not None:
-        power = MUON_BY_RATIO if config.optimizer.muon is not None and config.optimizer.muon.update_rms is None else MUON
-    return width_ratio(config.model) ** power
+    if optimizer.name == "muon" and hidden_matrix(axes) is not None:
+        power = MUON_BY_RATIO if optimizer.muon is not None and optimizer.muon.update_rms is None else MUON
+    return width_ratio(model) ** power
 
 
 def _times(tree: Any, by: Parameters) -> Any:

@@ -1,20 +1,21 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, reduce
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.config.errors import UserError
 from maxlm.config.rules import check_chip
 from maxlm.config.schema import Config
+from maxlm.config.table import build
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.xla_flags import compiler_options
-from maxlm.memory.creation import create
-from maxlm.memory.spaces import on_device
 from maxlm.models import init_model_state, init_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
@@ -22,59 +23,59 @@ from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
 from maxlm.telemetry.compilations import because
 from maxlm.telemetry.metric import Metric
-from maxlm.training.compression import CompressedSums
-from maxlm.training.diloco import LocalUpdates
-from maxlm.training.ema import MovingAverage
 from maxlm.training.gradients import build_gradients, cast_frozen
-from maxlm.training.hosted_layers import layer_scan
-from maxlm.training.layer_figures import LayerFiguresOfUpdates
-from maxlm.training.layer_probe import LayerProbe, probe_metrics
-from maxlm.training.loss_scale import LossScaling
-from maxlm.training.noise_scale import NOISE_SCALE, PART_METRICS, PartNorms
-from maxlm.training.nvme_step import NvmeStep
-from maxlm.training.offloaded import Offloading, StreamedUpdate
 from maxlm.training.optimizer import build_optimizer
-from maxlm.training.schedule_free import NAME as SCHEDULE_FREE, averaged
-from maxlm.training.spike_guard import SpikeGuard
-from maxlm.training.split_masters import SplitMasters
-from maxlm.training.state_paths import path_of
-from maxlm.training.step import GradFn, TrainState, Transform, Update, build_train_step
+from maxlm.training.placement import Placement
+from maxlm.training.step import GradFn, TrainState, Transform, Update
+from maxlm.training.stored_form import StoredForm
 
-# In the order in which they see the gradient; parameters are written in the reverse order.
-TRANSFORMS: tuple[type[Transform], ...] = (
-    LossScaling,
-    PartNorms,
-    SplitMasters,
-    LayerFiguresOfUpdates,
-    SpikeGuard,
-    CompressedSums,
-    MovingAverage,
-)
+# Phases of an update, in the order in which its transforms see the gradient; parameters are written in the reverse order. Transforms of one
+# phase follow the order of the settings.
+PHASES = {
+    "scale": "a factor of the loss, which is taken out of the gradient",
+    "store": "parameters are stored in another form between updates",
+    "measure": "figures of the gradient and of the change",
+    "refuse": "updates that are not applied",
+    "sum": "the gradient is summed where links are slow",
+    "average": "averages follow the updated parameters",
+}
 
 
-class RampedStep:
-    """The step of a run whose batches grow (`train.batch_ramp`): call it with a batch of any size. It compiles at most nine."""
+def in_order(transforms: Sequence[Transform]) -> list[Transform]:
+    """Sort by phase. Raises ValueError for a phase that does not exist, or for two transforms with one name, and so one state."""
+    names, phases = [one.name for one in transforms], list(PHASES)
+    for one in transforms:
+        if one.phase not in phases:
+            raise ValueError(f"{type(one).__name__}.phase = {one.phase!r} is no phase of an update: use one of {', '.join(phases)}.")
+        if names.count(one.name) > 1:
+            raise ValueError(f"{type(one).__name__}.name = {one.name!r} is the name of another transform, too: rename one of them.")
+    return sorted(transforms, key=lambda one: phases.index(one.phase))
 
-    def __init__(self, compiled: Callable[[int], jax.stages.Compiled], largest: int) -> None:
-        """`compiled` compiles the update of batches of a size. The `largest` is compiled at once: it needs the most memory."""
+
+class BySize:
+    """Programs for batches of several sizes (`train.batch_ramp`): called as one of them, with a batch as the last argument."""
+
+    def __init__(self, compiled: Callable[[int], jax.stages.Compiled], *first: int) -> None:
+        """`compiled` compiles the program of batches of a size; those of the sizes `first` at once."""
         self._compile = compiled
-        self._largest, self._compiled = largest, {largest: compiled(largest)}
+        self._compiled = {size: compiled(size) for size in first}
 
-    def __call__(self, state: Any, batch: Any) -> Any:
-        size = len(batch.tokens_BS)
+    def __call__(self, *args: Any) -> Any:
+        size = len(args[-1].tokens_BS)
         self.prepare((size,))
-        return self._compiled[size](state, batch)
+        return self._compiled[size](*args)
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Compile the updates of these sizes, those that are not yet."""
+        """Compile the programs of these sizes, those that are not yet."""
         for size in sizes:
             if size not in self._compiled:
-                with because(f"batches of {size:,} sequences, of which there were none before in this attempt"):
+                why = f"batches of {size:,} sequences, of which there were none before in this attempt"
+                with because(why) if self._compiled else nullcontext():
                     self._compiled[size] = self._compile(size)
 
     def memory_analysis(self) -> Any:
-        """XLA's figures of the largest program."""
-        return self._compiled[self._largest].memory_analysis()
+        """XLA's figures of the program of the largest batches."""
+        return self._compiled[max(self._compiled)].memory_analysis()
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,8 @@ class Program:
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Declarations of the figures of an update that not every record holds."""
-        declared = tuple(metric for metric in self.update.metrics if metric not in PART_METRICS)
-        declared += () if self.config.train.noise_scale is None else (NOISE_SCALE,)
-        declared += probe_metrics(self.config.model) if self.layer_probe is not None else ()
+        parts = (*self.update.transforms, *self.probes)
+        declared = (*self.objective.metrics, *(metric for one in parts for metric in one.recorded))
         return declared + (ROUTING_METRICS if self.config.model.moe is not None else ())
 
     @cached_property
@@ -101,36 +101,37 @@ class Program:
 
     @cached_property
     def update(self) -> Update:
-        """The update: from one gradient of the whole batch, or by workers with local updates (`diloco`), and its transforms."""
-        chosen = [one for kind in TRANSFORMS if (one := kind.from_config(self.config, self.mesh)) is not None]
-        kind = Update if self.config.diloco is None else LocalUpdates
-        return kind(self.config, self.objective, self.optimizer, self.gradients, chosen)
+        """The update with its transforms: from one gradient of the whole batch, or as a section combines whole updates."""
+        transforms = in_order(build(self.config, "transforms", device_mesh=self.mesh))
+        parts = self.config, self.objective, self.optimizer, self.gradients, transforms
+        return self._only(Update, "update", parts=parts) or Update(*parts)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the state lives."""
+        return self._only(Placement, "placement", program=self) or Placement(self)
+
+    def _only(self, plain: type, kind: str, **given: Any) -> Any:
+        """The implementation of this kind that replaces the `plain` one; None if there is none. Raises UserError if there are several."""
+        found = build(self.config, kind, **given)
+        if len(found) > 1:
+            names = " and ".join(type(one).__name__ for one in found)
+            raise UserError(f"{names} replace {plain.__name__}, each for a section of the config: remove all of these sections but one.")
+        return next(iter(found), None)
+
+    @cached_property
+    def probes(self) -> list[Any]:
+        """Programs that look at the model beside the step, now and then."""
+        return build(self.config, "probes", program=self)
+
+    @cached_property
+    def _forms(self) -> list[StoredForm]:
+        return build(self.config, "stored", device_mesh=self.mesh)
 
     @cached_property
     def state_shardings(self) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        shardings = self.update.shardings(self.mesh)
-        return shardings if self.config.memory.offload_state is None else Offloading(self.config).shardings(shardings)
-
-    @cached_property
-    def streamed(self) -> StreamedUpdate | None:
-        """The update of a state in several tiers of memory (`memory.offload_state`)."""
-        return None if self.config.memory.offload_state is None else StreamedUpdate(self.update, self.abstract_state)
-
-    @cached_property
-    def nvme(self) -> NvmeStep | None:
-        """The step of a state of which parts are in files."""
-        settings = self.config.memory.offload_state
-        if self.streamed is None or settings is None or not settings.on_nvme:
-            return None
-        return NvmeStep(self.streamed, self.abstract_state, self.mesh, self.compiler_options)
-
-    def adopt(self, state: TrainState) -> TrainState:
-        """A state that lies on `state_shardings`, with what belongs in files written there. The same state, if nothing does."""
-        return state if self.nvme is None else jax.tree_util.tree_map_with_path(self._keep, state)
-
-    def _keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
-        return leaf if self.nvme is None else self.nvme.keep(path_of(path), leaf)
+        return self.placement.shardings(self.update.shardings(self.mesh))
 
     @cached_property
     def batch_sharding(self) -> Any:
@@ -164,22 +165,12 @@ class Program:
     def init(self) -> TrainState:
         """The first state, created where it will live."""
         with jax.set_mesh(self.mesh):
-            return self._initialization() if self.streamed is None else create(self._first_state, self.state_shardings, keep=self._keep)
+            return self.placement.create(self._first_state)
 
     def begin_with(self, params: Parameters, model_state: Parameters) -> TrainState:
         """The first state with these parameters and this model state, which lie on `state_shardings`; they are donated."""
         with jax.set_mesh(self.mesh):
-            if self.streamed is not None:
-                return create(self.update.init, self.state_shardings, params, model_state, keep=self._keep)
-            options = self.compiler_options
-            made = jax.jit(self.update.init, out_shardings=self.state_shardings, donate_argnums=(0, 1), compiler_options=options)
-            return made(params, model_state)
-
-    @cached_property
-    def _initialization(self) -> jax.stages.Compiled:
-        make = jax.jit(self._first_state, out_shardings=self.state_shardings)
-        with jax.set_mesh(self.mesh):
-            return make.lower().compile(compiler_options=self.compiler_options)
+            return self.placement.create(self.update.init, params, model_state)
 
     def of_size(self, size: int) -> "Program":
         """The program of batches of `size` sequences, which has the same state and schedule. This one, if all batches are alike."""
@@ -193,19 +184,17 @@ class Program:
 
     def compile_from(self, step: int) -> None:
         """Compile all that batches from number `step` on need, so that training does not wait for it later."""
-        if isinstance(self.step, RampedStep):
-            self.step.prepare(self.config.batch_sizes.from_number(step))
-        if self.layer_probe is not None:
-            self.layer_probe.prepare(self.config.batch_sizes.from_number(step))
+        sized = [self.step] if isinstance(self.step, BySize) else []
+        for one in (*sized, *self.probes):
+            one.prepare(self.config.batch_sizes.from_number(step))
 
     @cached_property
-    def step(self) -> jax.stages.Compiled | NvmeStep | RampedStep:
+    def step(self) -> Any:
         """The compiled update, (state, batch) -> (state, Metrics); its state is donated. The first read compiles it."""
         train = self.objective.config.train
         if train.batch_ramp:
-            return RampedStep(lambda size: self.of_size(size).compiled(), train.global_batch)
-        compiled = self.compiled()
-        return compiled if self.nvme is None else self.nvme.with_gradients(compiled)
+            return BySize(lambda size: self.of_size(size).compiled(), train.global_batch)
+        return self.placement.step(self.compiled())
 
     def compiled(self) -> jax.stages.Compiled:
         """The update that `lower` describes, compiled."""
@@ -213,49 +202,24 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The update, traced and lowered for this mesh without any array; of a state in files its gradients."""
-        if self.nvme is not None:
-            with jax.set_mesh(self.mesh):
-                return self.nvme.lower(build_train_step(self.update, self.nvme.gradient), self.abstract_batch)
-        update = jax.jit(
-            build_train_step(self.update, self.streamed),
-            in_shardings=(self.state_shardings, self.batch_sharding),
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
-            donate_argnums=0,
-        )
         with jax.set_mesh(self.mesh):
-            return update.lower(self.abstract_state, self.abstract_batch)
-
-    def readable(self, state: TrainState) -> TrainState:
-        """The state with parameters that programs of the model can read: on the device. The same state, if they are there."""
-        return state if self.streamed is None else self.streamed.readable(state)
+            return self.placement.lower()
 
     def evaluated(self, state: TrainState) -> TrainState:
-        """The state that is evaluated, `readable`: with schedule-free AdamW its parameters are the averaged point."""
-        if self.config.optimizer.name != SCHEDULE_FREE:
-            return self.readable(state)
-        return replace(state, params=self._averaged(state.params, state.opt_state[-1].z))
-
-    @cached_property
-    def layer_probe(self) -> LayerProbe | None:
-        """Looks at layers now and then (`health.activations_every`)."""
-        health = self.config.health
-        return None if health is None or health.layers is None or not health.activations_every else LayerProbe(self)
-
-    @cached_property
-    def _averaged(self) -> Any:
-        return jax.jit(partial(averaged, self.config.optimizer.beta1), out_shardings=self.state_shardings.params)
+        """The state that is evaluated, with parameters on the device: those that its form says, such as an averaged point."""
+        state = self.placement.readable(state)
+        return replace(state, params=reduce(lambda params, form: form.evaluated(params, state.opt_state), self._forms, state.params))
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums; of a `readable` state."""
-        state, whole = self.state_shardings, NamedSharding(self.mesh, PartitionSpec())
+        """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums; of a state that is readable."""
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            scan = layer_scan(self.config, {}) if self.config.memory.layers_on_host else None
-            return cast_frozen(self.config, self.objective.loss)(params, model_state, batch, scan=scan, training=False)[1]
+            loss = cast_frozen(self.config, self.objective.loss)
+            return loss(params, model_state, batch, scan=self.placement.scan, training=False)[1]
 
-        params = jax.tree.map(on_device, state.params) if self.streamed is None else self.streamed.computed_shardings
-        split = params, state.model_state, self.batch_sharding
+        split = self.placement.read_shardings(), self.state_shardings.model_state, self.batch_sharding
+        whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
 
 

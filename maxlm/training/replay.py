@@ -66,7 +66,7 @@ class Replay:
         if offload is not None and offload.weights is not None:
             raise UserError("it computes with all layers on the device, and memory.offload_state.weights = host; the state is finite.")
         with jax.set_mesh(self._program.mesh):
-            inputs = self._program.readable(state).params, state.model_state, batch, jnp.int32(step)
+            inputs = self._program.placement.readable(state).params, state.model_state, batch, jnp.int32(step)
             for name, whole in named_leaves(jax.device_get(self._batch(batch))).items():
                 if not whole:
                     return f"batch.{name}", None
@@ -86,7 +86,7 @@ class Replay:
             total, sums = cast_frozen(program.config, program.objective.loss)(params, model_state, batch)
             return total, sums.added
 
-        state = jax.eval_shape(program.readable, program.abstract_state)
+        state = jax.eval_shape(program.placement.readable, program.abstract_state)
         step = jax.ShapeDtypeStruct((), jnp.int32)
         checked, marks = with_checks(forward, state.params, state.model_state, program.abstract_batch, step)
         return self._jitted(checked), marks

@@ -1,13 +1,14 @@
 """Copies of the state on the devices of a mesh, compared bit for bit.
 
 XLA takes the copies of a replicated array to be equal, so a program under its partitioner may read any one of them. Here every mesh axis is
-manual (`jax.shard_map`): each device sums its own shards, by the sums of a checkpoint's digest, and lowest and highest sum of all copies
-are reduced along the axes that do not split the leaf. Which leaves and axes are compared follows from the shardings alone: what workers of
-local updates hold apart is split over `data`, so it is no copy.
+manual (`jax.shard_map`): each device sums its own shards, by the sums of a checkpoint's digest, and every host compares the sums of all
+devices. Which leaves have copies follows from the shardings alone: the states of workers of local updates are split over `data`, so they
+have none.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from numpy.typing import NDArray
 
 from maxlm.checkpoint.digest import leaf_sums
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -24,19 +24,18 @@ from maxlm.checkpoint.tree_paths import named_leaves
 LARGEST = float(np.finfo(np.float32).max)
 
 
-class Compared(NamedTuple):
-    """Arrays of a comparison that is running: `differs`, replicated, one a leaf; `sums`, two a leaf, where they were computed."""
-
-    differs: jax.Array  # bool [leaves]
-    sums: jax.Array  # uint32 [devices, leaves, 2]
-
-
-class Element(NamedTuple):
+@dataclass(frozen=True)
+class Element:
     """An element of a leaf that differs between copies: its place in the flattened shard, and its value on each device of the mesh."""
 
     leaf: str
     place: int
     values: dict[int, float]  # by position of the device in `mesh.devices.flat`; not finite: the largest float
+
+    def spread(self) -> float:
+        """Distance between its values, as a share of the largest."""
+        values = list(self.values.values())
+        return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30)
 
 
 class Replicas:
@@ -44,57 +43,48 @@ class Replicas:
 
     def __init__(self, mesh: Mesh, abstract_state: Any) -> None:
         self._mesh = mesh
-        leaves = {name: (leaf, replicated_axes(leaf.sharding)) for name, leaf in named_leaves(abstract_state).items()}
-        self._leaves = {name: leaf for name, (leaf, axes) in leaves.items() if axes}
-        self._axes = {name: axes for name, (_, axes) in leaves.items() if axes}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of these leaves."""
-        return tuple(self._leaves)
+        self._leaves = {name: leaf for name, leaf in named_leaves(abstract_state).items() if replicated_axes(leaf.sharding)}
+        self.names = tuple(self._leaves)
+        self._axes = {name: replicated_axes(leaf.sharding) for name, leaf in self._leaves.items()}
+        positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+        first = [positions[tuple(slice(1) if axis in self._axes[name] else slice(None) for axis in mesh.axis_names)] for name in self.names]
+        # [leaves, devices]: the first device that holds the same shard of the leaf as this device
+        self._first = np.array([np.broadcast_to(one, positions.shape).reshape(-1) for one in first], int).reshape(-1, mesh.size)
 
     @property
     def bytes_on_a_device(self) -> int:
-        """Bytes of them that one device holds."""
+        """Bytes of these leaves on one device."""
         shapes = ((leaf, leaf.sharding.shard_shape(leaf.shape)) for leaf in self._leaves.values())
         return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
 
-    def compare(self, state: Any) -> Compared:
-        """Start to compare the copies. Returns at once; `state` may be donated afterwards."""
-        return Compared(*self.program(*self._chosen(state)))
-
-    def gather(self, compared: Compared) -> NDArray[np.uint32]:
-        """The sums of every device [devices, leaves, 2], on the host of every process."""
-        return self._on_every_host(compared.sums)
+    def sums(self, state: Any) -> jax.Array:
+        """Start the sums of every device's shards: uint32 [devices, leaves, 2], replicated. `state` may be donated at once."""
+        leaves = named_leaves(state)
+        sums: jax.Array = self.program(*(leaves[name] for name in self.names))
+        return sums
 
     @cached_property
     def program(self) -> jax.stages.Compiled:
-        """The compiled comparison: these leaves -> (differs, sums)."""
+        """The compiled comparison: these leaves -> their sums."""
 
-        def on_device(*leaves: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def on_device(*leaves: jax.Array) -> jax.Array:
             each = [jnp.stack(leaf_sums(leaf)) for leaf in leaves]
-            sums = jnp.stack(each) if each else jnp.zeros((0, 2), jnp.uint32)  # one device has no copies
-            differs = jnp.zeros(len(leaves), jnp.int32)
-            for axes in dict.fromkeys(self._axes.values()):
-                own = np.array([i for i, name in enumerate(self.names) if self._axes[name] == axes])
-                lowest, highest = lax.pmin(sums[own], axes), lax.pmax(sums[own], axes)
-                differs = differs.at[own].set(jnp.any(lowest != highest, 1).astype(jnp.int32))
-            return lax.pmax(differs, self._mesh.axis_names) > 0, sums[None]
+            return jnp.stack(each)[None] if each else jnp.zeros((1, 0, 2), jnp.uint32)  # one device has no copies
 
-        specs = tuple(leaf.sharding.spec for leaf in self._leaves.values())
-        return jax.jit(self._manual(on_device, specs, (P(), P(self._mesh.axis_names)))).lower(*self._leaves.values()).compile()
+        return self._on_devices(on_device, self.names).lower(*self._leaves.values()).compile()
 
-    def groups(self, name: str) -> list[list[int]]:
-        """Positions in `mesh.devices.flat` of the devices that hold the same shard of the leaf, for each of its shards."""
-        places = np.indices(self._mesh.devices.shape).reshape(self._mesh.devices.ndim, -1)
-        splitting = [i for i, axis in enumerate(self._mesh.axis_names) if axis not in self._axes[name]]
-        found: dict[tuple[int, ...], list[int]] = {}
-        for position in range(self._mesh.size):
-            found.setdefault(tuple(places[splitting, position]), []).append(position)
-        return list(found.values())
+    def unequal(self, sums: jax.Array) -> list[tuple[str, dict[int, bytes]]]:
+        """Wait for `sums`. Each shard with copies that differ: the name of its leaf, and the sums by position of the device."""
+        found = jax.device_get(sums).swapaxes(0, 1)
+        differs = np.any(found != found[np.arange(len(found))[:, None], self._first], (1, 2))
+        groups: dict[tuple[int, int], dict[int, bytes]] = {}
+        for leaf in map(int, np.flatnonzero(differs)):
+            for position, first in enumerate(self._first[leaf].tolist()):
+                groups.setdefault((leaf, first), {})[position] = found[leaf, position].tobytes()
+        return [(self.names[leaf], values) for (leaf, _), values in groups.items() if len(set(values.values())) > 1]
 
-    def widest(self, state: Any, name: str, group: list[int]) -> Element:
-        """The element in which the copies that `group` holds lie furthest apart. Every process calls it."""
+    def widest(self, state: Any, name: str, group: Iterable[int]) -> Element:
+        """The element in which the copies of a leaf's shard, on the devices `group`, lie furthest apart. Every process calls it."""
 
         def on_device(block: jax.Array) -> tuple[jax.Array, jax.Array]:
             values = _finite(block)
@@ -102,29 +92,24 @@ class Replicas:
             index = lax.argmax(apart, 0, jnp.uint32)
             return index[None], values[index][None]
 
-        indices, values = (self._on_every_host(found) for found in self._of_leaf(state, name, on_device, (P(self._mesh.axis_names),) * 2))
-        return Element(name, int(indices[group[0]]), {position: float(values[position]) for position in group})
+        indices, values = jax.device_get(self._on_devices(on_device, (name,))(named_leaves(state)[name]))
+        positions = list(group)
+        return Element(name, int(indices[positions[0]]), {position: float(values[position]) for position in positions})
 
     def values_at(self, state: Any, element: Element) -> dict[int, float]:
         """The values of an element now, on the devices of its group. Every process calls it."""
-        found = self._of_leaf(state, element.leaf, lambda block: _finite(block)[element.place][None], P(self._mesh.axis_names))
-        values = self._on_every_host(found)
+        read = self._on_devices(lambda block: _finite(block)[element.place][None], (element.leaf,))
+        values = jax.device_get(read(named_leaves(state)[element.leaf]))
         return {position: float(values[position]) for position in element.values}
 
-    def _of_leaf(self, state: Any, name: str, function: Callable[[jax.Array], Any], out: Any) -> Any:
-        return jax.jit(self._manual(function, (self._leaves[name].sharding.spec,), out))(named_leaves(state)[name])
+    def _on_devices(self, function: Callable[..., Any], names: Sequence[str]) -> Any:
+        """Jitted `function` of each device's own shards of these leaves. Results are stacked along a first dim of devices, and replicated.
 
-    def _manual(self, function: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
-        """`function` on each device's own shards. No axis is known to be replicated: whether it is, is the question."""
-        return jax.shard_map(function, mesh=self._mesh, in_specs=specs, out_specs=out, check_vma=False)
-
-    def _chosen(self, state: Any) -> list[jax.Array]:
-        leaves = named_leaves(state)
-        return [leaves[name] for name in self._leaves]
-
-    def _on_every_host(self, array: jax.Array) -> Any:
-        whole = jax.jit(lambda x: x, out_shardings=NamedSharding(self._mesh, P()))(array)
-        return jax.device_get(whole.addressable_data(0))
+        `check_vma`: whether the leaves are replicated is the question.
+        """
+        specs = tuple(self._leaves[name].sharding.spec for name in names)
+        on_each = jax.shard_map(function, mesh=self._mesh, in_specs=specs, out_specs=P(self._mesh.axis_names), check_vma=False)
+        return jax.jit(on_each, out_shardings=NamedSharding(self._mesh, P()))
 
 
 def replicated_axes(sharding: NamedSharding) -> tuple[str, ...]:

@@ -46,7 +46,9 @@ class Journal:
         Raises UserError in all processes: UnavailableError if the file cannot be read now.
         """
         self._path, self._primary, self._leave_out = path, primary, tuple(leave_out)
-        self.records = [] if path is None else _read(path)
+        self.records: list[Record] = []
+        if path is not None:
+            self.records = _parse(agree.on_process_0(lambda: retried(lambda: _text(path), f"reading {path}"), f"reading {path}"), path)
         self._count = max((record.number for record in self.records), default=0)
 
     @classmethod
@@ -120,10 +122,6 @@ class Journal:
             if record.number > position.get(COUNT, 0) and step > record.before:
                 return f"training went back from step {record.from_step:,} to {record.before:,} or earlier ({record.cause})"
         return ""
-
-
-def _read(path: Path) -> list[Record]:
-    return _parse(agree.on_process_0(lambda: retried(lambda: _text(path), f"reading {path}"), f"reading {path}"), path)
 
 
 def _text(path: Path) -> str:

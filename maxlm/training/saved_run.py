@@ -3,7 +3,7 @@
 import logging
 import shutil
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from maxlm.checkpoint.errors import UnreachableError
 from maxlm.cluster import agree
 from maxlm.config import Config, UserError
 from maxlm.config.loader import RUN_CONFIG, load_saved
-from maxlm.config.sections.train import WeightsKind
+from maxlm.config.sections.train import TrainConfig
+from maxlm.config.table import averages, build
 from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, model_state_specs, parameter_specs
@@ -24,16 +25,14 @@ from maxlm.models.adapters import Stored, leaf, put, stored
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import Names
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training import schedule_free
-from maxlm.training.ema import EMA
 from maxlm.training.rollback import Journal
-from maxlm.training.schedule_free import at_average, with_z
-from maxlm.training.split_masters import difference_dtype, in_parts, whole
+from maxlm.training.state_paths import Name, path_of
+from maxlm.training.stored_form import StoredForm
 
 CONFIG, CHECKPOINTS, TOKENIZER = RUN_CONFIG, "checkpoints", "tokenizer"
 PUBLISHED = "published"  # files of the published model that a run goes back to, as they were imported
 _log = logging.getLogger(__name__)
-AVERAGE = ("extra", EMA)  # path of the moving average in a state
+RAW = "raw"  # kind of weights: as the optimizer left them; others are averages (`table.averages`)
 
 
 class Weights(NamedTuple):
@@ -59,8 +58,11 @@ class SavedRun:
     @property
     def holds_parameters(self) -> bool:
         """True if a checkpoint has the parameters as they are, and nothing that they are computed from."""
-        config = self.trained
-        return config.model.lora is None and difference_dtype(config) is None and config.optimizer.name != schedule_free.NAME
+        return self.trained.model.lora is None and not self._forms
+
+    @cached_property
+    def _forms(self) -> list[StoredForm]:
+        return build(self.trained, "stored", device_mesh=None)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -105,7 +107,7 @@ class SavedRun:
             raise UserError(f"{self.directory.name} has no tokenizer, without which no text can be read: it needs a tokenizer.json.")
         return self.tokenizer
 
-    def weights(self, mesh: Mesh, step: int | None = None, kind: WeightsKind = "raw") -> Weights:
+    def weights(self, mesh: Mesh, step: int | None = None, kind: str = RAW) -> Weights:
         """The weights of the newest checkpoint of `steps`, or of the checkpoint of `step`, in float32 and split over `mesh` as in training.
 
         Raises UserError if there is no such checkpoint, or if `mesh` does not divide a dim.
@@ -122,14 +124,13 @@ class SavedRun:
 
         return self.restore({name: split(*pair) for name, pair in kinds.items()}, step, kind)
 
-    def restore(self, wanted: dict[str, Parameters], step: int | None = None, kind: WeightsKind = "raw") -> Weights:
-        """Those leaves of `params` and `model_state` that `wanted` names, with shape and sharding, as `weights`. Adapters are merged into
-        them in float32, one matrix at a time. `kind`: the parameters, or their moving average.
+    def restore(self, wanted: dict[str, Parameters], step: int | None = None, kind: str = RAW) -> Weights:
+        """The leaves of `params` and `model_state` that `wanted` names, with shape and sharding, as `weights`. Adapters are merged into
+        them in float32, one matrix at a time. `kind`: the parameters, or an average of them.
         """
         self.check_kind(kind)
         places = {key: place for key, place in stored(self.trained.model).items() if _has(wanted.get(key[0], {}), key[1])}
-        root = AVERAGE if kind == "ema" else ("params",)
-        shapes = abstract_parameters(self.trained.model)
+        root, shapes = _root(kind), abstract_parameters(self.trained.model)
         asked: Parameters = {}
         for (entry, name), place in places.items():
             target = leaf(wanted[entry], name)
@@ -138,24 +139,38 @@ class SavedRun:
                 if part is not None:
                     shape = leaf(shapes, part)
                     put(asked, (*root, *part), jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=_whole(target.sharding)))
-        asked = asked if kind == "ema" else with_z(self.trained, in_parts(self.trained, asked))
-        restored = self.checkpoints.restore_entries(asked, step, self._passed_over(step))
-        state = restored.state if kind == "ema" else at_average(self.trained, whole(self.trained, restored.state))
+        number, state = self._restore(asked, step)
         found: dict[str, Parameters] = {"params": {}, "model_state": {}}
         for (entry, name), place in places.items():
             put(found[entry], name, _merged(state, root, place))
-        return Weights(restored.step, found["params"], found["model_state"])
+        return Weights(number, found["params"], found["model_state"])
 
-    def adapters(self, step: int | None = None, kind: WeightsKind = "raw") -> Parameters:
+    def adapters(self, step: int | None = None, kind: str = RAW) -> Parameters:
         """The adapters of a checkpoint on the host, not merged: with `model.lora` all parameters that were trained."""
         self.check_kind(kind)
-        here, root = SingleDeviceSharding(jax.devices("cpu")[0]), AVERAGE if kind == "ema" else ("params",)
-        shapes = abstract_parameters(self.trained.model)
-        asked: Parameters = {}
-        put(asked, root, jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes))
-        state = self.checkpoints.restore_entries(with_z(self.trained, asked), step, self._passed_over(step)).state
-        found: Parameters = leaf(at_average(self.trained, state), root)
+        here = SingleDeviceSharding(jax.devices("cpu")[0])
+        found: Parameters = leaf(self._restore(self._parameters(kind, here), step)[1], _root(kind))
         return found
+
+    def sources(self, kind: str) -> set[str]:
+        """Names of the leaves of a checkpoint that weights of this kind are computed from, without those of the model state."""
+        asked = self._asked(self._parameters(kind, None))
+        return {".".join(path_of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(asked)[0]}
+
+    def _parameters(self, kind: str, sharding: Sharding | None) -> Parameters:
+        """Abstract parameters of this kind, as an entry of a state."""
+        entries: Parameters = {}
+        shapes = abstract_parameters(self.trained.model)
+        put(entries, _root(kind), jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding), shapes))
+        return entries
+
+    def _asked(self, entries: Parameters) -> Parameters:
+        return reduce(lambda asked, form: form.asked(asked), self._forms, entries)
+
+    def _restore(self, entries: Parameters, step: int | None) -> tuple[int, Parameters]:
+        """(step of the checkpoint, the wanted entries of its state)."""
+        restored = self.checkpoints.restore_entries(self._asked(entries), step, self._passed_over(step))
+        return restored.step, reduce(lambda found, form: form.restored(found), reversed(self._forms), restored.state)
 
     def _passed_over(self, step: int | None) -> dict[int, str]:
         """Checkpoints that are not read, by what process 0 sees: the run may go on meanwhile. A person who names a step has chosen."""
@@ -164,10 +179,17 @@ class SavedRun:
         seen = agree.on_process_0(lambda: list(self.unfit.items()), f"reading {self.directory}")
         return dict(seen)
 
-    def check_kind(self, kind: WeightsKind) -> None:
+    def check_kind(self, kind: str) -> None:
         """Raise UserError if this run keeps no such weights."""
-        if kind == "ema" and self.trained.ema is None:
-            raise UserError(f"{self.directory} holds no moving average of its weights (it was trained without `ema`): ask for raw weights.")
+        if kind not in (RAW, *averages(self.trained)):
+            raise UserError(
+                f"{self.directory} holds no moving average of its weights (it was trained without `{kind}`): ask for raw weights."
+            )
+
+
+def _root(kind: str) -> Name:
+    """Path in a state of weights of this kind."""
+    return ("params",) if kind == RAW else ("extra", kind)
 
 
 def _merged(state: Parameters, root: Names, place: Stored) -> jax.Array:
@@ -193,9 +215,9 @@ def _has(tree: Parameters, name: Names) -> bool:
     return True
 
 
-def source_tokenizer(config: Config) -> Path | None:
+def source_tokenizer(train: TrainConfig) -> Path | None:
     """The tokenizer of the run or the model that a run begins as; None if its config names none."""
-    source = config.train.branch_from or config.train.start_from
+    source = train.branch_from or train.start_from
     return None if source is None else Path(source.path) / TOKENIZER
 
 

@@ -6,15 +6,19 @@ The parameters of a run are y; z is state, and x follows from both. x is what is
 The correction of v for its first updates divides v, as in optax, and does not change the weights of z.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.schema import Config
+from maxlm.config.sections.model import ModelConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.models import parameter_specs
 from maxlm.models.parameters import Parameters
+from maxlm.training.stored_form import StoredForm
 
 NAME, Z = "schedule_free", "z"  # of the rule; of the point in its state
 ROOT = ("opt_state", "2", Z)  # path of z in a training state: the last part of the chain of `build_optimizer`
@@ -57,22 +61,34 @@ def averaged(beta1: float, params: Parameters, z: Parameters) -> Parameters:
     return jax.tree.map(lambda y, z: (y - (1 - beta1) * z) / beta1, params, z)
 
 
-# The averaged point in a checkpoint.
-
 _in_place = jax.jit(averaged, static_argnums=0, donate_argnums=1)
 
 
-def with_z(config: Config, asked: Parameters) -> Parameters:
-    """Entries of a state to restore, with z of the parameters, from which their averaged point follows."""
-    if config.optimizer.name != NAME or "params" not in asked:
-        return asked
-    entry, place, name = ROOT
-    return {**asked, entry: {place: {name: asked["params"]}}}
+class AveragedPoint(StoredForm):
+    """Parameters y of a state, where x is what is evaluated and exported."""
 
+    def __init__(self, beta1: float, model: ModelConfig, mesh: Mesh | None) -> None:
+        split = None if mesh is None else jax.tree.map(lambda spec: NamedSharding(mesh, spec), parameter_specs(model, mesh))
+        self._beta1, self._averaged = beta1, jax.jit(averaged, static_argnums=0, out_shardings=split)
 
-def at_average(config: Config, restored: Parameters) -> Parameters:
-    """State that was restored as `with_z` says, with the averaged point as its parameters."""
-    entry, place, name = ROOT
-    if entry not in restored:
-        return restored
-    return {**restored, "params": _in_place(config.optimizer.beta1, restored["params"], restored[entry][place][name])}
+    @classmethod
+    def from_config(cls, optimizer: OptimizerConfig, device_mesh: Mesh | None, model: ModelConfig) -> Self | None:
+        """None with another optimizer."""
+        return cls(optimizer.beta1, model, device_mesh) if optimizer.name == NAME else None
+
+    def asked(self, entries: Parameters) -> Parameters:
+        """Add z, from which x follows."""
+        entry, place, name = ROOT
+        return {**entries, entry: {place: {name: entries["params"]}}} if "params" in entries else entries
+
+    def restored(self, entries: Parameters) -> Parameters:
+        """Compute x in place of z."""
+        entry, place, name = ROOT
+        if entry not in entries:
+            return entries
+        return {**entries, "params": _in_place(self._beta1, entries["params"], entries[entry][place][name])}
+
+    def evaluated(self, params: Parameters, opt_state: Any) -> Parameters:
+        """The averaged point x."""
+        point: Parameters = self._averaged(self._beta1, params, opt_state[-1].z)
+        return point

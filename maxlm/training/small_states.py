@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int32
 
 from maxlm.config.axes import RULES
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.models import abstract_parameters
 from maxlm.models.adapters import leaf as leaf_of
@@ -51,44 +51,50 @@ class Storage:
     by_chance: bool
 
     def read(self, stored: Array, scales: Array | None) -> Float[Array, "..."]:
+        """The moment in float32."""
         return stored.astype(jnp.float32) if scales is None else decode(stored, scales)
 
     def scales(self, moment: Array) -> Array | None:
+        """New scales of a moment, or None."""
         return None if self.dim is None else scales_of(moment, self.dim)
 
     def write(self, moment: Array, scales: Array | None, random: Array | None) -> Array:
+        """The moment as it is stored."""
         if scales is None:
             return to_bfloat16(moment, random)
         return encode(moment, scales, signed=self.signed, random=random)
 
 
 def in_small_state(
-    config: Config, inner: optax.GradientTransformation, axes: Parameters, first_row: Array | int = 0
+    inner: optax.GradientTransformation,
+    axes: Parameters,
+    first_row: Array | int,
+    settings: OptimizerStateConfig | None,
+    model: ModelConfig,
+    seed: int,
 ) -> optax.GradientTransformation:
-    """`inner` with its moments stored as `optimizer.state` says; itself if they are float32.
+    """`inner` with its moments stored as `settings` say; itself if they are float32.
 
-    `axes`: of the parameters. `first_row`: of theirs, if they are pieces of stacked ones.
+    `axes`: of the parameters. `first_row`: of theirs, if they are pieces of stacked ones. `seed`: of the rounding.
     """
-    settings = config.optimizer.state
     if settings is None or {settings.moments, settings.second} <= {FLOAT32, "factored"}:
         return inner
-    return _SmallMoments(config, settings, inner, axes, first_row).transformation()
+    moments = _SmallMoments(_forms(settings, inner, axes, abstract_parameters(model)), inner, seed, first_row)
+    return optax.GradientTransformation(moments.init, moments.update)
 
 
 class _SmallMoments:
     """`inner` and the form of every leaf of its state, None for what stays as it is."""
 
     def __init__(
-        self, config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation, axes: Parameters, first_row: Array | int
+        self, forms: tuple[list[Storage | None], Any], inner: optax.GradientTransformation, seed: int, first_row: Array | int
     ) -> None:
-        self._inner, self._seed, self._first_row = inner, config.train.seed, first_row
-        self._forms, self._tree = _forms(config, settings, inner, axes)
+        self._inner, self._seed, self._first_row = inner, seed, first_row
+        self._forms, self._tree = forms
         self._scaled = any(form is not None and form.dim is not None for form in self._forms)
 
-    def transformation(self) -> optax.GradientTransformation:
-        return optax.GradientTransformation(self.init, self.update)
-
     def init(self, params: Parameters) -> SmallState:
+        """The first state, rounded."""
         moments = self._tree.flatten_up_to(self._inner.init(params))
         return self._stored(moments, self._scales(moments), jnp.zeros((), jnp.int32))
 
@@ -138,12 +144,13 @@ class _SmallMoments:
 
 
 def _forms(
-    config: Config, settings: OptimizerStateConfig, inner: optax.GradientTransformation, given: Parameters
+    settings: OptimizerStateConfig, inner: optax.GradientTransformation, given: Parameters, shapes: Parameters
 ) -> tuple[list[Storage | None], Any]:
-    """(form of every leaf of the state of `inner`, structure of that state), of parameters with the logical axes `given`."""
+    """(form of every leaf of the state of `inner`, structure of this state), for parameters with the logical axes `given`. `shapes`: of all
+    parameters.
+    """
     named: Any = jax.tree_util.tree_flatten_with_path(given, is_leaf=lambda leaf: isinstance(leaf, tuple))
     axes = {path_of(path): names for path, names in named[0]}
-    shapes = abstract_parameters(config.model)
     params = jax.tree.unflatten(named[1], [leaf_of(shapes, name) for name in axes])
     leaves, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(inner.init, params))
     chosen = {**dict.fromkeys((FIRST, FAST, SLOW), settings.moments), SECOND: settings.second}

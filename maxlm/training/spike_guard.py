@@ -7,10 +7,9 @@ the same after a restart. The rule of `telemetry.alarms.JumpAlarm`, for a single
 from typing import NamedTuple, Self
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import DilocoConfig
 from maxlm.config.sections.health import HealthConfig
 from maxlm.models.parameters import Parameters
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD
@@ -33,6 +32,7 @@ class Window(NamedTuple):
 
 
 def empty_window() -> Window:
+    """The window before the first update."""
     zeros, zero = jnp.zeros(JUMP_WINDOW, jnp.float32), jnp.zeros((), jnp.int32)
     return Window(zeros, zeros, zero, zero)
 
@@ -72,21 +72,22 @@ def judge(
 class SpikeGuard(Transform):
     """Refuse updates that `settings` call spikes; not the last one with local updates, after which workers meet for the last time."""
 
-    name = "guard"
+    name, phase = "guard", "refuse"
 
     def __init__(self, settings: HealthConfig, last: int | None) -> None:
         """`last`: number of updates of a run that must apply its last one."""
         self._settings, self._last = settings, last
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        if config.health is None or config.health.spike != "skip":
-            return None
-        return cls(config.health, None if config.diloco is None else config.total_steps)
+    def from_config(cls, health: HealthConfig, diloco: DilocoConfig | None, total_steps: int) -> Self | None:
+        """None where spikes are not skipped."""
+        return cls(health, None if diloco is None else total_steps) if health.spike == "skip" else None
 
     def first(self, params: Parameters) -> tuple[Parameters, Window]:
+        """An empty window."""
         return params, empty_window()
 
     def judge(self, own: Window, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], Window]:
+        """Refuse a spike."""
         refused, window = judge(own, state.step, loss, norm, self._settings)
         return refused if self._last is None else refused & (state.step + 1 < self._last), window

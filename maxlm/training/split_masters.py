@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Float, Int32
 
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.optimizer_state import OptimizerStateConfig
 from maxlm.models import parameter_axes
 from maxlm.models.adapters import leaf, put
 from maxlm.models.parameters import Parameters, is_matrix
@@ -20,14 +21,15 @@ from maxlm.models.stack import Names
 from maxlm.training.rounding import random_bits
 from maxlm.training.state_paths import path_of
 from maxlm.training.step import TrainState, Transform
+from maxlm.training.stored_form import StoredForm
 
 RESIDUAL = "residual"  # entry of `TrainState.extra`: the differences; None for parameters that are no matrices, which stay float32
 DIFFERENCES = {"split": jnp.dtype("int16"), "split24": jnp.dtype("int8")}
 
 
-def difference_dtype(config: Config) -> Any:
+def difference_dtype(settings: OptimizerStateConfig | None) -> Any:
     """dtype of the differences; None if masters are float32."""
-    return None if config.optimizer.state is None else DIFFERENCES.get(config.optimizer.state.masters)
+    return None if settings is None else DIFFERENCES.get(settings.masters)
 
 
 def split(master: Float[Array, "..."], bits: int, random: Array | None = None) -> tuple[BFloat16[Array, "..."], Array]:
@@ -51,41 +53,34 @@ def join(half: BFloat16[Array, "..."], difference: Array | None) -> Float[Array,
     return jax.lax.bitcast_convert_type(pattern << (16 - bits), jnp.float32)
 
 
-def stored(
-    config: Config, name: Names, master: Float[Array, "..."], step: Int32[Array, ""] | None, first_row: Array | int = 0
-) -> tuple[BFloat16[Array, "..."], Array]:
-    """The two parts of the masters of this name after update `step`, rounded by chance if the settings say so; before the first (None) to
-    the nearest. `first_row`: of a piece.
-    """
-    settings, bits = config.optimizer.state, 8 * difference_dtype(config).itemsize
-    by_chance = settings is not None and settings.rounds_by_chance(settings.masters) and bits == 8 and step is not None
-    random = random_bits(config.train.seed, ".".join(name), step, master.shape, first_row) if by_chance and step is not None else None
-    return split(master, bits, random)
-
-
-class SplitMasters(Transform):
+class SplitMasters(Transform, StoredForm):
     """Masters in two parts between updates: gradients are computed with the halves, and the optimizer updates float32."""
 
-    name, by_parameter = RESIDUAL, True
+    name, phase, by_parameter = RESIDUAL, "store", True
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, settings: OptimizerStateConfig, model: ModelConfig, seed: int) -> None:
+        self._settings, self._model, self._seed, self._bits = settings, model, seed, 8 * difference_dtype(settings).itemsize
 
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        return None if difference_dtype(config) is None else cls(config)
+    def from_config(cls, settings: OptimizerStateConfig, model: ModelConfig, train_seed: int) -> Self | None:
+        """None where masters are float32."""
+        return None if difference_dtype(settings) is None else cls(settings, model, train_seed)
 
     def first(self, params: Parameters) -> tuple[Parameters, Parameters]:
-        in_two = jax.tree.map(lambda matrix: matrix or None, matrices(self._config.model))
+        """The halves of the parameters, and the differences."""
+        in_two = jax.tree.map(lambda matrix: matrix or None, matrices(self._model))
         return self._split(params, in_two, None, 0)
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
-        return jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self._config.model), params)
+        """Split as the parameters."""
+        return jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self._model), params)
 
     def read(self, params: Parameters, own: Any) -> Parameters:
+        """The float32 masters."""
         return join_all(params, own)
 
     def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
+        """Split the updated masters."""
         return self._split(params, own, state.step, first_row)
 
     def _split(
@@ -95,11 +90,47 @@ class SplitMasters(Transform):
         paths: Any = jax.tree_util.tree_flatten_with_path(masters)[0]
         tree: Any = jax.tree.structure(masters)
         parts = [
-            (master, None) if keep is None else stored(self._config, path_of(path), master, step, first_row)
+            (master, None) if keep is None else self.stored(path_of(path), master, step, first_row)
             for (path, master), keep in zip(paths, tree.flatten_up_to(in_two), strict=True)
         ]
         halves, differences = zip(*parts, strict=True)
         return tree.unflatten(halves), tree.unflatten(differences)
+
+    def stored(
+        self, name: Names, master: Float[Array, "..."], step: Int32[Array, ""] | None, first_row: Array | int = 0
+    ) -> tuple[BFloat16[Array, "..."], Array]:
+        """The two parts of the masters of this name after update `step`, rounded by chance if the settings say so; before the first (None)
+        to the nearest. `first_row`: of a piece.
+        """
+        by_chance = self._settings.rounds_by_chance(self._settings.masters) and self._bits == 8
+        random = random_bits(self._seed, ".".join(name), step, master.shape, first_row) if by_chance and step is not None else None
+        return split(master, self._bits, random)
+
+    # Masters in a checkpoint.
+
+    def asked(self, entries: Parameters) -> Parameters:
+        """Ask for both parts of each matrix."""
+        halves: Parameters = {}
+        differences: Parameters = {}
+        if "params" not in entries:
+            return entries
+        for path, wanted in jax.tree_util.tree_flatten_with_path(entries["params"])[0]:
+            name, in_two = path_of(path), leaf(matrices(self._model), path_of(path))
+            put(halves, name, jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16 if in_two else wanted.dtype, sharding=wanted.sharding))
+            if in_two:
+                dtype = difference_dtype(self._settings)
+                put(differences, name, jax.ShapeDtypeStruct(wanted.shape, dtype, sharding=wanted.sharding))
+        return {**entries, "params": halves, **({"extra": {RESIDUAL: differences}} if differences else {})}
+
+    def restored(self, entries: Parameters) -> Parameters:
+        """Join the parts."""
+        if RESIDUAL not in entries.get("extra", {}):
+            return entries
+        params: Parameters = {}
+        for path, half in jax.tree_util.tree_flatten_with_path(entries["params"])[0]:
+            in_two = leaf(matrices(self._model), path_of(path))
+            put(params, path_of(path), jax.jit(join)(half, leaf(entries["extra"][RESIDUAL], path_of(path))) if in_two else half)
+        return {**entries, "params": params}
 
 
 def matrices(model: ModelConfig) -> Parameters:
@@ -110,32 +141,3 @@ def matrices(model: ModelConfig) -> Parameters:
 def join_all(halves: Parameters, residual: Parameters) -> Parameters:
     """The float32 parameters."""
     return jax.tree.map(join, halves, residual)
-
-
-# Masters in a checkpoint.
-
-
-def in_parts(config: Config, asked: Parameters) -> Parameters:
-    """Entries of a state to restore, with the parts of those parameters that a checkpoint of `config` holds in two."""
-    dtype = difference_dtype(config)
-    halves: Parameters = {}
-    differences: Parameters = {}
-    if dtype is None or "params" not in asked:
-        return asked
-    for path, wanted in jax.tree_util.tree_flatten_with_path(asked["params"])[0]:
-        name, in_two = path_of(path), leaf(matrices(config.model), path_of(path))
-        put(halves, name, jax.ShapeDtypeStruct(wanted.shape, jnp.bfloat16 if in_two else wanted.dtype, sharding=wanted.sharding))
-        if in_two:
-            put(differences, name, jax.ShapeDtypeStruct(wanted.shape, dtype, sharding=wanted.sharding))
-    return {**asked, "params": halves, **({"extra": {RESIDUAL: differences}} if differences else {})}
-
-
-def whole(config: Config, restored: Parameters) -> Parameters:
-    """State that was restored as `in_parts` says, with float32 parameters."""
-    if difference_dtype(config) is None or "extra" not in restored:
-        return restored
-    params: Parameters = {}
-    for path, half in jax.tree_util.tree_flatten_with_path(restored["params"])[0]:
-        in_two = leaf(matrices(config.model), path_of(path))
-        put(params, path_of(path), jax.jit(join)(half, leaf(restored["extra"][RESIDUAL], path_of(path))) if in_two else half)
-    return {**restored, "params": params}

@@ -205,7 +205,7 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
     restored = checkpoints.restore(program.abstract_state, source.step)
     _check_rate(program.config, saved.trained, source.step - int(jax.device_get(restored.state.skipped)))
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
-    return Start(program.adopt(restored.state), restored.step, data, restored.data_position)
+    return Start(program.placement.adopt(restored.state), restored.step, data, restored.data_position)
 
 
 def _check_rate(config: Config, before: Config, updates: int) -> None:

@@ -7,7 +7,7 @@ at a time, so that state which is not on the device is streamed through the same
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -222,18 +222,26 @@ def split(batch: Any, microbatches: int) -> Any:
 class Transform:
     """One part of an update. A hook that a subclass leaves out changes nothing; `own` is the transform's state.
 
-    `by_parameter`: the state has an array for each parameter, and `write` updates it by groups; other states are updated in `reduce` or
-    `judge`. `kept_if_refused`: the new state is kept although the update is not applied.
+    `name`: of the state; `phase`: one of `program.PHASES`. `by_parameter`: the state has an array for each parameter, and `write` updates
+    it by groups; other states are updated in `reduce` or `judge`. `kept_if_refused`: it is kept although the update is not applied.
     """
 
     name: str
+    phase: str
     by_parameter = False
     kept_if_refused = False
     metrics: tuple[Metric, ...] = ()
 
+    @property
+    def recorded(self) -> tuple[Metric, ...]:
+        """Figures in the records of a run, by default `metrics`."""
+        return self.metrics
+
     @classmethod
-    def from_config(cls, config: Config, mesh: Mesh) -> Self | None:
-        """The transform that `config` asks for; None if it asks for none."""
+    def from_config(cls, *args: Any, **kwargs: Any) -> "Transform | None":
+        """The transform that a section asks for; None if it asks for none. Gets the section, and what the parameters of the subclass
+        name: settings, and the `device_mesh` (`table.build`).
+        """
         raise NotImplementedError
 
     def first(self, params: Parameters) -> tuple[Parameters, Any]:

@@ -18,7 +18,7 @@ from maxlm.checkpoint.retention import HEALTHY, NewestHealthy
 from maxlm.config import transient
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
-from maxlm.runtime.ownership import Ownership
+from maxlm.run.ownership import Ownership
 from maxlm.training.fits import explain_out_of_memory
 from maxlm.training.rollback import Journal
 
@@ -278,7 +278,7 @@ from maxlm.config import transient
 from maxlm.config.errors import UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
-from maxlm.runtime.ownership import Ownership
+from maxlm.run.ownership import Ownership
 from maxlm.training import rollback
 from maxlm.training.rollback import Journal
 

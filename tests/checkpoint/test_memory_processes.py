@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import fork_server
 import pytest
 from small_run import environment, free_port
 
@@ -164,7 +165,7 @@ def reports(tmp_path_factory) -> list[dict]:
     root = tmp_path_factory.mktemp("hosts")
     address = f"127.0.0.1:{free_port()}"
     processes = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", PROGRAM, address, str(rank), str(root)],
             env=environment(4),
             stdout=subprocess.PIPE,

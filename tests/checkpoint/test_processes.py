@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from maxlm.checkpoint import CheckpointError, Checkpoints
 from maxlm.config.schema import CheckpointConfig
-from maxlm.runtime.jax_setup import enable_compilation_cache
+from maxlm.run.jax_setup import enable_compilation_cache
 
 address, rank, task, directory, fsdp = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
@@ -79,7 +80,7 @@ def run(task: str, directory: Path, fsdp: int = 8, program: str = PROGRAM) -> li
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", program, address, str(rank), task, str(directory), str(fsdp)],
             env=environment(4),
             stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 from small_run import environment, free_port
@@ -16,7 +17,7 @@ from maxlm.config.errors import UnavailableError, UserError
 PROGRAM = """
 import json, sys
 import numpy as np
-from maxlm.runtime.jax_setup import use_virtual_devices
+from maxlm.run.jax_setup import use_virtual_devices
 number = int(sys.argv[2])
 use_virtual_devices(2 - number)
 import jax
@@ -55,7 +56,7 @@ def test_two_processes_agree():
     port = free_port()
     command = [sys.executable, "-c", PROGRAM, str(port)]
     how = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen([*command, str(number)], **how) for number in range(2)]
+    both = [fork_server.Popen([*command, str(number)], **how) for number in range(2)]
     said = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in said)

@@ -11,6 +11,7 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import fork_server
 import pytest
 from small_run import command, environment, finish, free_port, make_workspace, start
 
@@ -41,8 +42,8 @@ def both(folder, *changes, elsewhere=None, under=(), **environ):
     train = command("train", "small.yml", *SETTINGS, *place)
     how = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return (
-        subprocess.Popen([*train, "process_id=0"], cwd=folder, env=environment(), **how),
-        subprocess.Popen([*under, *train, "process_id=1", *changes], cwd=elsewhere or folder, env=environment(**environ), **how),
+        fork_server.Popen([*train, "process_id=0"], cwd=folder, env=environment(), **how),
+        fork_server.Popen([*under, *train, "process_id=1", *changes], cwd=elsewhere or folder, env=environment(**environ), **how),
     )
 
 
@@ -56,7 +57,9 @@ def refused(processes):
 @pytest.mark.soak
 def test_the_command_line_joins_and_says_so(workspace):
     """And process 0 records how the attempt before ended elsewhere."""
-    processes = both(workspace, MAXLM_LAST_CODE="-9")
+    before = workspace / "before.json"
+    progress_file.write(before, progress_file.Progress(last_code=-9))
+    processes = both(workspace, **{progress_file.VARIABLE: str(before)})
     said = [finish(process) for process in processes]
     began, *_ = map(json.loads, (workspace / "runs" / "small" / "events.jsonl").read_text().splitlines())
     assert began["cluster"].startswith("process 0 of 2 at localhost:")
@@ -197,7 +200,6 @@ def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
 def test_hosts_are_on_record_once_they_have_met(monkeypatch, tmp_path):
     """One that is lost right after that is then known by its host."""
     monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress.json"))
-    monkeypatch.setattr(progress_file, "_current", progress_file.Progress())
     monkeypatch.setattr(cluster.environment, "find", lambda *_: ProcessSpec(1, 0, f"localhost:{free_port()}", "a test"))
     with cluster.joined({}, lambda text: None):
         recorded = progress_file.read(tmp_path / "progress.json")

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 from small_run import child
 
@@ -38,7 +39,7 @@ def run():
     started = []
 
     def start(body):
-        process = subprocess.Popen(
+        process = fork_server.Popen(
             [sys.executable, "-c", COMMAND.format(body=body)],
             env={**os.environ, deadline.GRACE_VARIABLE: str(GRACE)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

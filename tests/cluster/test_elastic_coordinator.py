@@ -20,7 +20,7 @@ from maxlm.cluster.process_group import ProcessGroup
 from maxlm.cluster.quorum import Quorum, candidates
 from maxlm.cluster.rendezvous import ASK_SECONDS, connect
 from maxlm.config.errors import ExitCode, UserError
-from maxlm.runtime.launch import NO_RESTART
+from maxlm.supervision.launch import NO_RESTART
 
 SECRET = b"a secret of the tests"
 
@@ -150,11 +150,11 @@ def test_a_second_process_of_a_running_one_is_turned_away(monkeypatch, hosts):
     assert (ended.value.exit_code, larger, len(said)) == (ExitCode.HOST_LOST, [], 1)
 
 
-@pytest.mark.parametrize("code_before", [None, "3"])
+@pytest.mark.parametrize("code_before", [None, 3])
 def test_a_second_process_of_a_number_ends_no_run_that_has_met_before(monkeypatch, code_before):
     """At its first start it does: which of the two is meant is not known."""
     if code_before is not None:
-        monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, code_before)
+        monkeypatch.setattr(progress_file, "current", lambda: progress_file.Progress(last_code=code_before))
     spec = specification(3)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(*host_and_port(spec.address), 3))

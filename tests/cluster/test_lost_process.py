@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack
 
+import fork_server
 import pytest
 from small_run import environment
 
@@ -44,7 +45,7 @@ def group():
 
         def make(error=None, **variables):
             command = [sys.executable, "-c", HUB, *([json.dumps(error)] if error else [])]
-            hub = subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            hub = fork_server.Popen(command, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             stack.callback(hub.kill)
             port, others = int(hub.stdout.readline()), {}
             for number in (1, 2, 3):
@@ -186,5 +187,5 @@ os._exit(6)
 def test_an_abort_leaves_time_to_hear_whom_it_comes_from(told_after, code):
     """An abort in C ends the process all the same."""
     began = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", ABORTS, str(told_after)], env=environment(), timeout=60, check=False).returncode == code
+    assert fork_server.run([sys.executable, "-c", ABORTS, str(told_after)], env=environment(), timeout=60, check=False).returncode == code
     assert time.monotonic() - began < 50

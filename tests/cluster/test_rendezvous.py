@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 from small_run import environment, free_port
 
@@ -65,7 +66,7 @@ def start():
     def go(process, count, then="stay", seconds=20, told=None, secret=SECRET, port=own, **extra):
         program = [sys.executable, "-c", PROGRAM, *map(str, (port, told or count, process, seconds, then))]
         how = {message_socket.SECRET: secret, **extra}
-        started.append(subprocess.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        started.append(fork_server.Popen(program, env=environment(**how), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
     go.port = own
@@ -168,7 +169,7 @@ def test_more_processes_than_files_are_allowed(hard, code):
     """A thousand hosts exceed the usual limit of 1,024: it is raised, or the error names it."""
     port, count = free_port(), 26
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (24, {hard}))\n" + PROGRAM
-    first = subprocess.Popen(
+    first = fork_server.Popen(
         [sys.executable, "-c", limited, *map(str, (port, count, 0, 60, 0.1))],
         env=environment(**{message_socket.SECRET: SECRET}), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
@@ -478,7 +479,7 @@ def test_the_port_of_jaxs_service_that_stays_taken_is_said(start):
 
 def test_a_port_that_is_taken_at_a_restart_may_be_free_later(monkeypatch):
     """The run has met there before, and the other hosts wait for it."""
-    monkeypatch.setenv(progress_file.LAST_CODE_VARIABLE, "-9")
+    monkeypatch.setattr(progress_file, "current", lambda: progress_file.Progress(last_code=-9))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UnavailableError, match="is another run on this host"):
         rendezvous.join(ProcessSpec(2, 0, f"127.0.0.1:{taken.getsockname()[1]}", "a test"), 0.1, SECRET.encode())
 
@@ -493,11 +494,9 @@ def test_a_number_is_taken_as_long_as_the_last_answer_says_so(monkeypatch, ends)
         if address != "a:1" or (ends and asked.count("a:1") > 1):
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
 
-    def taken(*_):
-        raise rendezvous.NumberTakenError("process 2 is not lost")
-
+    taken = {"kind": "taken", "reason": "process 2 is not lost"}
     monkeypatch.setattr(rendezvous, "connect", connect)
-    monkeypatch.setattr(rendezvous._Seeker, "_answer", taken)
+    monkeypatch.setattr(rendezvous._Seeker, "_answer", lambda *_: taken)
     seeker = rendezvous._Seeker(ProcessSpec(3, 2, "a:1", "a test"), b"", "", lambda text: None)
     with pytest.raises(rendezvous.RendezvousError) as ended:
         seeker.connect({0: "a:1", 1: "b:1"}, 0.5, forever=True)

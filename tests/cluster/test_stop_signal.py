@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 
+import fork_server
 import pytest
 from small_run import environment, free_port
 
@@ -44,7 +45,7 @@ print(answers[:before + 2])
 def test_what_is_asked_before_the_first_step_of_a_resumed_run_is_not_lost(before):
     """All stop at a call soon after, whatever the number of the step."""
     program = [sys.executable, "-c", SIGNALLED, str(free_port()), str(before)]
-    done = subprocess.run(program, env=environment(), capture_output=True, text=True, timeout=120)
+    done = fork_server.run(program, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     answers = ast.literal_eval(done.stdout.splitlines()[-1])
     assert answers[:before] == [None] * before
@@ -74,7 +75,7 @@ def test_processes_agree_where_to_stop_while_jax_holds_pythons_lock():
     """It does while they agree, over the coordination service."""
     port = free_port()
     both = [
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", TOGETHER, str(port), str(number)],
             env=environment(),
             stdout=subprocess.PIPE,

@@ -3,48 +3,39 @@
 import pkgutil
 import subprocess
 import sys
+from functools import partial
 
+import jax
+import numpy as np
 import pytest
+from extensions.swa import CAPABILITY
+from tiny import run_steps, tiny_batch, tiny_config, tiny_program
+from typer.testing import CliRunner
 
 import maxlm
+from maxlm.checkpoint import Checkpoints
+from maxlm.cli import app
 from maxlm.config import ConfigError, load, sections, table
-from maxlm.config.capability import Capability, Inert, keeps, value_of
+from maxlm.config.capability import Capability, load as load_object, value_of
 from maxlm.config.explain import sections_of
-from maxlm.config.fields import Fraction, Positive, Section
 from maxlm.config.loader import dump
-from maxlm.config.schema import Config
 from maxlm.config.sections.mesh import AXES
+from maxlm.hardware.topologies import parse
+from maxlm.planning.analytic import Analytic
+from maxlm.planning.layouts import LayoutSpace
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training import fits
+from maxlm.training.program import Program
+from maxlm.training.saved_run import open_run
 
 ONE = dict.fromkeys(AXES, 1)
-
-
-class SwaConfig(Section):
-    """Stochastic weight averaging."""
-
-    every: Positive = 10
-    share: Fraction = 0.5
-
-
-def too_rare(config, swa):
-    if swa.every > config.total_steps:
-        yield "swa.every", swa.every, f"is above the {config.total_steps} updates of the run", "lower it"
 
 
 @pytest.fixture
 def average(monkeypatch):
     """Another average of weights, as another package registers it."""
     monkeypatch.setattr(table, "_registered", [])
-    maxlm.register(
-        Capability(
-            key="swa",
-            section=SwaConfig,
-            rules=(too_rare,),
-            identity=keeps("swa.every"),
-            inert=lambda config, swa: iter([Inert("swa.share", "every is 1", "raise it")] if swa.every == 1 else []),
-            state=lambda config, swa, state, sizes: state.add("swa", 4, along="masters"),
-            implementation="math:sqrt",
-        )
-    )
+    maxlm.register(CAPABILITY)
     yield
     monkeypatch.undo()
     table.capabilities.cache_clear()
@@ -55,7 +46,7 @@ def test_every_file_of_sections_has_a_record_of_a_setting_in_the_config():
     keys = [one.key for one in table.capabilities()]
     assert len(keys) == len(set(keys)) == len(list(pkgutil.iter_modules(sections.__path__)))
     for key in keys:
-        owner, *path = Config, *key.split(".")
+        owner, *path = table.config_class(), *key.split(".")
         for name in path:
             assert name in owner.model_fields, key
             owner = (sections_of(owner.model_fields[name]) or [owner])[0]
@@ -69,27 +60,56 @@ def test_rules_of_a_section_run_after_those_of_the_sections_before_it():
 
 def test_implementations_exist():
     for one in table.capabilities():
-        assert not one.implementation or callable(one.load()), one.key
+        for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.observers, *one.stored):
+            assert callable(load_object(place).from_config), one.key
 
 
 def test_a_registered_section_is_part_of_a_config(average):
-    loaded = load("runs/quickstart", ["swa.every=3"])
-    assert value_of(loaded.config, "swa.every") == 3 and loaded.source("swa.every") == "command line"
+    loaded = load("runs/quickstart", ["train.swa.every=3"])
+    assert value_of(loaded.config, "train.swa.every") == 3 and loaded.source("train.swa.every") == "command line"
     assert "swa:" in dump(loaded.config) and "swa:" not in dump(load("runs/quickstart").config)
-    with pytest.raises(ConfigError, match=r"swa.every = 100000 \(from command line\): is above the \d+ updates of the run; lower it"):
-        load("runs/quickstart", ["swa.every=100000"])
-    with pytest.raises(ConfigError, match=r"swa.evry = 3 .*the nearest is swa.every"):
-        load("runs/quickstart", ["swa.evry=3"])
-    with pytest.raises(ConfigError, match=r"swa.share = 0.1 .*does nothing, since every is 1"):
-        load("runs/quickstart", ["swa.every=1", "swa.share=0.1"])
-    with pytest.raises(ValueError, match="has swa already"):
-        maxlm.register(Capability(key="swa"))
+    with pytest.raises(ConfigError, match=r"train.swa.every = 100000 \(from command line\): is above the \d+ updates of the run; lower it"):
+        load("runs/quickstart", ["train.swa.every=100000"])
+    with pytest.raises(ConfigError, match=r"train.swa.evry = 3 .*the nearest is train.swa.every"):
+        load("runs/quickstart", ["train.swa.evry=3"])
+    with pytest.raises(ConfigError, match=r"train.swa.share = 0.1 .*does nothing, since every is 1"):
+        load("runs/quickstart", ["train.swa.every=1", "train.swa.share=0.1"])
+    with pytest.raises(ConfigError, match=r"train.start_from.weights = mean .*is no kind of weights; use raw, ema or swa"):
+        load("runs/quickstart", ["train.start_from={path: x, weights: mean}"])
+    with pytest.raises(ValueError, match=r"has train\.swa already"):
+        maxlm.register(Capability(key="train.swa"))
 
 
 def test_a_registered_section_is_part_of_the_identity_and_of_the_state(average):
-    plain, averaged = (load("runs/quickstart", said).config for said in ([], ["swa={}"]))
-    assert set(table.identity(averaged, "t").items()) - set(table.identity(plain, "t").items()) == {("swa.every", "10")}
+    plain, averaged = (load("runs/quickstart", said).config for said in ([], ["train.swa={}"]))
+    assert set(table.identity(averaged, "t").items()) - set(table.identity(plain, "t").items()) == {("train.swa.every", "10")}
     assert table.state(averaged, ONE, 8).bytes_in(None) == table.state(plain, ONE, 8).bytes_in(None) + 4
+
+
+def test_a_registered_average_trains_and_resumes_to_the_bit(average, tmp_path):
+    """It is saved, evaluated and read by other runs; `maxlm plan` counts its bytes, and `maxlm config` shows it."""
+    program = tiny_program(1, train={"steps": 4, "swa": {"every": 2}})
+    config, run = program.config, RunDirectory(tmp_path, primary=True)
+    states = [run_steps(program, steps, first=Program.init)[0] for steps in (2, 4)]
+    checkpoints = Checkpoints(run.checkpoints, config.checkpoint, table.identity(config, ""))
+    checkpoints.save(2, states[0], {})
+    checkpoints.wait()
+    resumed = Checkpoints(run.checkpoints, config.checkpoint, table.identity(config, "")).restore(program.abstract_state).state
+    with jax.set_mesh(program.mesh):
+        for n in (2, 3):
+            resumed, _ = program.step(resumed, jax.device_put(tiny_batch(n), program.batch_sharding))
+    jax.tree.map(np.testing.assert_array_equal, resumed, states[1])
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, states[0].params, states[1].params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), resumed.extra["swa"], mean)
+
+    (tmp_path / "config.yml").write_text(dump(config))
+    jax.tree.map(np.testing.assert_array_equal, open_run(tmp_path).weights(program.mesh, kind="swa").params, states[0].extra["swa"])
+    assert table.averages(config) == ("swa",) and "swa" in CliRunner().invoke(app, ["config", str(tmp_path)]).output
+
+    layout, mesh = LayoutSpace(config, 1).own(), ONE
+    plain, planned = (Analytic(one, parse("v5p:2x2x1"), lambda layout: {}).estimate(layout).state for one in (tiny_config(), config))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(states[0].extra["swa"]))
+    assert planned - plain == held and fits.least(config, mesh)[0].bytes - fits.least(tiny_config(), mesh)[0].bytes == held
 
 
 def test_state_lies_where_masters_lie():

@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
@@ -23,7 +24,7 @@ from maxlm.config import directory_lock
 from maxlm.config.errors import UserError
 from maxlm.data import prepare, storage
 from maxlm.data.writer import FlatWriter
-from maxlm.runtime import ownership
+from maxlm.run import ownership
 from maxlm.telemetry import atomic
 
 HOLD = (
@@ -35,7 +36,7 @@ HOLD = (
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds tmp_path/run."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    process = fork_server.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -88,9 +89,9 @@ def test_two_runs_never_write_in_one_directory(tmp_path):
     first = start(folder, "train.steps=100000")
     wait_for_step(folder, 3, first)
     began = time.monotonic()
-    program = "from maxlm.runtime import ownership; ownership.LOCK_MARGIN_SECONDS = 1; from maxlm.__main__ import main; main()"
+    program = "from maxlm.run import ownership; ownership.LOCK_MARGIN_SECONDS = 1; from maxlm.__main__ import main; main()"
     said = finish(
-        subprocess.Popen(
+        fork_server.Popen(
             [sys.executable, "-c", program, "train", "small.yml", "train.steps=100000"],
             cwd=folder, env=environment(MAXLM_GRACE_SECONDS="1"), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ),
@@ -343,7 +344,7 @@ def test_two_runs_on_two_machines_never_mix(tmp_path, how):
 
     def begin(*overrides):
         command = [sys.executable, "-c", ELSEWHERE, how, "train", "small.yml", *overrides]
-        return subprocess.Popen(command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return fork_server.Popen(command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     first = begin("train.steps=1000000")
     wait_for_step(folder, 30, first, timeout=900)

@@ -1,11 +1,11 @@
 """The process of the compiler: another takes its place when it ends."""
 
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 
+import fork_server
 import pytest
 
 from maxlm.compiler.hidden_stderr import hidden_stderr, write_stderr_to
@@ -83,5 +83,5 @@ def test_python_speaks_while_the_rest_is_hidden():
     """In a process that has no test's stand-in for sys.stderr."""
     code = "import os, sys; from maxlm.compiler.hidden_stderr import hidden_stderr\nwith hidden_stderr():\n    "
     code += "os.write(2, b'noise\\n'); print('for the user', file=sys.stderr)\nprint('after', file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = fork_server.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "for the user\nafter\n"

@@ -14,7 +14,7 @@ from maxlm.data.batch import batch_of_segments
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.samples import pack
 from maxlm.data.storage import DamagedStoreError
-from maxlm.runtime.open_data import open_data
+from maxlm.run.open_data import open_data
 
 
 def test_rows_hold_whole_documents_and_are_full():

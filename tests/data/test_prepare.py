@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 from data_cases import every_byte, prepare_config, some_texts
@@ -167,7 +168,7 @@ def test_killed_it_goes_on_with_the_same_store(tmp_path):
 
     def start(store: str) -> subprocess.Popen:
         config = prepare_config(tmp_path / store, tmp_path / "t.jsonl").model_dump_json()
-        return subprocess.Popen([sys.executable, "-c", program, config], stderr=subprocess.PIPE)
+        return fork_server.Popen([sys.executable, "-c", program, config], stderr=subprocess.PIPE)
 
     assert start("whole").wait() == 0
     for documents in (100, 800):

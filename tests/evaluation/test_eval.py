@@ -2,8 +2,8 @@
 
 import json
 import math
-import subprocess
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -228,7 +228,7 @@ def test_figures_do_not_depend_on_the_mesh(workspace, capsys, tmp_path):
 
 
 def test_the_command_says_what_is_wrong_in_one_line(workspace):
-    done = subprocess.run(command("eval", "run", "--tasks", "nowhere", "--json"), env=environment(), capture_output=True, text=True)
+    done = fork_server.run(command("eval", "run", "--tasks", "nowhere", "--json"), env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("maxlm: task nowhere does not exist")
     assert done.stderr.count("\n") == 1

@@ -20,11 +20,10 @@ from maxlm.evaluation.task import find_tasks
 from maxlm.evaluation.while_training import open_tasks
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
-from maxlm.runtime import open_run
-from maxlm.runtime.open_data import open_data
+from maxlm.run import open_run
+from maxlm.run.open_data import open_data
 from maxlm.telemetry.report.load import load_run
 from maxlm.telemetry.report.render import render
-from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
 from maxlm.training.program import build_program
 
@@ -151,18 +150,18 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
     (workspace / "own.yml").write_text(json.dumps({**TASKS["text"], "data": "own.jsonl"}))
     told = []
     monkeypatch.setattr(agree, "require_equal", lambda facts, problem=None: told.append((facts, problem)))
-    directory, program = RunDirectory(workspace / "none", primary=False), SimpleNamespace(mesh=build_mesh(config))
+    context, program = SimpleNamespace(config=config, primary=False), SimpleNamespace(mesh=build_mesh(config))
     for text in ("a", "b", "a"):
         (workspace / "own.jsonl").write_text(json.dumps({"q": text}))
-        open_run._open_tasks_on_all_hosts(open_tasks, config, program, directory)
+        open_run._open_tasks_on_all_hosts(open_tasks, context, program, goes_on=False)
     assert told[0] == told[2] != told[1]
     assert told[0][0].keys() == {"task own"}
 
-    def away(*_):
+    def away(*_, **__):
         raise PermissionError(13, "Permission denied", "own.jsonl")
 
     with pytest.raises(UserError):
-        open_run._open_tasks_on_all_hosts(away, config, program, directory)
+        open_run._open_tasks_on_all_hosts(away, context, program, goes_on=False)
     assert isinstance(told[3][1], UserError)
 
 

@@ -1,7 +1,6 @@
 """The faults that chaos injects: one entry of FAULTS each."""
 
 import importlib.util
-import json
 import shutil
 import signal
 import sys
@@ -10,16 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import bit_flips
 from chaos_libc import FAIL, GOOD, HANG, compiler
 from chaos_store import ALPHABET
 from chaos_world import DISK_MB, SAVE_EVERY, STEPS, Shape, World
 
 PARTS = {  # part -> its module: faults that need it are run once it is there
-    "watchdog": "maxlm.runtime.watchdog",
+    "watchdog": "maxlm.supervision.watchdog",
     "health": "maxlm.training.rollback",
     "memory": "maxlm.checkpoint.memory",
-    "integrity": "maxlm.training.bit_flips",
-    "elastic": "maxlm.runtime.elastic",
+    "integrity": "maxlm.training.integrity",
+    "elastic": "maxlm.run.elastic",
 }
 BRIEF_SECONDS = 2.0  # that a fault lasts which goes away by itself
 LONG_STEPS = 1200  # of a run in which a slow host is named: after three windows of 30 s
@@ -240,9 +240,7 @@ def flip_bit(world: World) -> Mapping[str, str]:
     device = DEVICE_IDS * world.hosts.names.index(world.victim) + world.dice.randrange(world.shape.devices)
     place = {"element": world.dice.randrange(32), "bit": world.dice.randrange(30)}
     flip = {"step": 3 * SAVE_EVERY + 3 + world.dice.randrange(SAVE_EVERY), "leaf": "params.final_norm.scale_D", "device": device, **place}
-    file = world.folder / "flips.json"
-    file.write_text(json.dumps({"run": str(world.folder / "runs" / "small"), "flips": [flip]}))
-    return {"MAXLM_FLIP_BITS": str(file)}
+    return bit_flips.environment(world.folder / "flips", bit_flips.Flip(**flip))
 
 
 def tear_copy(world: World) -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fork_server
+
 CONFIG = """\
 model: {vocab_size: 320, d_model: 32, n_layers: 2, n_heads: 4, n_kv_heads: 2, d_ff: 64}
 data:
@@ -49,7 +51,7 @@ def command(*arguments: str) -> list[str]:
 
 def start(folder: Path, *overrides: str, devices: int = 1, under: tuple[str, ...] = (), **extra: str) -> subprocess.Popen:
     """`maxlm train small.yml ...` in `folder`, running; `under`: what stands before `train`, such as `launch --`."""
-    return subprocess.Popen(
+    return fork_server.Popen(
         command(*under, "train", "small.yml", *overrides),
         cwd=folder,
         env=environment(devices, **extra),

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 from small_run import environment
 
@@ -87,7 +88,7 @@ store.close()
 
 def run(program: str, *arguments: str) -> str:
     """Run the program, which must succeed; return its output."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment(), capture_output=True, text=True, timeout=120)
+    done = fork_server.run([sys.executable, "-c", program, *arguments], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) <= 6, "a line for each failed save, no page of a library"
     return done.stdout
@@ -96,7 +97,7 @@ def run(program: str, *arguments: str) -> str:
 @pytest.mark.parametrize("delay_ms", [0, *(pytest.param(ms, marks=pytest.mark.soak) for ms in (10, 40))])
 def test_kill_during_a_save_leaves_the_one_before(tmp_path, delay_ms):
     """Only one is kept: the old one may go only when the new one is whole, wherever the writer dies."""
-    program = subprocess.Popen([sys.executable, "-c", SAVING, str(tmp_path / "c")], env=environment(), stdout=subprocess.PIPE, text=True)
+    program = fork_server.Popen([sys.executable, "-c", SAVING, str(tmp_path / "c")], env=environment(), stdout=subprocess.PIPE, text=True)
     committed = 0
     try:
         assert program.stdout is not None

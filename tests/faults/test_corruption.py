@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from bit_flips import Flip, environment
 from small_run import events, exact, finish, make_workspace, metrics, start
-
-from maxlm.training.bit_flips import VARIABLE
 
 pytestmark = pytest.mark.soak
 SETTINGS = ("mesh.data=4", "mesh.fsdp=1", "checkpoint.every_steps=4", "train.eval_batches=0", "train.steps=12")
@@ -32,10 +31,9 @@ def undisturbed(tmp_path_factory) -> Path:
 )
 def test_a_flipped_bit_is_found_and_the_run_ends_as_if_it_had_not_been(undisturbed, name, flip, named):
     folder = undisturbed
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps({"run": str(folder / "runs" / name), "flips": [flip]}))
+    hooked = environment(folder / f"flips-{name}", Flip(**flip))
     launched = ("launch", "--backoff", "0.1", "--")
-    finish(start(folder, *SETTINGS, CHECKS, f"run.name={name}", devices=4, under=launched, **{VARIABLE: str(file)}), timeout=400)
+    finish(start(folder, *SETTINGS, CHECKS, f"run.name={name}", devices=4, under=launched, **hooked), timeout=400)
     found = [event for event in events(folder, "alarm", name) if event["cause"] == "corrupted"]
     assert [event["devices"] for event in found] == [named]
     last = {record["step"]: record for record in metrics(folder, name)}
@@ -43,10 +41,3 @@ def test_a_flipped_bit_is_found_and_the_run_ends_as_if_it_had_not_been(undisturb
     if named:
         (host,) = json.loads((folder / "runs" / name / "unhealthy_hosts.json").read_text())["hosts"].values()
         assert host["devices"] == named
-
-
-def test_flips_for_another_run_are_refused(undisturbed):
-    file = undisturbed / "other.json"
-    file.write_text(json.dumps({"run": "runs/parameter", "flips": []}))
-    said = finish(start(undisturbed, *SETTINGS, "run.name=innocent", devices=4, **{VARIABLE: str(file)}), code=2)
-    assert "flips bits of the run" in said and not (undisturbed / "runs" / "innocent").exists()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 from tensorboardX.proto.event_pb2 import Event as TfEvent
@@ -118,7 +119,7 @@ print("; ".join(problems))
 
 
 def test_a_disk_that_stays_full_holds_nobody(tmp_path, disk):
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-c", STAYS_FULL, str(disk)], env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr

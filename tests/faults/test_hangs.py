@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import fork_server
 import pytest
 from small_run import checkpoint_steps, environment, events, finish, free_port, make_workspace, metrics
 
@@ -28,7 +29,8 @@ READER = "from maxlm.data.input_pipeline import Pipeline as place; name = 'host_
 # Between two saves: a save has a limit of its own.
 LOOP = "from maxlm.telemetry.observer import Observers as place; name = 'on_step'; late = lambda self, record: record.step >= 8"
 SUPERVISED = (
-    "import sys; from maxlm.runtime.launch import Supervisor; sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
+    "import sys; from maxlm.supervision.launch import Supervisor; "
+    "sys.exit(Supervisor(sys.argv[1:], restarts=3, backoff=0.1, say=print).run())"
 )
 LIMITS = ("watchdog.step_seconds=60", "watchdog.step_factor=1", "watchdog.data_seconds=20")
 
@@ -41,7 +43,7 @@ def workspace(tmp_path):
 def start(folder, hang, marker, *settings):
     """A supervised run that hangs once, unless `marker` is "never"."""
     run = [sys.executable, "-c", PROGRAM.format(hang=hang), marker, "train", "small.yml", *LIMITS, *settings]
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, "-c", SUPERVISED, *run], cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 

@@ -1,7 +1,6 @@
 """Damage to the small files of a run: each is read again at its next start, and none of them may end that with a traceback or hang it."""
 
 import ast
-import dataclasses
 import json
 import os
 import random
@@ -17,7 +16,8 @@ from maxlm.config.loader import load_saved, saved_text
 from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.cost import calibration
 from maxlm.ladder import recommend
-from maxlm.runtime import frozen, limits, resume_checks, watchdog
+from maxlm.run import frozen, resume_checks
+from maxlm.supervision import limits, watchdog
 from maxlm.telemetry.alert_delivery import Limit
 from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.bill import rates_of, spent_before
@@ -63,8 +63,8 @@ def make_run(folder):
     record = {"findings": [{"step": 1}], "strikes": {"host0:1": 2}, "hosts": {}, "unsettled": None}
     run.integrity.write_text(json.dumps(record, indent=1))
     run.unhealthy_hosts.write_text(json.dumps({"hosts": {"host0": {"strikes": 2, "reason": "a reason"}}}))
-    (run.path / "progress.json").write_text(json.dumps(dataclasses.asdict(progress_file.Progress(hosts=("a",), step=3))))
-    (run.path / "frozen.json").write_text(json.dumps({"config": CONFIG.model_dump(mode="json"), "facts": {"train data": "1"}}))
+    kept = {"config": CONFIG.model_dump(mode="json"), "facts": {"train data": "1"}}
+    progress_file.write(run.path / "progress.json", progress_file.Progress(hosts=("a",), step=3, frozen=kept))
     (run.path / recommend.RESULT).write_text(json.dumps({"form": {}, "parameters": {}, "runs": [], "base": "b", "assumed": {}}))
     (run.path / "calibration.json").write_text(json.dumps({"chip": None, "device_kind": "cpu"}))
     return run
@@ -81,13 +81,14 @@ def goes_on(run):
         run.config_until(3).unlink()
 
 
-def frozen_text(run):
-    os.environ[progress_file.FROZEN_VARIABLE] = str(run.path / "frozen.json")
+def frozen_facts(run):
+    os.environ[progress_file.VARIABLE] = str(run.path / "progress.json")
+    progress_file._known.clear()
     try:
         frozen.is_restart()
         frozen.check_unchanged({"train data": "1"})
     finally:
-        del os.environ[progress_file.FROZEN_VARIABLE]
+        del os.environ[progress_file.VARIABLE]
 
 
 def append(path):
@@ -122,8 +123,7 @@ READERS = {
     "roll_backs.json": (lambda run: Journal(run.roll_backs), lambda run: open_run(run.path).unfit),
     "integrity.json": (findings.read,),
     "unhealthy_hosts.json": (to_replace,),
-    "progress.json": (lambda run: progress_file.read(run.path / "progress.json"),),
-    "frozen.json": (frozen_text,),
+    "progress.json": (lambda run: progress_file.read(run.path / "progress.json"), frozen_facts),
     recommend.RESULT: (lambda run: recommend.recommend(run.path, "models/llama3-8b", [], 1e18),),
     "calibration.json": (lambda run: calibration.read(run.path / "calibration.json"),),
 }
@@ -223,9 +223,10 @@ def test_every_file_of_a_run_is_damaged_here():
 # Files that open others than through `config.paths`, which refuses pipes: why no pipe is there.
 TRUSTED = {
     "of the kernel, or of a program that was just run": (
-        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "runtime/stacks.py", "cluster/accelerators.py"),
-        *("runtime/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py", "compiler/schedule.py", "kernel_lab/bundles.py"),
-        *("kernel_lab/kernel_commands.py", "command_line.py", "runtime/launch.py", "training/bit_flips.py", "cluster/deadline.py"),
+        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "supervision/stacks.py"),
+        *("cluster/accelerators.py", "diagnostics/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py"),
+        *("compiler/schedule.py", "kernel_lab/bundles.py", "kernel_lab/kernel_commands.py", "command_line.py"),
+        *("supervision/launch.py", "cluster/deadline.py"),
     ),
     "of maxlm itself": (
         "corpus/filters/personal_data.py",
@@ -238,10 +239,10 @@ TRUSTED = {
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
         *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
-        *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "runtime/resume_checks.py"),
-        *("runtime/reference_file.py", "runtime/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
+        *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "run/resume_checks.py"),
+        *("run/reference_file.py", "run/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
         *("checkpoint/reader.py", "data/storage.py", "data/token_store.py", "documents/files.py", "documents/reader.py"),
-        *("config/paths.py", "runtime/consistency.py", "config/directory_lock.py"),
+        *("config/paths.py", "run/consistency.py", "config/directory_lock.py"),
     ),
     "written by this command before": ("interop/importing.py", "interop/new_folder.py", "corpus/executors/slurm.py"),
     "in the memory of this host, or checked by the library for buckets": ("checkpoint/host_copies.py", "checkpoint/folder.py"),

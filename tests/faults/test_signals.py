@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 from small_run import (
     checkpoint_steps,
@@ -52,7 +53,7 @@ def workspace(tmp_path):
 
 
 def start(folder, hang, *settings):
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, "-c", PROGRAM.format(hang=HANGS[hang]), "train", "small.yml", "train.steps=100000", *settings],
         cwd=folder, env=environment(MAXLM_GRACE_SECONDS=str(GRACE)), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Sizes that no machine holds: refused in a line before anything is built, whatever the field, and never a size that fits."""
 
 import math
-import subprocess
 import time
 from pathlib import Path
 from typing import Any, get_args
 
+import fork_server
 import jax
 import pytest
 from small_run import command, environment, make_workspace
@@ -153,7 +153,7 @@ def test_a_size_that_is_refused_is_named_with_what_it_needs(workspace, monkeypat
     [["model.n_layers=1000000000"], ["train.global_batch=100000000"], ["train.global_batch=1000000"]],
 )
 def test_train_refuses_them_in_a_line(overrides, workspace):
-    done = subprocess.run(
+    done = fork_server.run(
         command("train", "small.yml", *overrides), cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2, done.stderr + done.stdout
@@ -173,7 +173,7 @@ def test_harmless_sizes_train(workspace):
         "run.name=harmless",
         "data.store=other",
     ]
-    done = subprocess.run(
+    done = fork_server.run(
         command("train", "small.yml", *beside, *huge), cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr

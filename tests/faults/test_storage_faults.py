@@ -9,7 +9,7 @@ from small_run import events, finish, make_workspace, metrics, start
 
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.data import manifest, storage
-from maxlm.runtime import open_data
+from maxlm.run import open_data
 from maxlm.telemetry.phases import Phases
 
 
@@ -38,7 +38,7 @@ def test_on_several_hosts_a_store_in_a_bucket_is_found(monkeypatch):
     monkeypatch.setattr(open_data.jax, "process_count", lambda: 2)
 
     def prepare(store):
-        open_data._prepare(SimpleNamespace(data=SimpleNamespace(store=store)))
+        open_data._prepare(SimpleNamespace(store=store))
 
     for absent in ("memory://bucket/several", None):
         with pytest.raises(UserError, match=f"data.store = {absent} is not prepared: on several hosts run") as caught:

@@ -1,8 +1,8 @@
 """A run that diverges, one that goes on with other settings, and the end of a run: what is said, and what is left."""
 
-import subprocess
 import sys
 
+import fork_server
 import pytest
 from small_run import checkpoint_steps, environment, events, finish, make_workspace, metrics, start
 
@@ -12,7 +12,7 @@ import os, signal, sys, time
 from rich.console import Console
 from maxlm.config import load
 from maxlm.cluster import deadline
-from maxlm.runtime.run import run_training
+from maxlm.run.run import run_training
 from maxlm.telemetry.phases import Phases
 
 def show(*_, stopped):
@@ -35,7 +35,7 @@ def workspace(tmp_path_factory):
 def finished(workspace):
     """Output of a run of 10 steps whose samples failed, and the steps of its checkpoints: another test may take the run further."""
     program = [sys.executable, "-c", ENDING_BADLY.format(waits="not stopped()", monitored=""), "train.steps=10"]
-    done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
+    done = fork_server.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, checkpoint_steps(workspace)
 
@@ -51,7 +51,7 @@ def test_neither_a_signal_nor_a_failure_in_the_samples_costs_the_report_or_the_e
 def test_a_signal_in_a_sample_that_takes_long_ends_at_once(workspace):
     """All is saved, so nothing waits for the grace time, and the process does not count as hung."""
     program = [sys.executable, "-c", ENDING_BADLY.format(waits="True", monitored="deadline.start()"), "run.name=slow", "train.steps=5"]
-    done = subprocess.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
+    done = fork_server.run(program, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "maxlm: stopped by SIGTERM" in done.stderr
     assert "stacks" not in done.stderr

@@ -141,7 +141,7 @@ def batch_of(program: Program, number: int) -> Any:
 
 def put_on(program: Program, state: TrainState) -> TrainState:
     """A state of the host on the devices of `program`, as a checkpoint is restored. A copy: a step overwrites it."""
-    return program.adopt(jax.device_put(jax.tree.map(np.array, state), program.state_shardings))
+    return program.placement.adopt(jax.device_put(jax.tree.map(np.array, state), program.state_shardings))
 
 
 def updates(program: Program, state: TrainState, first: int, last: int, noise: int | None = None) -> tuple[Figures, list[TrainState]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 from absent_cloud import documented
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def test_every_other_command_of_the_page_is_there():
             path = word.removeprefix("--file=")
             assert not path.startswith("gcp/") or (ROOT / path).exists(), path
         if words[0] == "maxlm":
-            help_ = subprocess.run(
+            help_ = fork_server.run(
                 [sys.executable, "-m", "maxlm", *words[1:3], "--help"], cwd=ROOT, capture_output=True, text=True, check=False
             )
             assert help_.returncode == 0

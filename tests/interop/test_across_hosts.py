@@ -4,6 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def together(folder: Path, *sources: Path) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of an import by as many processes as there are sources, with two devices each."""
     cluster = (f"coordinator=localhost:{free_port()}", f"process_count={len(sources)}")
     joined = [
-        subprocess.Popen(
+        fork_server.Popen(
             command("import", str(place), "--out", "out", "mesh.fsdp=2", "mesh.expert=2", *cluster, f"process_id={number}"),
             cwd=folder,
             env=environment(2),

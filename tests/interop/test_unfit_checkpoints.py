@@ -11,7 +11,7 @@ from maxlm.config.loader import dump
 from maxlm.config.sections.train import StartFromConfig
 from maxlm.interop.averaging import average
 from maxlm.interop.exporting import export_model
-from maxlm.runtime.reference_file import source_now
+from maxlm.run.reference_file import source_now
 from maxlm.training.rollback import Journal
 from maxlm.training.saved_run import open_run
 from maxlm.training.start_from import begin_from, fingerprint

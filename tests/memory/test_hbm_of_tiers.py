@@ -26,15 +26,15 @@ def test_arguments_in_host_memory_take_no_hbm(monkeypatch, tmp_path):
     compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**named), as_text=lambda: "HloModule x")
     lowered = SimpleNamespace(compile=lambda **_: compiled, as_text=lambda: "x")
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=[]))
-    program = SimpleNamespace(lower=lambda: lowered, compiler_options={}, mesh=mesh, nvme=None)
+    program = SimpleNamespace(lower=lambda: lowered, compiler_options={}, mesh=mesh, placement=SimpleNamespace(resident_bytes=0))
     monkeypatch.setattr(aot, "available_hbm", lambda topology: int(31.25 * GIB))
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path))
     step = aot.compile_program(program, parse("v6e:2x2"))
     assert step.fits and step.needed / GIB == pytest.approx(27.93, abs=0.01)
     assert step.memory.host == stats["host_argument"]
-    program.nvme = SimpleNamespace(resident_bytes=GIB)  # beside the program, which is the same
+    program.placement.resident_bytes = GIB  # beside the program, which is the same
     assert aot.compile_program(program, parse("v6e:2x2")).needed == step.needed + GIB
-    program.nvme.resident_bytes = 4 * GIB
+    program.placement.resident_bytes = 4 * GIB
     assert not aot.compile_program(program, parse("v6e:2x2")).fits
     for limit, enough in ((31.25, True), (27.5, False)):
         monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes, limit=limit: int(limit * GIB))

@@ -51,7 +51,7 @@ def test_three_steps_are_bitwise_those_on_the_device(mesh, sections, offload, cu
 def losses_of(program, state, batch):
     """Held-out figures."""
     with jax.set_mesh(program.mesh):
-        readable = program.readable(state)
+        readable = program.placement.readable(state)
         return program.evaluate(readable.params, readable.model_state, batch)
 
 

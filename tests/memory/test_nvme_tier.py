@@ -2,9 +2,9 @@
 
 import os
 import signal
-import subprocess
 import sys
 
+import fork_server
 import jax
 import numpy as np
 import pytest
@@ -49,9 +49,9 @@ def test_three_steps_and_a_checkpoint(folder, tmp_path, cut, monkeypatch):
     batch = jax.device_put(tiny_batch(3), program.batch_sharding)
     with jax.set_mesh(program.mesh):
         with monkeypatch.context() as patched, pytest.raises(OSError, match="gone"):
-            patched.setattr(program.nvme.disk, "give", cut_short)
+            patched.setattr(program.placement.nvme.disk, "give", cut_short)
             program.step(state, batch)
-        again = program.adopt(Checkpoints(tmp_path, CheckpointConfig(), {}).restore(program.abstract_state).state)
+        again = program.placement.adopt(Checkpoints(tmp_path, CheckpointConfig(), {}).restore(program.abstract_state).state)
         equal(load_all(again), whole)
         after, _ = program.step(again, batch)
         host = tiny_program(4, mesh=MESH, **SECTIONS, memory={"offload_state": HOST})
@@ -102,7 +102,7 @@ file.wait(file.write(0, Buffer(2**20).view))
 print(os.listdir({str(tmp_path)!r}), flush=True)
 os.kill(os.getpid(), {int(signal.SIGKILL)})
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    done = fork_server.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip(), list(tmp_path.iterdir())) == (-signal.SIGKILL, "[]", [])
 
 
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path, place, size, message
 
 def test_a_failing_disk_ends_the_update_and_nothing_is_saved_from_it(folder, cut):
     program = tiny_program(1, memory={"offload_state": {"optimizer": "nvme", "nvme": {"dir": str(folder)}}})
-    state, disk = program.init(), program.nvme.disk
+    state, disk = program.init(), program.placement.nvme.disk
 
     def fails(offset, view):
         raise OSError(5, "Input/output error")

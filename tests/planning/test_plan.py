@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from maxlm import cli
@@ -121,7 +122,7 @@ def test_a_second_run_is_quick_says_the_same_and_overwrites_nothing(capfd, folde
 def test_ctrl_c_prints_and_writes_what_was_found(folder):
     """The terminal sends the signal to the compiler's process as well, which must not answer it."""
     command = [sys.executable, "-m", "maxlm", "plan", "tiny", "--topology", "v5e:2x2", "model.d_ff=768"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = fork_server.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     lines = []
     while not any("(2 of" in line for line in lines):
         lines.append(process.stderr.readline())

@@ -13,7 +13,7 @@ import pytest
 
 from maxlm.config import ConfigError, load
 from maxlm.config.sections.alerts import AlertsConfig
-from maxlm.runtime import launch
+from maxlm.supervision import launch
 from maxlm.telemetry import alert_delivery
 from maxlm.telemetry.alert_delivery import Delivery, DeliveryError, Limit, check_alerts, post, run_command
 from maxlm.telemetry.alerts import AlertObserver, cause_of

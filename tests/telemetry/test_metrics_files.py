@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from maxlm.config import load
-from maxlm.runtime.run import _observing
+from maxlm.run.run import _observing
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event

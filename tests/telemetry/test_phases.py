@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import fork_server
 import pytest
 from rich.console import Console
 from small_run import command, environment, make_workspace
@@ -79,7 +80,7 @@ def test_the_first_line_comes_before_jax_and_every_phase_is_said(tmp_path):
     """Phases of a real run are printed in order, and no logger writes to the console."""
     make_workspace(tmp_path)
     began = time.monotonic()
-    process = subprocess.Popen(
+    process = fork_server.Popen(
         command("train", "small.yml", "train.steps=5"),
         cwd=tmp_path,
         env=environment(),

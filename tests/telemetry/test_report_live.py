@@ -11,6 +11,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import fork_server
 import pytest
 
 from maxlm.config.errors import ExitCode, UserError
@@ -224,7 +225,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_line(run):
 
 def test_a_signal_ends_it_with_one_line(run):
     program = [sys.executable, "-m", "maxlm", "report", "--live", str(run.path)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with fork_server.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = process.stdout.readline()
         port = int(said.split("/")[2].rpartition(":")[2])
         assert ask(port)[1].startswith("<!doctype html>")

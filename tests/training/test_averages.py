@@ -17,7 +17,6 @@ from maxlm.config.sections.train import StartFromConfig
 from maxlm.config.table import identity
 from maxlm.interop import averaging
 from maxlm.interop.averaging import average
-from maxlm.training.ema import average_of
 from maxlm.training.loop import restore_or_init
 from maxlm.training.saved_run import open_run
 
@@ -38,18 +37,18 @@ def test_the_average_is_that_of_the_formula(trained):
     average = states[0].params
     for state, kept in zip(states[1:], (2 / 11, 3 / 12, DECAY), strict=True):
         average = jax.tree.map(lambda old, new, kept=kept: kept * old + (1 - kept) * new, average, state.params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), average_of(state), average)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.extra["ema"], average)
 
 
 def test_it_is_split_as_the_parameters_and_no_skipped_update_moves_it(trained):
     program, states, state = trained
-    assert jax.tree.map(lambda leaf: leaf.sharding, average_of(state)) == program.state_shardings.params
+    assert jax.tree.map(lambda leaf: leaf.sharding, state.extra["ema"]) == program.state_shardings.params
     nan = tiny_batch(STEPS)._replace(weights_BS=np.full_like(tiny_batch().weights_BS, np.nan))
     copy = jax.device_put(states[-1], program.state_shardings)
     with jax.set_mesh(program.mesh):
         after, _ = program.step(copy, jax.device_put(nan, program.batch_sharding))
     assert int(after.skipped) == 1
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(average_of(after)), average_of(states[-1]))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.extra["ema"]), states[-1].extra["ema"])
 
 
 def test_a_checkpoint_says_whether_it_holds_an_average(trained):

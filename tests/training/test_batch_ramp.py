@@ -11,7 +11,7 @@ from maxlm.config.table import identity
 from maxlm.objectives import build_objective
 from maxlm.training import meter
 from maxlm.training.optimizer import learning_rate
-from maxlm.training.program import RampedStep
+from maxlm.training.program import BySize
 from maxlm.training.step import Metrics
 
 RAMP = [{"global_batch": 4, "until_tokens": 8 * SEQ_LEN}, {"global_batch": 8, "until_tokens": 32 * SEQ_LEN}]
@@ -74,7 +74,7 @@ def straight():
 
 def test_each_size_is_one_program(straight):
     program = straight[0]
-    assert isinstance(program.step, RampedStep)
+    assert isinstance(program.step, BySize)
     assert sorted(program.step._compiled) == [4, 8, 16]
     parts = {size: program.of_size(size).objective.config.train.microbatches for size in (4, 8, 16)}
     assert parts == {4: 1, 8: 1, 16: 2}, "no microbatch is larger than one of the full batch"

@@ -12,7 +12,7 @@ from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.table import identity
+from maxlm.config.table import call, identity
 from maxlm.hlo.parser import read
 from maxlm.hlo.replica_groups import axes_of, device_groups
 from maxlm.models import abstract_parameters
@@ -51,7 +51,7 @@ class Rounds:
     def __init__(self, kind):
         self.config = tiny_config(mesh=MESH, compression=KINDS[kind])
         mesh = build_mesh(self.config, jax.devices()[:4])
-        self._sums = CompressedSums(self.config, mesh)
+        self._sums = call(CompressedSums.from_config, self.config, self.config.compression, device_mesh=mesh)
         self._shapes = abstract_parameters(self.config.model)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes)
         adam = optax.ScaleByAdamState(jnp.int32(0), zeros, zeros)

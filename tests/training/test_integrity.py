@@ -9,26 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bit_flips import Flip, with_flip
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import tiny_batch, tiny_program
 
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.config.errors import ConfigError
 from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.training import bit_flips, findings
-from maxlm.training.bit_flips import Flip, flipped
+from maxlm.training import cell_replay, findings
 from maxlm.training.cell_replay import FURTHER, ROTATIONS, CellReplay, comparable, erratic, judge_cells, wrong_work
 from maxlm.training.findings import Findings, Unsettled, device_names
 from maxlm.training.integrity import Integrity, check_mesh
 from maxlm.training.replicas import Element, Replicas, Verdict, judge_by, judge_copies
-
-
-def with_flip(state, flip):
-    """`state` with one bit flipped; the arrays that are not touched are shared."""
-    leaves = named_leaves(state)
-    leaves[flip.leaf] = flipped(leaves[flip.leaf], flip)
-    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+from maxlm.training.step import in_one_pass
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +37,7 @@ def copied():
 
 
 def differing(replicas, state):
-    return [name for name, differs in zip(replicas.names, np.asarray(replicas.compare(state).differs), strict=True) if differs]
+    return [name for name, _ in replicas.unequal(replicas.sums(state))]
 
 
 def test_copies_of_a_trained_state_agree(copied):
@@ -63,10 +57,8 @@ def test_any_flipped_bit_is_found_and_its_device_named(copied, seed):
         position = int(rng.integers(8))
         flip = Flip(0, name, program.mesh.devices.flat[position].id, int(rng.integers(size)), int(rng.integers(32)))
         bad = with_flip(state, flip)
-        assert differing(replicas, bad) == [name]
-        sums = replicas.gather(replicas.compare(bad))[:, replicas.names.index(name)]
-        groups = [{place: sums[place].tobytes() for place in group} for group in replicas.groups(name)]
-        assert [judge_copies(values) for values in groups if len(set(values.values())) > 1] == [Verdict(odd=frozenset({position}))]
+        ((found, values),) = replicas.unequal(replicas.sums(bad))
+        assert (found, judge_copies(values)) == (name, Verdict(odd=frozenset({position})))
 
 
 # What is done after a disagreement: no further program but those that locate an element.
@@ -137,7 +129,7 @@ def test_many_devices_are_no_broken_device(copied):
         state = with_flip(state, flip_of(copied, position=position, element=position))
     checks = Checks(copied)
     found = checks.check(1, state, now=True)
-    assert found.roll_back and not checks.findings.strikes
+    assert found.roll_back and not checks.findings.record.strikes
 
 
 def test_of_two_copies_the_wrong_one_is_known_when_the_step_is_computed_again(copied, tmp_path):
@@ -149,12 +141,12 @@ def test_of_two_copies_the_wrong_one_is_known_when_the_step_is_computed_again(co
     right = Checks(two, tmp_path)
     found = right.check(6, with_flip(state, flip_of(two, position=3, leaf="w", element=17, bit=18)), now=True)
     assert found.roll_back and found.message.startswith("one of device 1 (") and ", device 3 (" in found.message
-    assert not right.findings.strikes
+    assert not right.findings.record.strikes
     restarted = Checks(two, tmp_path, every=100, start=5)
-    unsettled = restarted.findings.unsettled
+    unsettled = restarted.findings.record.unsettled
     assert unsettled is not None and (unsettled.step, unsettled.element.place) == (6, 17)
     assert restarted.check(5, state) is None and restarted.check(6, state) is None
-    assert restarted.findings.strikes == {"host-a:3": 1} and restarted.findings.unsettled is None
+    assert restarted.findings.record.strikes == {"host-a:3": 1} and restarted.findings.record.unsettled is None
     assert "before training went back" in restarted.alarms[0].data["reason"]
 
 
@@ -199,7 +191,7 @@ def test_an_update_with_two_results_goes_back_to_before_it(copied):
     assert differing(replicas, after) == []
     found = checks.check(4, after)
     assert found.roll_back and found.roll_back.before == 3 and "computed the update twice with two results, at step 4" in found.message
-    assert checks.check(5, after) is None and not checks.findings.strikes
+    assert checks.check(5, after) is None and not checks.findings.record.strikes
 
 
 # Replay.
@@ -268,19 +260,22 @@ def test_a_platform_that_is_not_deterministic_ends_the_replay_with_an_alarm(copi
     assert [alarm.data["cause"] for alarm in checks.alarms] == ["replay_not_comparable"]
 
 
-def one_wrong_bit(cell, grads):
-    """Cell 2 flips the lowest bit of one element of its gradient."""
+def one_wrong_bit(loss, *arguments):
+    """`in_one_pass`, but cell 2 flips the lowest bit of one element of its gradient."""
+    total, grads = in_one_pass(loss, *arguments)
+    cell = jax.lax.axis_index(("data", "fsdp"))
     leaves, structure = jax.tree.flatten(grads)
     bits = jax.lax.bitcast_convert_type(leaves[-1].reshape(-1)[5], jnp.uint32) ^ jnp.uint32(1)
     wrong = leaves[-1].reshape(-1).at[5].set(jax.lax.bitcast_convert_type(bits, jnp.float32)).reshape(leaves[-1].shape)
-    return jax.tree.unflatten(structure, [*leaves[:-1], jnp.where(cell == 2, wrong, leaves[-1])])
+    return total, jax.tree.unflatten(structure, [*leaves[:-1], jnp.where(cell == 2, wrong, leaves[-1])])
 
 
-def test_one_bit_of_a_gradient_is_seen_by_the_replay(copied):
+def test_one_bit_of_a_gradient_is_seen_by_the_replay(copied, monkeypatch):
     """What cells compute agrees to the bit on other devices, and one flipped bit on one cell does not. Copies of the state stay equal."""
     program, state, _ = copied
     batch = jax.device_put(tiny_batch(0), program.batch_sharding)
-    replay = CellReplay(program, corrupt=one_wrong_bit)
+    monkeypatch.setattr(cell_replay, "in_one_pass", one_wrong_bit)
+    replay = CellReplay(program)
     sums = np.concatenate([replay.run(0, state, batch), replay.run(0, state, batch, FURTHER)])
     assert wrong_work(sums[:2]) == [1, 2]
     assert judge_cells(sums) == Verdict(odd=frozenset({2}))
@@ -317,32 +312,15 @@ def test_a_check_that_can_compare_nothing_is_refused(mesh, section, said):
             check_mesh(program.config, program.mesh)
 
 
-def test_bits_are_flipped_in_the_run_that_was_meant_and_as_often_as_asked(copied, tmp_path):
-    _, state, replicas = copied
-    file = tmp_path / "flips.json"
-    file.write_text(json.dumps({"run": str(tmp_path / "runs" / "a"), "flips": [vars(flip_of(copied, step=4))]}))
-    environment = {bit_flips.VARIABLE: str(file)}
-    assert bit_flips.from_environment(tmp_path, {}) is None
-    with pytest.raises(UserError, match=r"flips bits of the run .*unset it"):
-        bit_flips.from_environment(tmp_path / "runs" / "b", environment)
-    with pytest.raises(UserError, match="cannot be read"):
-        bit_flips.from_environment(tmp_path, {bit_flips.VARIABLE: str(tmp_path)})
-    flips = bit_flips.from_environment(tmp_path / "runs" / "a", environment)
-    assert differing(replicas, flips(state, 3)) == []
-    assert differing(replicas, flips(state, 4)) == ["params.final_norm.scale_D"]
-    again = bit_flips.from_environment(tmp_path / "runs" / "a", environment)
-    assert differing(replicas, again(state, 4)) == [], "once, also after a restart"
-
-
 def test_a_record_that_cannot_be_read_is_begun_anew(tmp_path):
     run = RunDirectory(tmp_path, primary=True)
     for text in ("", "[]", '{"unsettled": {"step": 3}}', '{"findings": 3}'):
         (tmp_path / "integrity.json").write_text(text)
         assert findings.read(run) == {}
     kept = Findings({}, run)
-    kept.unsettled = Unsettled(6, Element("params.a", 17, {1: 0.5, 3: -0.25}))
+    kept.record.unsettled = Unsettled(6, Element("params.a", 17, {1: 0.5, 3: -0.25}))
     kept.write()
-    assert Findings(findings.read(run), run).unsettled == kept.unsettled
+    assert Findings(findings.read(run), run).record == kept.record
 
 
 # Every layout.
@@ -368,8 +346,8 @@ def test_one_device_has_no_copies_to_compare():
     mesh = jax.make_mesh((1,), ("fsdp",))
     leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     replicas = Replicas(mesh, {"w": leaf})
-    compared = replicas.compare({"w": jnp.ones(4)})
-    assert replicas.names == () and compared.differs.shape == (0,) and replicas.gather(compared).shape == (1, 0, 2)
+    sums = replicas.sums({"w": jnp.ones(4)})
+    assert replicas.names == () and sums.shape == (1, 0, 2) and replicas.unequal(sums) == []
 
 
 @pytest.mark.soak

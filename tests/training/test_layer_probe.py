@@ -32,7 +32,7 @@ def looked(program: Program, batch, change=lambda params: params):
     with jax.set_mesh(program.mesh):
         state = first_state(program)
         state.params.update(change(state.params))
-        return jax.device_get(program.layer_probe(state, jax.device_put(batch, program.batch_sharding))), jax.device_get(state.params)
+        return jax.device_get(program.probes[0](state, jax.device_put(batch, program.batch_sharding))), jax.device_get(state.params)
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +114,23 @@ def test_padding_is_left_out(program):
 
 
 def test_one_row_of_each_device():
-    rows = first_rows(SimpleNamespace(), {"data": 2, "fsdp": 2, "tensor": 2}, {"a": jnp.arange(16), "b": jnp.ones((16, 3))})
+    rows = first_rows({"data": 2, "fsdp": 2, "tensor": 2}, {"a": jnp.arange(16), "b": jnp.ones((16, 3))})
     assert rows["a"].tolist() == [0, 4, 8, 12]
     assert rows["b"].shape == (4, 3)
 
 
 def test_it_costs_less_than_a_hundredth_of_the_steps_between(program):
     """FLOPs and bytes of the compiled programs, at 4 sequences a device; loops are counted once in both."""
-    step, probe = program.compiled(), program.layer_probe.lower(16).compile()
+    step, probe = program.compiled(), program.probes[0].lower(16).compile()
     every = program.config.health.activations_every
     for figure in ("flops", "bytes accessed"):
         assert probe.cost_analysis()[figure] / every < 0.01 * step.cost_analysis()[figure]
 
 
 def test_off_without_layers():
-    assert tiny_program(1).layer_probe is None
-    assert tiny_program(1, health={"layers": "warn", "activations_every": 0}).layer_probe is None
-    assert tiny_program(1, health={"spike": "warn"}).layer_probe is None
+    assert not tiny_program(1).probes
+    assert not tiny_program(1, health={"layers": "warn", "activations_every": 0}).probes
+    assert not tiny_program(1, health={"spike": "warn"}).probes
 
 
 def test_figures_are_in_the_record_of_their_step(monkeypatch, program):

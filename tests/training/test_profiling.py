@@ -13,7 +13,7 @@ from tiny import tiny_program
 from maxlm.config.sections.profile import ProfileConfig
 from maxlm.hardware.chips import chip_named
 from maxlm.hardware.xla_flags import TRACED
-from maxlm.runtime.run import _profiling
+from maxlm.run.run import _profiling
 from maxlm.telemetry.profile import TRACE
 from maxlm.training import profiling
 from maxlm.training.profiling import RunProfiler

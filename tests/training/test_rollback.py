@@ -49,7 +49,7 @@ class Data(NumberedData):
 class Script:
     """A program whose parameter is a digest of all batches so far, in their order, and whose loss is bad from a poisoned batch on."""
 
-    mesh, batch_sharding, metrics, layer_probe = MESH, None, (), None
+    mesh, batch_sharding, metrics, probes = MESH, None, (), ()
 
     def __init__(self, poison=(), loss=9.0, total=TOTAL, keep=3, **health):
         checkpoint = {"every_steps": EVERY, "keep": keep}
@@ -68,6 +68,7 @@ class Script:
         return state
 
     readable = evaluated = adopt
+    placement = property(lambda self: self)
 
     def step(self, state, n):
         self.trained.append(n)

@@ -26,8 +26,8 @@ from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Batches
 from maxlm.objectives import Sums, build_objective
-from maxlm.runtime.open_run import begin_anew
-from maxlm.runtime.run import EXIT_CODES
+from maxlm.run.open_run import begin_anew
+from maxlm.run.run import EXIT_CODES
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.run_dir import RunDirectory
@@ -53,7 +53,7 @@ class Data(NumberedData):
 class Script:
     """A program whose update n has the loss `loss(n)` and sets the parameter to `parameter(n)`."""
 
-    mesh, batch_sharding, metrics, layer_probe = MESH, None, (), None
+    mesh, batch_sharding, metrics, probes = MESH, None, (), ()
 
     def __init__(self, loss=lambda n: 4.0, parameter=float, total=TOTAL):
         self.config = tiny_config(train={"steps": total}, checkpoint={"every_steps": EVERY, "keep": KEEP})
@@ -75,6 +75,7 @@ class Script:
         return state
 
     readable = evaluated = adopt
+    placement = property(lambda self: self)
 
     def step(self, state, n):
         loss = self._loss(n)

@@ -19,7 +19,7 @@ from maxlm.config.table import identity
 from maxlm.interop.averaging import average
 from maxlm.models.adapted_matrix import merged
 from maxlm.models.adapters import leaf, stored
-from maxlm.runtime import reference_file
+from maxlm.run import reference_file
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event
 from maxlm.training.loop import restore_or_init, train

@@ -16,7 +16,7 @@ from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.sections.optimizer import AdafactorConfig
-from maxlm.config.table import identity
+from maxlm.config.table import call, identity
 from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import parameter_leaves
 from maxlm.models import abstract_parameters, init_parameters, parameter_axes
@@ -25,7 +25,7 @@ from maxlm.training import fits
 from maxlm.training.factored import adafactor, factored_adam, matrix_dims
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.saved_run import open_run
-from maxlm.training.split_masters import SplitMasters, join_all, stored
+from maxlm.training.split_masters import SplitMasters, join_all
 from maxlm.training.step import TrainState, Update, build_train_step
 
 INT8, BF16 = {"moments": "int8"}, {"moments": "bfloat16"}
@@ -110,7 +110,10 @@ def test_each_format_has_a_rounding_of_its_own(moments, default):
 def test_masters_of_24_bits_are_rounded_by_chance_beside_int8_moments():
     config = tiny_program(1, **stored_as({**INT8, "masters": "split24"}, precision={"compute": "bfloat16"})).config
     masters = jnp.full((4, 256), 1 + 2**-18)
-    before, after = (np.unique(np.asarray(stored(config, ("w",), masters, step)[1])) for step in (None, jnp.int32(1)))
+    before, after = (
+        np.unique(np.asarray(call(SplitMasters.from_config, config, config.optimizer.state).stored(("w",), masters, step)[1]))
+        for step in (None, jnp.int32(1))
+    )
     assert len(before) == 1 and len(after) == 2
 
 
@@ -221,7 +224,7 @@ def test_masters_in_two_halves_are_the_float32_masters():
         return Sums(jnp.float32(1), {"loss": jnp.float32(0)}, {}), given["grads"]
 
     build = partial(Update, program.config, program.objective, optimizer, gradients)
-    of_halves, of_masters = build([SplitMasters(program.config)]), build()
+    of_halves, of_masters = build([call(SplitMasters.from_config, program.config, program.config.optimizer.state)]), build()
 
     @jax.jit
     def both(plain, halves, grads):

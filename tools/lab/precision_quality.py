@@ -30,7 +30,7 @@ from maxlm.config import UserError, load  # noqa: E402
 from maxlm.config.schema import Config  # noqa: E402
 from maxlm.data.prepare import prepare  # noqa: E402
 from maxlm.parallel import build_mesh  # noqa: E402
-from maxlm.runtime.open_data import open_data  # noqa: E402
+from maxlm.run.open_data import open_data  # noqa: E402
 from maxlm.training.loop import evaluate  # noqa: E402
 from maxlm.training.program import build_program  # noqa: E402
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from maxlm.planning.goodput import LLAMA_CHIPS, MEMORY, PARTS, PEER, STORE, TO_VERDICT_S, Job, Tier, simulate
-from maxlm.runtime.limits import PHASES
+from maxlm.supervision.limits import PHASES
 
 SIZES = (1_000, 2_000, 5_000, 10_000, 16_384, 30_000, 50_000, 100_000)
 

@@ -121,7 +121,7 @@ def trainer(model: Model, steps: int, init_std: float) -> Callable[[float, int],
     from maxlm.data.batch import Batch
     from maxlm.models import init_parameters
     from maxlm.parallel import build_mesh
-    from maxlm.runtime.jax_setup import select_platform
+    from maxlm.run.jax_setup import select_platform
     from maxlm.training.program import build_program
 
     select_platform()

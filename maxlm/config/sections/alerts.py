@@ -34,4 +34,4 @@ class AlertsConfig(Section):
         return self
 
 
-CAPABILITY = Capability(key="run.alerts")
+CAPABILITY = Capability(key="run.alerts", observers=("maxlm.telemetry.alerts:AlertObserver",))

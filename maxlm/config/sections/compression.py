@@ -129,4 +129,5 @@ CAPABILITY = Capability(
     mesh_rules=(_on_mesh,),
     identity=_identity,
     state=_state,
+    transforms=("maxlm.training.compression:CompressedSums",),
 )

@@ -40,4 +40,5 @@ CAPABILITY = Capability(
     identity=keeps("diloco.workers"),
     state=_state,
     unplanned="local updates (diloco)",
+    update=("maxlm.training.diloco:LocalUpdates",),
 )

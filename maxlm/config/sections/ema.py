@@ -31,4 +31,11 @@ def _state(config: Config, ema: EmaConfig, state: State, sizes: Sizes) -> State:
     return state.add("average", FLOAT32, along="masters")
 
 
-CAPABILITY = Capability(key="ema", rules=(_problems,), identity=_identity, state=_state)
+CAPABILITY = Capability(
+    key="ema",
+    rules=(_problems,),
+    identity=_identity,
+    state=_state,
+    average="ema",
+    transforms=("maxlm.training.ema:MovingAverage",),
+)

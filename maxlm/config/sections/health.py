@@ -43,4 +43,10 @@ def _inert(config: Config, health: HealthConfig) -> Iterator[Inert]:
         yield Inert("health.activations_every", "health.layers is not set", "set health.layers=warn")
 
 
-CAPABILITY = Capability(key="health", rules=(_problems,), inert=_inert)
+CAPABILITY = Capability(
+    key="health",
+    rules=(_problems,),
+    inert=_inert,
+    probes=("maxlm.training.layer_probe:LayerProbe",),
+    transforms=("maxlm.training.layer_figures:LayerFiguresOfUpdates", "maxlm.training.spike_guard:SpikeGuard"),
+)

@@ -31,4 +31,6 @@ def _on_mesh(config: Config, settings: NoiseScaleConfig, sizes: Sizes) -> Proble
         yield "train.noise_scale", "set", rule, "remove it, or use mesh.stage=1"
 
 
-CAPABILITY = Capability(key="train.noise_scale", rules=(_problems,), mesh_rules=(_on_mesh,))
+CAPABILITY = Capability(
+    key="train.noise_scale", rules=(_problems,), mesh_rules=(_on_mesh,), transforms=("maxlm.training.noise_scale:PartNorms",)
+)

@@ -110,4 +110,9 @@ def _state(config: Config, tiers: OffloadStateConfig, state: State, sizes: Sizes
     return state if tiers.optimizer is None else state.move("moments", tiers.optimizer)
 
 
-CAPABILITY = Capability(key="memory.offload_state", rules=(_problems,), state=_state)
+CAPABILITY = Capability(
+    key="memory.offload_state",
+    rules=(_problems,),
+    state=_state,
+    placement=("maxlm.training.offloaded:Offloaded", "maxlm.training.nvme_step:InFiles"),
+)

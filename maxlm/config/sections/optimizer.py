@@ -186,4 +186,10 @@ def _identity(config: Config, optimizer: OptimizerConfig) -> dict[str, Any]:
     return found | ({"optimizer.beta1": optimizer.beta1} if optimizer.name == "schedule_free" else {})  # the averaged point reads it
 
 
-CAPABILITY = Capability(key="optimizer", rules=(_problems, _schedule_free), inert=_inert, identity=_identity)
+CAPABILITY = Capability(
+    key="optimizer",
+    rules=(_problems, _schedule_free),
+    inert=_inert,
+    identity=_identity,
+    stored=("maxlm.training.schedule_free:AveragedPoint",),
+)

@@ -80,4 +80,12 @@ def _state(config: Config, settings: OptimizerStateConfig, state: State, sizes: 
     return state.add("masters", 1 if settings.masters == "split24" else 2).add(HALVES, 2)
 
 
-CAPABILITY = Capability(key="optimizer.state", rules=(_problems,), inert=_inert, state=_state, identity=_identity)
+CAPABILITY = Capability(
+    key="optimizer.state",
+    rules=(_problems,),
+    inert=_inert,
+    state=_state,
+    identity=_identity,
+    transforms=("maxlm.training.split_masters:SplitMasters",),
+    stored=("maxlm.training.split_masters:SplitMasters",),
+)

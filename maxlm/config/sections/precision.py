@@ -114,4 +114,11 @@ def _identity(config: Config, precision: PrecisionConfig) -> dict[str, Any]:
     return {} if precision.scaling is None else {"precision.compute": precision.compute}
 
 
-CAPABILITY = Capability(key="precision", rules=(_problems,), chip_rules=(_on_chip,), inert=_inert, identity=_identity)
+CAPABILITY = Capability(
+    key="precision",
+    rules=(_problems,),
+    chip_rules=(_on_chip,),
+    inert=_inert,
+    identity=_identity,
+    transforms=("maxlm.training.loss_scale:LossScaling",),
+)

@@ -1,7 +1,7 @@
 """Length of the training, and size of a step."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,15 +12,13 @@ from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.diloco import shards_of
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 
-WeightsKind = Literal["raw", "ema"]  # parameters as the optimizer left them, or their moving average
-
 
 class StartFromConfig(Section):
     """Parameters to begin with, from a run or an imported model; the optimizer and the schedule begin anew."""
 
     path: LocalPath  # the folder of the run or of the imported model
     step: Count | None = None  # of its checkpoint; None: the newest
-    weights: WeightsKind = "raw"  # parameters, or their moving average
+    weights: str = "raw"  # parameters, or the name of an average of them, such as ema
 
 
 class TrainConfig(Section):

@@ -10,4 +10,4 @@ class WandbConfig(Section):
     project: Text  # its name there
 
 
-CAPABILITY = Capability(key="wandb")
+CAPABILITY = Capability(key="wandb", observers=("maxlm.telemetry.wandb_observer:WandbObserver",))

@@ -13,7 +13,7 @@ from maxlm import kernels
 from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.models.feed_forward.dense import Mlp, gated
 from maxlm.models.feed_forward.router import Choice, RouterOutput, Routing, route
-from maxlm.models.layers import BETWEEN, BlockContext, linear, matrix_size, parameter, state_constant
+from maxlm.models.layers import BETWEEN, BlockContext, matrix_size, parameter, state_constant, with_bias_gradient
 from maxlm.models.saved_tensors import ROUTER, Matmul, matmul_by
 from maxlm.models.stack import Tree, by_group, layer_groups
 from maxlm.parallel import constrain
@@ -86,7 +86,10 @@ class Moe(nnx.Module):
         x_BSD = x_BSD.astype(jnp.float32)
         if self.config.router.jitter and context.random_BS is not None:
             x_BSD *= 1 + self.config.router.jitter * _uniform(context.random_BS, x_BSD.shape[-1])
-        return linear(context, "BSD,DE->BSE", x_BSD, self.router_DE, self.router_bias_E, reads=None, writes=None, exact=True)
+        logits_BSE = context.einsum("BSD,DE->BSE", x_BSD, self.router_DE[...], precision=jax.lax.Precision.HIGHEST)
+        if self.router_bias_E is None:
+            return logits_BSE
+        return with_bias_gradient(logits_BSE + jax.lax.stop_gradient(self.router_bias_E[...]), self.router_bias_E[...])
 
     def flops_per_token(self) -> float:
         """FLOPs of a training token in the experts it is routed to, forward and backward."""

@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from maxlm.telemetry.device_memory import MEMORY, PEAK
-from maxlm.telemetry.formatting import WAIT_CAUSES, sentence
+from maxlm.telemetry.formatting import HELD_OUT, WAIT_CAUSES, held_out_title, sentence
 from maxlm.telemetry.report import maps
 from maxlm.telemetry.report.charts import FEW_RUNS, Line, chart, json_block, knots, metric_lines
 from maxlm.telemetry.report.load import EMPTY, Run, Series
@@ -21,7 +21,6 @@ CHARTS = (
     ("Step time", "", "step_time_s", True),
     ("Data wait", "a step", "data_wait_s", True),
 )
-HELD_OUT = {"eval_loss": "Held-out loss", "eval_loss_ema": "Held-out loss of the moving average"}
 KNOTS = 2000  # of tokens and of time over steps, of all runs together
 MAX_MARKS = 3000  # of all runs together
 MAX_MARK_TEXT = 160  # characters
@@ -176,8 +175,7 @@ def task_title(name: str) -> str:
 def held_out_sets(runs: Sequence[Run]) -> dict[str, str]:
     """Titles of the held-out losses that any run has: eval_loss/wiki -> Held-out loss: wiki."""
     names = dict.fromkeys(name for run in runs for name in run.evaluated)
-    parts = {name: name.partition("/") for name in names}
-    return {name: f"{HELD_OUT[kind]}: {rest}" if rest else HELD_OUT[kind] for name, (kind, _, rest) in parts.items() if kind in HELD_OUT}
+    return {name: held_out_title(name) for name in names if name.startswith(HELD_OUT)}
 
 
 def _declared(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:

@@ -1,0 +1,1 @@
+"""Commands that look at machines, links, data and profiles."""

@@ -1,0 +1,291 @@
+"""All that a run opens before it trains: its machine, data, program, tasks, checkpoints and first state. What is wrong with any of them is
+found here, on all hosts alike, before anything is written.
+"""
+
+import functools
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import jax
+from jax.extend.backend import get_backend
+from jax.sharding import Mesh
+
+import maxlm
+from maxlm.checkpoint import Checkpoints
+from maxlm.checkpoint.memory import MemoryCopies
+from maxlm.cluster import agree, progress_file
+from maxlm.cluster.cluster import Cluster
+from maxlm.config import Config, UserError
+from maxlm.config.errors import ConfigError
+from maxlm.config.loader import dump
+from maxlm.config.sections.prometheus import PrometheusConfig
+from maxlm.config.table import identity
+from maxlm.data.tokenizer import open_tokenizer
+from maxlm.parallel import build_mesh
+from maxlm.run import elastic, frozen
+from maxlm.run.consistency import check_devices, check_shared, code_digest, digest, machine_facts
+from maxlm.run.jax_setup import enable_compilation_cache
+from maxlm.run.open_data import OpenedData, open_data_on_all_hosts
+from maxlm.run.resume_checks import lost_checkpoints
+from maxlm.supervision.watchdog import Watchdog
+from maxlm.telemetry.compilations import Compilations
+from maxlm.telemetry.goodput import Goodput
+from maxlm.telemetry.observer import Observers
+from maxlm.telemetry.phases import Phases
+from maxlm.telemetry.prometheus import LISTEN_AGAIN_S, MetricsPort
+from maxlm.telemetry.run_dir import RunDirectory
+from maxlm.training import fits, integrity
+from maxlm.training.loop import restore_or_init
+from maxlm.training.program import Program, build_program
+from maxlm.training.rollback import Journal
+from maxlm.training.session import Init, Start, Tasks
+from maxlm.training.start_from import begin_from, branch_off, check_same_branch, fingerprint
+from maxlm.training.step import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+class OpenTasks(Protocol):
+    """Opens the tasks of `evaluation`. `goes_on`: the run has a checkpoint. Raises UserError for one that is wrong; writes nothing before
+    it runs them.
+    """
+
+    def __call__(self, config: Config, mesh: Mesh, folder: Path | None, *, goes_on: bool) -> Tasks: ...
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Shared by all parts of a run. `asked`: the config for all hosts; `config`: for those that are present; `observers`: once there are
+    some; `compilations`: of this process.
+    """
+
+    asked: Config
+    config: Config
+    cluster: Cluster
+    phases: Phases
+    goodput: Goodput
+    watchdog: Watchdog
+    compilations: Compilations
+    observers: Observers
+
+    @property
+    def primary(self) -> bool:
+        """True for the process that writes the run directory, once the processes have joined."""
+        return self.phases.primary
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory."""
+        return RunDirectory(Path(self.config.run.dir) / self.config.run.name, self.primary)
+
+    def say(self, line: str) -> None:
+        """Print a line on the console."""
+        self.phases.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def follow(self) -> None:
+        """Let the watchdog follow the run. Its operations take as long as in earlier attempts with the same config on the same devices."""
+        device = jax.devices()[0].device_kind
+        layout = digest(f"{jax.device_count()} {device} {jax.process_count()} {dump(self.config)}")
+        self.watchdog.follow(self.goodput, self.directory, layout)
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Everything that a run works with. `init` makes the first state."""
+
+    context: RunContext
+    data: OpenedData
+    program: Program
+    tasks: Tasks | None
+    checkpoints: Checkpoints
+    metrics_port: MetricsPort | None
+    journal: Journal
+    start: Start
+    init: Init
+
+    @property
+    def config(self) -> Config:
+        """The config for the hosts that are present."""
+        return self.context.config
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory."""
+        return self.context.directory
+
+    @property
+    def trains(self) -> bool:
+        """True if steps are left."""
+        return self.start.step < self.config.total_steps
+
+
+def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
+    """Open the run on the hosts that are present. Raises UserError, in all processes alike."""
+    here, phases = context.cluster, context.phases
+    config = elastic.on_present(context.asked, here)
+    context = replace(context, config=config)
+    with elastic.waiting_if_too_large(here):
+        _check_machine(context)
+    if here.absent and phases.primary:
+        context.say(elastic.summary(context.asked, config, here))
+    data = open_data_on_all_hosts(config, phases)
+    context.follow()
+    program = build_program(config, build_mesh(config))
+    context = _with_possible_checks(context, program)
+    config, directory = context.config, context.directory
+    checkpoints = _checkpoints(context, data.train.tokenizer_hash)
+    tasks = None if open_tasks is None else _open_tasks_on_all_hosts(open_tasks, context, program, goes_on=checkpoints.latest() is not None)
+    metrics_port = open_metrics_port(config.prometheus, directory, phases)
+    leave_out = config.health.leave_out if config.health is not None else ()
+    journal = Journal(directory.roll_backs, primary=phases.primary, leave_out=leave_out)
+    with elastic.waiting_if_too_large(here), checkpoints.folder.one_listing():
+        start, init = _start(context, program, checkpoints, journal)
+    if start.step < config.total_steps:
+        for line in data.train.go_on(start.position, start.left_out):
+            if phases.primary:
+                _log.warning("%s", line)
+        data.train.check_length(config.total_steps)
+    return OpenRun(context, data, program, tasks, checkpoints, metrics_port, journal, start, init)
+
+
+def open_metrics_port(settings: PrometheusConfig | None, directory: RunDirectory, phases: Phases) -> MetricsPort | None:
+    """Open the port of `prometheus` on the primary process. Raises UserError on all processes if it cannot be opened for a new run.
+
+    A run that has begun before goes on without the port, and tries again meanwhile: the program that took the port must not end it.
+    """
+    if settings is None:
+        return None
+    port = MetricsPort(settings.host, settings.port) if phases.primary else None
+
+    def listen() -> None:
+        try:
+            if port is not None:
+                port.listen()
+        except OSError as error:
+            rule = f"{settings.host}:{settings.port} cannot be listened at ({error.strerror})"
+            if not directory.events.is_file():
+                raise ConfigError("prometheus.port", settings.port, rule, "choose another port, or end what uses it") from error
+            warning = f"warning: prometheus.port = {settings.port}: {rule}; the run goes on, and tries again every {LISTEN_AGAIN_S:g} s"
+            phases.console.print(warning, markup=False, highlight=False, soft_wrap=True)
+
+    agree.on_all(listen)
+    return port
+
+
+def _check_machine(context: RunContext) -> None:
+    """Check versions, devices and memory before anything is built. Raises UserError, on all hosts alike where they differ."""
+    config, phases, here = context.config, context.phases, context.cluster
+    with phases("looking for devices"):
+        enable_compilation_cache()
+    if jax.process_count() > 1:
+        facts = {"maxlm": f"{maxlm.__version__} ({code_digest()})", **machine_facts(), "config": digest(dump(config))}
+        agree.require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
+    phases.primary = jax.process_index() == 0
+    progress_file.record(hosts=here.hosts)
+    check_devices(config, jax.devices())
+    fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
+
+
+def _checkpoints(context: RunContext, tokenizer_hash: str) -> Checkpoints:
+    """Open the checkpoints of this run. Raises UserError if hosts do not share their folder, or if saved ones are missing."""
+    config, directory = context.config, context.directory
+    folder = config.checkpoint.dir or str(directory.checkpoints)
+    check_shared(folder, "checkpoint.dir" if config.checkpoint.dir else "run.dir")
+    checkpoints = Checkpoints(folder, config.checkpoint, identity(config, tokenizer_hash))
+    if config.memory_checkpoints is not None:
+        supervisor = os.getppid() if progress_file.VARIABLE in os.environ else 0
+        checkpoints.add_memory(config.memory_checkpoints, context.cluster.hosts, supervisor)
+    if checkpoints.latest() is None:
+        _refuse_if_lost(checkpoints, directory)
+    return checkpoints
+
+
+def _refuse_if_lost(checkpoints: Checkpoints, directory: RunDirectory) -> None:
+    """Raise UserError in all processes if the run has saved before and there is no checkpoint any more: it would begin anew."""
+
+    def look() -> None:
+        if directory.primary and not checkpoints.steps():
+            text = lost_checkpoints(directory, str(checkpoints.directory), checkpoints.strays())
+            if text:
+                raise frozen.may_pass(UserError(text))
+
+    agree.on_all(look, explain=frozen.explained)
+
+
+def prepare_memory(memory: MemoryCopies, program: Program, local_processes: int) -> None:
+    """Raises UserError on all hosts if one has no room for its copies, or cannot write them."""
+    agree.on_all(lambda: memory.prepare(program.abstract_state, local_processes))
+
+
+def _start(context: RunContext, program: Program, checkpoints: Checkpoints, journal: Journal) -> tuple[Start, Init]:
+    """Compile the step, and restore or initialize the state; with the function that initializes it. A foreign checkpoint is refused before
+    anything is written next to it.
+    """
+    config, goodput, local_processes = context.config, context.goodput, context.cluster.local_processes
+    init, reading = _first_state(program, checkpoints)
+    restoring = "restoring the newest checkpoint and " if checkpoints.latest() is not None else reading
+    with context.phases(f"{restoring}compiling the step"), goodput.measure("compile"):
+        anew = functools.partial(begin_anew, init, checkpoints, context.directory)
+        start = restore_or_init(program, checkpoints, anew, journal, goodput)
+        check_same_branch(config.train.branch_from, start)
+        if start.step < config.total_steps:
+            program.compile_from(start.step)
+            fits.check_compiled(program.step, jax.local_devices()[0], local_processes)
+            integrity.check_memory(program, fits.memory_of_a_device(jax.local_devices()[0], local_processes))
+    return start, init
+
+
+def begin_anew(init: Init, checkpoints: Checkpoints, directory: RunDirectory) -> TrainState | Start:
+    """The first state of a run that has no checkpoint, or only of steps that were taken back. Raises UserError in all processes if the run
+    has saved before: a copy in memory can hide that until it turns out not to be usable.
+    """
+    _refuse_if_lost(checkpoints, directory)
+    return init()
+
+
+def _first_state(program: Program, checkpoints: Checkpoints) -> tuple[Init, str]:
+    """The function that makes the state this run begins with, and what it reads, in words. Raises UserError, on all hosts alike, if they
+    need the source and one lacks it.
+    """
+    train = program.config.train
+    branch, source = train.branch_from, train.start_from
+    needed = checkpoints.latest() is None
+    if branch is not None:
+        if needed:
+            agree.on_all(functools.partial(fingerprint, branch), lambda found: {"train.branch_from": found})
+        off = functools.partial(branch_off, program, branch, checkpoints.identity)
+        return off, f"reading step {branch.step:,} of {branch.path} and "
+    if source is None:
+        return program.init, ""
+    if needed:
+        agree.on_all(functools.partial(fingerprint, source), lambda found: {"train.start_from": found})  # before anyone waits for it
+    stored = open_tokenizer(program.config.data.stores[0])
+    return functools.partial(begin_from, program, source, stored), f"reading the parameters of {source.path} and "
+
+
+def _with_possible_checks(context: RunContext, program: Program) -> RunContext:
+    """`context`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
+    try:
+        integrity.check_mesh(context.config, program.mesh)
+    except ConfigError as error:
+        if not context.cluster.absent:
+            raise
+        context.phases.say(f"no checks for silent corruption until all hosts are back ({error})")
+        return replace(context, config=context.config.model_copy(update={"integrity": None}))
+    return context
+
+
+def _open_tasks_on_all_hosts(open_tasks: OpenTasks, context: RunContext, program: Program, *, goes_on: bool) -> Tasks:
+    """The tasks of `config.evaluation`. Raises UserError on all hosts if one cannot read them, or reads others."""
+    asked = lambda opened: {f"task {name}": digest for name, digest in opened.asked.items()}  # noqa: E731
+
+    def open_here() -> Tasks:
+        folder = context.directory.evaluations if context.primary else None
+        opened = open_tasks(context.config, program.mesh, folder, goes_on=goes_on)
+        frozen.check_unchanged(asked(opened))
+        return opened
+
+    return agree.on_all(open_here, asked, frozen.explained)

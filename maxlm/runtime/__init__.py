@@ -1,1 +1,0 @@
-"""Running training for real: the supervisor, the watchdog, and the run from its directory to its report."""

@@ -1,0 +1,1 @@
+"""Supervision of a run: restarts of its process, and a watchdog for hangs and slow hosts."""
