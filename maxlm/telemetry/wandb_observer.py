@@ -36,10 +36,12 @@ class WandbObserver:
 
     @classmethod
     def from_config(cls, wandb: WandbConfig, directory: RunDirectory, settings: Mapping[str, Any]) -> Self:
+        """The observer of the section `wandb`."""
         return cls(wandb.project, directory, settings)
 
     @classmethod
     def check(cls, wandb: WandbConfig) -> None:
+        """Raise ConfigError as `check_wandb`."""
         check_wandb(wandb.project)
 
     def on_step(self, record: StepRecord) -> None:
