@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxlm.config.errors import UserError
+from maxlm.config.paths import check_out
 from maxlm.cost.compile_command import load_for_machine, output_console, progress
 
 
@@ -17,7 +18,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
         raise UserError(
             f"cluster.topology = {machine.name}: schedules are read of TPUs only; run this on the GPUs with cluster=null, to read counters."
         )
-    from maxlm.telemetry.link_use import check_out, plot, table
+    from maxlm.telemetry.link_use import plot, table
 
     check_out(out)
     from maxlm.compiler.aot import leave_chips_alone

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, load
-from maxlm.config.paths import read_file
+from maxlm.config.paths import check_out, read_file
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.config.sections.cluster import topology_of
 from maxlm.config.table import present
@@ -102,11 +102,10 @@ def run(request: Request, *, as_json: bool) -> int:
 
 def _check_file(request: Request, loaded: LoadedConfig) -> None:
     """Raise UserError if the plan cannot be written to its file, or would replace what it extends."""
-    file, folder = request.file, request.file.absolute().parent
+    file = request.file
     if file.is_dir():
         raise UserError(f"--out {file} is a folder; give the name of a file in it, such as {file / 'plan.yml'}.")
-    if not folder.is_dir():
-        raise UserError(f"--out {file}: there is no folder {folder}; make it first.")
+    check_out(file)
     if file.resolve() in {find(request.name).resolve(), *(Path(source).resolve() for source in loaded.sources.values())}:
         raise UserError(f"--out {file}: the plan extends this file, and would replace it; give another name.")
     if file.suffix == ".png":

@@ -9,7 +9,7 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.config.errors import error_kind
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import figure, percent
 
@@ -90,12 +90,6 @@ class LinkUse:
         """The inverse of `to_json`; rates are not kept."""
         average, p90, peak, limit = (item[f"{name}_bytes_per_s"] for name in ("average", "p90", "peak", "limit"))
         return cls(item["link"], item["kind"], average, p90, peak, limit, item["busy"], item["exposed_s"], item["used_by"])
-
-
-def check_out(path: Path | None) -> None:
-    """Raise UserError if `--out` is in a folder that does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"--out {path}: there is no folder {path.absolute().parent}; make it first.")
 
 
 def table(uses: Sequence[LinkUse], used_by: str) -> Table:
