@@ -1,8 +1,8 @@
 """Step times of published runs with our estimates of them, and the correction that they suggest for other estimates. No jax here.
 
-The rows, in published_runs.toml, are the rows of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of `maxlm plan`, of
-docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a correction is stated
-in addition to the estimate, which stays as it is.
+The rows, in published_runs.toml, are the rows of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of
+`maxlm plan`, of docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a
+correction is stated in addition to the estimate, which stays as it is.
 """
 
 import statistics
