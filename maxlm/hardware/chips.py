@@ -126,8 +126,8 @@ def facts() -> dict[str, Any]:
 
 def _chip(row: Mapping[str, Any]) -> Chip:
     stated = {name: row[name] for name in (field.name for field in fields(Chip)) if name in row}
-    reached = Reached(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.get("reached", {}).items()})
-    return Chip(**{**stated, "device_kinds": tuple(row["device_kinds"]), "reached": reached})
+    reached: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.get("reached", {}).items()}
+    return Chip(**{**stated, "device_kinds": tuple(row["device_kinds"]), "reached": Reached(**reached)})
 
 
 CHIPS = tuple(map(_chip, facts()["chip"]))
