@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from maxlm.config.capability import Inert
 from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
-from maxlm.config.table import present
+from maxlm.config.table import call, present
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -23,7 +23,7 @@ def problems(config: Config) -> Iterator[Problem]:
 def settings(config: Config) -> Iterator[Inert]:
     """Settings that nothing reads in this config."""
     for one, section in present(config):
-        yield from one.inert(config, section) if one.inert is not None else ()
+        yield from call(one.inert, config, section) if one.inert is not None else ()
 
 
 def _value_and_default(config: Config, field: str) -> tuple[Any, Any]:

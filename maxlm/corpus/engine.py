@@ -28,7 +28,7 @@ from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, r
 from maxlm.corpus.page import page
 from maxlm.corpus.read import read
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.stages import KINDS, ParquetColumns, Resources, Stage, Stream, build_stages
+from maxlm.corpus.stages import KINDS, PARQUET, Resources, Stage, Stream, build_stages
 from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.documents.files import SourceFile, find_once, folders, version_of
@@ -109,12 +109,6 @@ class Plan:
         """Counts of a finished task, whether or not what only the next passes need is still there."""
         return shards.finished(self.mark_path(number, task), self.fingerprints[number][task.number])
 
-    @property
-    def is_finished(self) -> bool:
-        """True if every pass has its marks, and the last one its shards."""
-        last = len(self.names) - 1
-        return all(self.mark(last, task) and all(self.counts(number, task) for number in range(last)) for task in self.tasks)
-
     def is_combined(self, number: int) -> bool:
         """True if the search before pass `number` is done."""
         return shards.finished(self.folder(number) / COMBINED, self.fingerprints[number][0]) is not None
@@ -138,8 +132,12 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     _check_output(settings, inputs)
     tasks = tuple(divide(inputs, settings.run.task_bytes))
     stages = build_stages(settings, origins)
-    _check_tags(settings, stages)
-    keys = [[stage.key, stage.name in settings.tag] for stage in stages]
+    names = [name for name, section in settings.filters or () if section is not None and name != "rules"]
+    names += [stage.name for stage in stages if stage.name != PARQUET]
+    for name in settings.tag:
+        if name not in names:
+            raise UserError(f"tag: {shorten(name)} is no stage of this file ({', '.join(names) or 'it has none'}); name one of them.")
+    keys = [[stage.key(), stage.name in settings.tag] for stage in stages]
     reading = TypeAdapter(type(settings.read)).dump_python(settings.read, mode="json")
     filters = _filters_key(settings, scorer)
     states: dict[str, list[Any]] = {one.path: _state(one.path) or [one.size, *([one.version] if one.version else [])] for one in inputs}
@@ -152,17 +150,8 @@ def make_plan(settings: CorpusSettings, scorer: ScorerSource | None = None) -> P
     return Plan(settings, tasks, origins, states, (tuple(first), *((one,) * len(tasks) for one in later)), scorer)
 
 
-def _check_tags(settings: CorpusSettings, stages: list[Stage]) -> None:
-    """Refuse a name in `tag` that no stage of the file has."""
-    filters = [name for name, section in settings.filters or () if section is not None and name != "rules"]
-    names = [*filters, *(stage.name for stage in stages if not isinstance(stage, ParquetColumns))]
-    for name in settings.tag:
-        if name not in names:
-            raise UserError(f"tag: {shorten(name)} is no stage of this file ({', '.join(names) or 'it has none'}); name one of them.")
-
-
 def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
-    """Refuse a folder in which files would be lost: another program's, or one with the input in it."""
+    """Refuse a folder in which files would be lost: another program's, one with the input in it, or one below a folder of the input."""
     output = user_path(settings.output)
     with system_errors():
         ours = not output.exists() or any((output / name).is_dir() for name in OURS)
@@ -178,7 +167,15 @@ def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
             raise UserError(
                 f"output = {shorten(str(output))}: the input {shorten(one.path)} lies in it and would be overwritten; give another."
             )
-    _check_not_below(settings, output)
+    real = Path(os.path.realpath(output))
+    for name, source in settings.sources.items():
+        for folder in folders(source.paths):
+            below = Path(os.path.relpath(real, os.path.realpath(folder))).parts
+            if not any(part.startswith(".") for part in below):  # ".." is outside, and hidden folders are left out
+                raise UserError(  # what is written would be input when the same command is given again
+                    f"output = {shorten(str(output))}: it lies in the folder {shorten(folder)} of sources.{name}.paths, all files of which "
+                    "are read, so that what is written would be input; give a folder outside."
+                )
 
 
 def _foreign(output: Path) -> str:
@@ -198,19 +195,6 @@ def _foreign(output: Path) -> str:
     except (ValueError, AttributeError):
         known = False
     return next((str(file.relative_to(output)) for file in [*strange, *([] if known else [report])]), "")
-
-
-def _check_not_below(settings: CorpusSettings, output: Path) -> None:
-    """Refuse a folder below one of the input: what is written would be input when the same command is given again."""
-    real = Path(os.path.realpath(output))
-    for name, source in settings.sources.items():
-        for folder in folders(source.paths):
-            below = Path(os.path.relpath(real, os.path.realpath(folder))).parts
-            if not any(part.startswith(".") for part in below):  # ".." is outside, and hidden folders are left out
-                raise UserError(
-                    f"output = {shorten(str(output))}: it lies in the folder {shorten(folder)} of sources.{name}.paths, all files of which "
-                    "are read, so that what is written would be input; give a folder outside."
-                )
 
 
 def _state(path: str) -> list[int]:
@@ -253,14 +237,17 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
     stream = _read(plan, task, tally, tell) if number == 0 else _apply(plan, number, task, tell)
     with system_errors(), directory_lock.working_for(plan.lock):
         directory_lock.check(plan.output)
-        _remove_marks(plan, number, task)
+        plan.mark_path(number, task).unlink(missing_ok=True)  # it vouches for files that are about to be replaced
+        for folder in (plan.output / "marks").glob("*/") if number == len(plan.names) - 1 else ():
+            if folder.name not in plan.names:  # the last pass of another run may have written the same shard
+                (folder / f"{task.name}.json").unlink(missing_ok=True)
         with shards.shard(plan.removed(number, task)) as dropped, plan.shard(number, task) as kept:
             documents = survivors(stream, kept, dropped)
             if number + 1 < len(plan.names):
                 collected = plan.collected(number, task)
                 collected.parent.mkdir(parents=True, exist_ok=True)
                 stage = plan.stages[number]
-                tags = () if isinstance(stage, ParquetColumns) else plan.settings.tag
+                tags = () if stage.name == PARQUET else plan.settings.tag
                 stage.collect((one for one in documents if not is_tagged(one, tags)), collected)
             for _ in documents:
                 pass
@@ -275,17 +262,15 @@ def run_task(plan: Plan, number: int, task: Task, tell: Tell = lambda size, docu
     return mark
 
 
-def _remove_marks(plan: Plan, number: int, task: Task) -> None:
-    """Remove the marks of files that are about to be replaced, also marks of a run with other settings or stages."""
-    plan.mark_path(number, task).unlink(missing_ok=True)
-    if number == len(plan.names) - 1:
-        for folder in (plan.output / "marks").glob("*/"):
-            if folder.name not in plan.names:  # the last pass of another run may have written the same shard
-                (folder / f"{task.name}.json").unlink(missing_ok=True)
+_built: tuple[Any, list[Filter]] = (None, [])  # key and filters of this process's last task: models and lists are loaded once
 
 
 def _read(plan: Plan, task: Task, tally: Tally, tell: Tell) -> Stream:
-    filters = _filters(plan)
+    global _built
+    key = _filters_key(plan.settings, plan.scorer)
+    if plan.settings.filters is not None and _built[0] != key:
+        _built = key, build_filters(plan.settings.filters, plan.scorer.open() if plan.scorer else None, plan.settings.tag)
+    filters = _built[1] if key is not None else []
     size = TOGETHER if any(map(takes_many, filters)) else 1
     group: list[Document | Removed] = []
     wheres = {name: [(text, conditions.parse(text)) for text in source.where] for name, source in plan.settings.sources.items()}
@@ -318,17 +303,6 @@ def _filters_key(settings: CorpusSettings, scorer: ScorerSource | None) -> Any:
     lists = [[path, _state(path)] for path in settings.filters.files]
     tagging = [name for name in type(settings.filters).model_fields if name in settings.tag]
     return [settings.filters.model_dump(mode="json"), lists, scorer and scorer.key, tagging]
-
-
-_built: tuple[Any, list[Filter]] = (None, [])  # key and filters of this process's last task: models and lists are loaded once
-
-
-def _filters(plan: Plan) -> list[Filter]:
-    global _built
-    key = _filters_key(plan.settings, plan.scorer)
-    if plan.settings.filters is not None and _built[0] != key:
-        _built = key, build_filters(plan.settings.filters, plan.scorer.open() if plan.scorer else None, plan.settings.tag)
-    return _built[1] if key is not None else []
 
 
 def _records(plan: Plan, task: Task, tell: Tell) -> Stream:
@@ -409,21 +383,19 @@ class Executor(Protocol):
 
     def run_tasks(self, plan: Plan, number: int, tasks: list[Task]) -> None:
         """Run `tasks` of pass `number` by run_task()."""
-        ...
 
     def combine(self, plan: Plan, number: int) -> None:
         """Run combine() for pass `number`."""
-        ...
 
 
 def run(plan: Plan, executor: Executor) -> dict[str, Any]:
     """Run all passes and write `report.json`, which is returned, and `report.html`. Raises UserError."""
     last = len(plan.names) - 1
-    if plan.is_finished:
+    if all(plan.mark(last, task) and all(plan.counts(number, task) for number in range(last)) for task in plan.tasks):
         _check_sources(plan)
     else:
         with system_errors():
-            for name in REPORTS:  # of an earlier run, so that there is none beside what is not whole
+            for name in REPORTS:  # of an earlier run: a folder that is not whole has no report
                 (plan.output / name).unlink(missing_ok=True)
         for number in range(last + 1):
             left = [task for task in plan.tasks if plan.mark(number, task) is None]

@@ -3,24 +3,13 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from maxlm.corpus.tally import total
 from maxlm.telemetry import pages
 from maxlm.telemetry.pages import table
 
-CSS = """
-.bars{display:grid;grid-auto-flow:dense;grid-template-columns:max-content 1fr max-content;gap:5px 14px;
-align-items:center;font-size:.9rem;max-width:900px}
-.bars span{white-space:nowrap;font-variant-numeric:tabular-nums}.bars i{display:block;height:18px;border-radius:3px;background:var(--c)}
-.bars div{background:var(--panel);border-radius:3px;grid-column:2}
-.bars .soft{color:var(--soft);grid-column:3}.bars span:not(.soft){grid-column:1}
-details{border-bottom:1px solid var(--rule)}details pre{white-space:pre-wrap;overflow-wrap:anywhere;max-height:16rem;overflow-y:auto}
-details dl{margin:.2rem 0 .8rem}details dd{font-size:.88rem;font-weight:400;overflow-wrap:anywhere;margin:0 0 .1rem}
-.lengths{display:block;width:100%;max-width:900px;height:auto}.lengths rect{fill:var(--c)}
-@media(max-width:760px){.bars{grid-template-columns:1fr max-content;gap:2px 10px}.bars span{white-space:normal;overflow-wrap:anywhere}
-.bars .soft{grid-column:2}.bars div{grid-column:1/-1;margin-bottom:8px}.bars i{height:10px}.lengths{min-width:560px}}
-"""
 MOST = 40  # languages shown; the rest are added up
 
 Pass = Mapping[str, Any]
@@ -29,20 +18,38 @@ Pass = Mapping[str, Any]
 def page(report: Mapping[str, Any]) -> str:
     """The page for what engine.summarize() returned."""
     passes: list[Pass] = report["passes"]
+    came, size = total(passes[0]["came"])
+    bars = [("read", came, size), *((one["name"], one["documents"], one["bytes"]) for one in passes)]
+    counts = [(escape(name), count, f"{count:,} documents, {megabytes(some)}") for name, count, some in bars]
+    reasons, cuts = (
+        ("stage/reason and pass", "documents", "of those read"),
+        ("stage/reason and pass", "documents", "characters, or data masked"),
+    )
     sections = [
         _head(report),
-        _passes(passes),
-        _reasons(passes, "removed", "What was removed, and why"),
-        _reasons(passes, "tagged", "What stays with a tag, and why"),
-        _cuts(passes),
+        f"<section><h2>Documents after each pass</h2>{_bars(counts)}</section>",
+        _table("What was removed, and why", reasons, _reasons(passes, "removed", came)),
+        _table("What stays with a tag, and why", reasons, _reasons(passes, "tagged", came)),
+        _table(
+            "What was cut from documents that stay",
+            cuts,
+            [[_of_pass(reason, one), f"{documents:,}", f"{amount:,}"] for one, reason, (documents, amount) in _all(passes, "cut")],
+        ),
         _sources(passes),
         _languages(passes[-1]),
         _lengths(passes),
         _copies(passes),
-        _sets(report),
     ]
+    hint = "Not searched: empty items, duplicates of others, short ones (too few words in a row) and common ones (nothing in them is rare)."
+    if items := "".join(f"<li>{escape(line)}</li>" for line in searched(report)):
+        sections.append(f"<section><h2>Evaluation sets</h2><ul>{items}</ul><p>{hint}</p></section>")
     sections += [_examples(passes), _settings(report["settings"])]
-    return pages.page("Corpus report", map(_printable, sections), css=CSS)
+    css = files(__package__).joinpath("page.css").read_text("utf-8")
+    return pages.page("Corpus report", map(_printable, sections), css=css)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"<section><h2>{title}</h2>{table(heads, rows, numbers=True)}</section>" if rows else ""
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -51,7 +58,7 @@ def _head(report: Mapping[str, Any]) -> str:
     set_aside = unread(report)
     left, left_size = passes[-1]["documents"], passes[-1]["bytes"]
     cards = (
-        ("Came in", f"{documents + set_aside:,}", f"records of {_plural(report['input_files'], 'file')}"),
+        ("Came in", f"{documents + set_aside:,}", f"records of {report['input_files']:,} file{'' if report['input_files'] == 1 else 's'}"),
         ("Set aside", f"{set_aside:,}", "without text, or could not be read"),
         ("Read", f"{documents:,}", "documents"),
         ("Text", megabytes(size), "of UTF-8"),
@@ -71,36 +78,19 @@ def unread(report: Mapping[str, Any]) -> int:
     return sum(count for reason, count in report["passes"][0]["removed"].items() if reason.startswith("read/"))
 
 
-def _passes(passes: Sequence[Pass]) -> str:
-    came, size = total(passes[0]["came"])
-    rows = [("read", came, size), *((one["name"], one["documents"], one["bytes"]) for one in passes)]
-    bars = _bars((escape(name), count, f"{count:,} documents, {megabytes(some)}") for name, count, some in rows)
-    return f"<section><h2>Documents after each pass</h2>{bars}</section>"
+def _reasons(passes: Sequence[Pass], kind: str, came: int) -> list[list[str]]:
+    return [[_of_pass(reason, one), f"{count:,}", share(count, came)] for one, reason, count in _all(passes, kind)]
 
 
-def _reasons(passes: Sequence[Pass], kind: str, title: str) -> str:
-    came, all_of = total(passes[0]["came"])[0], _all(passes, kind)
-    rows = [[f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{count:,}", share(count, came)] for one, reason, count in all_of]
-    if not rows:
-        return ""
-    heads = ("stage/reason and pass", "documents", "of those read")
-    return f"<section><h2>{title}</h2>{table(heads, rows, numbers=True)}</section>"
+def _of_pass(reason: str, one: Pass) -> str:
+    return f"{escape(reason)} <small>{escape(one['name'])}</small>"
 
 
-def _all(passes: Sequence[Pass], kind: str) -> Iterator[tuple[Pass, str, int]]:
+def _all(passes: Sequence[Pass], kind: str) -> Iterator[tuple[Pass, str, Any]]:
+    """Pass, reason and count, the most frequent reason of a pass first; of what was cut, by name."""
     for one in passes:
-        for reason, count in sorted(one[kind].items(), key=lambda item: (-item[1], item[0])):
+        for reason, count in sorted(one[kind].items(), key=lambda item: (0 if kind == "cut" else -item[1], item[0])):
             yield one, reason, count
-
-
-def _cuts(passes: Sequence[Pass]) -> str:
-    rows = [
-        [f"{escape(reason)} <small>{escape(one['name'])}</small>", f"{documents:,}", f"{amount:,}"]
-        for one in passes
-        for reason, (documents, amount) in sorted(one["cut"].items())
-    ]
-    heads = ("stage/reason and pass", "documents", "characters, or data masked")
-    return f"<section><h2>What was cut from documents that stay</h2>{table(heads, rows, numbers=True)}</section>" if rows else ""
 
 
 def _sources(passes: Sequence[Pass]) -> str:
@@ -110,7 +100,7 @@ def _sources(passes: Sequence[Pass]) -> str:
         left = [one["left"].get(name, (0, 0)) for one in passes]
         counts = [f"{count:,}" for count, _ in left]
         rows.append([escape(name), f"{documents:,}", megabytes(size), *counts, megabytes(left[-1][1]), share(left[-1][1], size)])
-    return f"<section><h2>Sources</h2>{table(heads, rows, numbers=True)}</section>" if rows else ""
+    return _table("Sources", heads, rows)
 
 
 def _languages(last: Pass) -> str:
@@ -155,14 +145,11 @@ def _copies(passes: Sequence[Pass]) -> str:
             size = int(name)
             clusters, documents = bins.get((size - 1).bit_length(), (0, 0))
             bins[(size - 1).bit_length()] = clusters + removed // (size - 1), documents + removed
-    if not bins:
-        return ""
     rows = []
     for number, (clusters, documents) in sorted(bins.items()):
         low, high = (1 << number >> 1) + 1, 1 << number
         rows.append([f"{low:,}" if low == high else f"{low:,} to {high:,}", f"{clusters:,}", f"{documents:,}"])
-    heads = ("documents in the cluster", "clusters", "removed")
-    return f"<section><h2>Copies, by size of their cluster</h2>{table(heads, rows, numbers=True)}</section>"
+    return _table("Copies, by size of their cluster", ("documents in the cluster", "clusters", "removed"), rows)
 
 
 def searched(report: Mapping[str, Any]) -> list[str]:
@@ -174,18 +161,16 @@ def searched(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _sets(report: Mapping[str, Any]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in searched(report))
-    hint = "Not searched: empty items, duplicates of others, short ones (too few words in a row) and common ones (nothing in them is rare)."
-    return f"<section><h2>Evaluation sets</h2><ul>{items}</ul><p>{hint}</p></section>" if items else ""
-
-
 def _examples(passes: Sequence[Pass]) -> str:
-    cuts = ((one, reason, count) for one in passes for reason, (count, _) in sorted(one["cut"].items()))
     blocks = []
-    for one, reason, count in (*_all(passes, "removed"), *_all(passes, "tagged"), *cuts):
-        items = "".join(_example(example) for example in one["examples"][reason])
-        blocks.append(f"<details><summary>{escape(reason)} <small>{count:,} documents</small></summary>{items}</details>")
+    for one, reason, count in (*_all(passes, "removed"), *_all(passes, "tagged"), *_all(passes, "cut")):
+        items = ""
+        for example in one["examples"][reason]:
+            figures = {key: f"{v:.4g}" if isinstance(v, float) else _printable(str(v)) for key, v in sorted(example["detail"].items())}
+            detail = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in figures.items())
+            items += f"<h3><code>{escape(example['id'])}</code></h3><dl>{detail}</dl><pre>{escape(_printable(example['example']))}</pre>"
+        documents = count if isinstance(count, int) else count[0]  # of what was cut also how much
+        blocks.append(f"<details><summary>{escape(reason)} <small>{documents:,} documents</small></summary>{items}</details>")
     return f"<section class=folded><h2>Examples of what was removed or tagged</h2>{''.join(blocks)}</section>" if blocks else ""
 
 
@@ -204,15 +189,6 @@ def _without_none(part: Any) -> Any:
     return {name: _without_none(value) for name, value in part.items() if value is not None}
 
 
-def _example(example: Mapping[str, Any]) -> str:
-    detail = "".join(f"<dt>{escape(key)}</dt><dd>{escape(_value(value))}</dd>" for key, value in sorted(example["detail"].items()))
-    return f"<h3><code>{escape(example['id'])}</code></h3><dl>{detail}</dl><pre>{escape(_printable(example['example']))}</pre>"
-
-
-def _value(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else _printable(str(value))
-
-
 def _printable(text: str) -> str:
     """Text that a file of UTF-8 holds: lone surrogates are shown as their code."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -226,10 +202,6 @@ def _bars(rows: Iterable[tuple[str, int, str]]) -> str:
         for name, count, text in rows
     )
     return f'<div class="bars">{cells}</div>'
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _short(number: int) -> str:

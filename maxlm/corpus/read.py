@@ -27,7 +27,7 @@ def read(
 
 def _document(id: str, record: Record, text_field: str) -> Document | Defect:
     """The document of a record, its text normalised. Adds to the metadata what was wrong with the text and is mended."""
-    metadata = scalars(record.fields, {text_field}, _short)
+    metadata = scalars(record.fields, {text_field}, lambda text: text if text.isascii() and text.isprintable() else normalise(text))
     text, encoding = record.text, record.encoding
     if isinstance(text, bytes):
         decoded = decode(text, encoding)
@@ -51,7 +51,3 @@ def _document(id: str, record: Record, text_field: str) -> Document | Defect:
 
 def _defect(record: Record, reason: str, example: str = "") -> Defect:
     return defect(record.number, record.unit, reason, example)
-
-
-def _short(text: str) -> str:
-    return text if text.isascii() and text.isprintable() else normalise(text)

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +27,22 @@ _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
 class ShardWriter:
-    """Writes records to an open stream: as JSON lines, or as rows of a ParquetWriter. `records`: how many."""
+    """Writes records by `append`, which gets each with its line of JSON. `records`: how many."""
 
-    def __init__(self, stream: "zstd.ZstdFile | Rows") -> None:
-        self._stream, self._digest, self.records = stream, hashlib.sha256(), 0
+    def __init__(self, append: Callable[[Document | Removed, bytes], object]) -> None:
+        self._append, self._digest, self.records = append, hashlib.sha256(), 0
 
     def write(self, record: Document | Removed) -> None:
         """Append a record."""
         line = line_of(record)
         self._digest.update(line)
-        if isinstance(self._stream, Rows):
-            assert isinstance(record, Document), "lists of removed documents are lines"
-            self._stream.add(record)
-        else:
-            self._stream.write(line)
+        self._append(record, line)
         self.records += 1
 
     @property
     def digest(self) -> str:
         """SHA-256 of the records written so far, as lines of JSON, in hex."""
         return self._digest.hexdigest()
-
-
-class Rows:
-    """Rows of a Parquet file: id, text and typed metadata. Bytes depend on the documents, their order and `kinds` alone."""
-
-    def __init__(self, writer: pq.ParquetWriter, kinds: Mapping[str, Kind]) -> None:
-        self._writer, self._kinds = writer, kinds
-        self._waiting: list[Document] = []
-        self._characters = 0
-
-    def add(self, document: Document) -> None:
-        """Append a row; a full group is written."""
-        self._waiting.append(document)
-        self._characters += len(document.text)
-        if len(self._waiting) == GROUP_ROWS or self._characters > GROUP_CHARACTERS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the buffered rows as a row group."""
-        if self._waiting:
-            self._writer.write_table(_table(self._waiting, self._kinds))
-        self._waiting, self._characters = [], 0
 
 
 def _table(documents: list[Document], kinds: Mapping[str, Kind]) -> pa.Table:
@@ -103,7 +77,7 @@ def shard(path: Path) -> Iterator[ShardWriter]:
     """A shard that replaces `path` when the block ends without an error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, zstd.ZstdFile(file, "w", level=LEVEL) as stream:
-        writer = ShardWriter(stream)
+        writer = ShardWriter(lambda record, line: stream.write(line))
         yield writer
         if not writer.records:
             file.write(zstd.compress(b"", LEVEL))  # an empty frame: a file of no bytes is not one of zstd
@@ -111,17 +85,28 @@ def shard(path: Path) -> Iterator[ShardWriter]:
 
 @contextlib.contextmanager
 def parquet_shard(path: Path, kinds: Mapping[str, Kind]) -> Iterator[ShardWriter]:
-    """A shard of documents as Parquet that replaces `path` when the block ends without an error. `kinds`: of all fields of metadata.
-
-    Raises OSError.
+    """A shard of documents as Parquet (id, text, typed metadata) that replaces `path` when the block ends without an error. `kinds`: of all
+    fields of metadata. Bytes depend on the documents, their order and `kinds` alone. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     short = ["id", *(f"metadata.{name}" for name in kinds)]  # texts do not repeat, and their statistics would be whole texts
     options: dict[str, Any] = {"compression": "zstd", "compression_level": LEVEL, "write_statistics": short, "use_dictionary": short}
     with replacing(path) as file, pq.ParquetWriter(file, _table([], kinds).schema, store_schema=False, **options) as writer:
-        rows = Rows(writer, kinds)
-        yield ShardWriter(rows)
-        rows.flush()
+        waiting: list[Document] = []
+        characters = 0
+
+        def append(record: Document | Removed, line: bytes) -> None:
+            nonlocal waiting, characters
+            assert isinstance(record, Document), "lists of removed documents are lines"
+            waiting.append(record)
+            characters += len(record.text)
+            if len(waiting) == GROUP_ROWS or characters > GROUP_CHARACTERS:
+                writer.write_table(_table(waiting, kinds))
+                waiting, characters = [], 0
+
+        yield ShardWriter(append)
+        if waiting:
+            writer.write_table(_table(waiting, kinds))
 
 
 def read_shard(path: Path) -> Iterator[dict[str, Any]]:

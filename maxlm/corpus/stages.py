@@ -5,9 +5,11 @@ writes its documents (`collect`, a file for each task), and combined by one proc
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -17,7 +19,7 @@ from maxlm.config.paths import read_file
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
 from maxlm.corpus.dedup.clusters import cluster
 from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_occurrences
-from maxlm.corpus.dedup.settings import DedupSettings, RepeatSettings, SubstringSettings
+from maxlm.corpus.dedup.settings import DedupSettings
 from maxlm.corpus.dedup.signatures import write_signatures
 from maxlm.corpus.dedup.substrings import cut, find_runs, write_windows
 from maxlm.corpus.dedup.writing import Priority
@@ -28,6 +30,7 @@ from maxlm.documents.columns import joined, kinds_of
 from maxlm.telemetry.atomic import write_text
 
 Stream = Iterator[Document | Removed]
+PARQUET = "parquet"  # the stage that removes nothing
 KINDS = "kinds.json"  # of the fields of metadata
 
 
@@ -39,53 +42,31 @@ class Resources(NamedTuple):
     threads: int
 
 
-class Stage(Protocol):
-    """A pass that needs to know of the whole corpus."""
+@dataclass(frozen=True)
+class Stage:
+    """A pass that needs to know of the whole corpus.
+
+    `key`: settings that decide the result, as JSON has them. `collect`: writes what the search needs of a task's documents to a file,
+    atomically, and takes all of them. `combine`: searches over these files, one for each task, and writes the result to a folder. `apply`:
+    one result for each document of a task, in order, by the folder. `facts`: about the search, for the report, as JSON has them.
+    """
 
     name: str
-
-    @property
-    def key(self) -> Any:
-        """Settings that decide the result, as JSON has them."""
-        ...
-
-    def collect(self, documents: Iterable[Document], path: Path) -> None:
-        """Write what the search needs of a task's documents to `path`, atomically. Takes all of `documents`."""
-        ...
-
-    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        """Search over `files`, one for each task, and write the result to `folder`."""
-        ...
-
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        """One result for each document of a task, in order."""
-        ...
-
-    def facts(self, folder: Path) -> dict[str, Any]:
-        """Facts about the search that the report shows, as JSON has them, by their name there."""
-        return {}
+    key: Callable[[], Any]
+    collect: Callable[[Iterable[Document], Path], None]
+    combine: Callable[[Sequence[Path], Path, Sequence[Task], Resources], None]
+    apply: Callable[[Iterable[Document], Path, Task], Stream]
+    facts: Callable[[Path], dict[str, Any]] = lambda folder: {}
 
 
-class Deduplicate(Stage):
+def deduplicate(settings: DedupSettings, priority: Priority) -> Stage:
     """Leave one document of each cluster of copies."""
-
     name = "deduplicate"
 
-    def __init__(self, settings: DedupSettings, priority: Priority) -> None:
-        self.settings, self.priority = settings, priority
+    def combine(files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        cluster(files, folder / "copies.parquet", settings, **resources._asdict())
 
-    @property
-    def key(self) -> Any:
-        return self.settings.model_dump(mode="json", exclude={"lines", "paragraphs", "substrings"})
-
-    def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_signatures(documents, path, self.settings, self.priority)
-
-    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        del tasks
-        cluster(files, folder / "copies.parquet", self.settings, **resources._asdict())
-
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+    def apply(documents: Iterable[Document], folder: Path, task: Task) -> Stream:
         low, high = min(f"{path}#" for path in task.paths), max(f"{path}$" for path in task.paths)  # "$" follows the "#" of "PATH#NUMBER"
         table = pq.read_table(folder / "copies.parquet", filters=[("id", ">=", low), ("id", "<", high)], use_threads=False)
         copies = {row["id"]: row for row in table.to_pylist()}
@@ -95,131 +76,84 @@ class Deduplicate(Stage):
                 yield document
             else:
                 detail = {"kept": row["kept"], "cluster": row["cluster"], "cluster_size": row["size"]}
-                yield Removed(document.id, self.name, f"{row['kind']}_copy", document.text[:300], detail)
+                yield Removed(document.id, name, f"{row['kind']}_copy", document.text[:300], detail)
+
+    key = settings.model_dump(mode="json", exclude={"lines", "paragraphs", "substrings"})
+    return Stage(name, lambda: key, partial(write_signatures, settings=settings, priority=priority), combine, apply)
 
 
-class RemoveParts(Stage):
-    """Remove parts of documents, `unit`, of which a search over the corpus writes a table for each task."""
+def remove_parts(
+    name: str,
+    unit: str,
+    key: Any,
+    collect: Callable[[Iterable[Document], Path], None],
+    find: Callable[..., None],
+    remaining: Callable[[str, Mapping[str, Any]], tuple[str, str, int]],
+) -> Stage:
+    """Remove parts of documents, `unit`, of which `find` writes a table for each task. `remaining`: by a text and its row of the table, the
+    text that is left, the first part that goes, and the number of parts.
+    """
 
-    unit: str
+    def combine(files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        find(files, [folder / f"{task.name}.parquet" for task in tasks], **resources._asdict())
 
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        rows = {row["row"]: row for row in pq.read_table(_result(folder, task), use_threads=False).to_pylist()}
+    def apply(documents: Iterable[Document], folder: Path, task: Task) -> Stream:
+        rows = {row["row"]: row for row in pq.read_table(folder / f"{task.name}.parquet", use_threads=False).to_pylist()}
         for number, document in enumerate(documents):
             row = rows.get(number)
             if row is None:
                 yield document
                 continue
-            text, gone, count = self.without(document.text, row)
+            text, gone, count = remaining(document.text, row)
             if text.strip():
-                yield cut_text(document, text, self.name, self.unit, gone)
+                yield cut_text(document, text, name, unit, gone)
             else:
-                yield Removed(document.id, self.name, "nothing_left", document.text[:300], {self.unit: count})
+                yield Removed(document.id, name, "nothing_left", document.text[:300], {unit: count})
 
-    def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
-        """The text that is left by a row of the table, the first part that goes, and the number of parts."""
-        raise NotImplementedError
+    return Stage(name, lambda: key, collect, combine, apply)
 
 
-class RemoveRepeated(RemoveParts):
-    """Remove lines or paragraphs that many documents share from all but one of them."""
-
-    def __init__(self, settings: RepeatSettings, unit: Unit, priority: Priority) -> None:
-        self.name, self.settings, self.parts, self.priority = f"repeated_{unit}", settings, unit, priority
-        self.unit = unit
-
-    @property
-    def key(self) -> Any:
-        return {"unit": self.unit, "prefer": self.priority.prefer, **self.settings.model_dump(mode="json")}
-
-    def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_occurrences(documents, path, self.settings, self.parts, self.priority)
-
-    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        find_repeated(files, [_result(folder, task) for task in tasks], self.settings, **resources._asdict())
-
-    def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
-        positions = row["positions"]
-        return without(text, positions, self.parts), split(text, self.parts)[positions[0]], len(positions)
-
-
-class RemoveSubstrings(RemoveParts):
-    """Remove runs of words that stand elsewhere in the corpus, too, from all places but the first."""
-
-    name, unit = "repeated_substrings", "runs"
-
-    def __init__(self, settings: SubstringSettings, priority: Priority) -> None:
-        self.settings, self.priority = settings, priority
-
-    @property
-    def key(self) -> Any:
-        return {"prefer": self.priority.prefer, **self.settings.model_dump(mode="json")}
-
-    def collect(self, documents: Iterable[Document], path: Path) -> None:
-        write_windows(documents, path, self.settings, self.priority)
-
-    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        find_runs(files, [_result(folder, task) for task in tasks], self.settings, **resources._asdict())
-
-    def without(self, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
-        return *cut(text, row["firsts"], row["ends"]), len(row["firsts"])
-
-
-class Decontaminate(Stage):
+def decontaminate(settings: DecontaminateSettings) -> Stage:
     """Remove documents that hold items of evaluation sets."""
 
-    name = "decontaminate"
-
-    def __init__(self, settings: DecontaminateSettings) -> None:
-        self.settings = settings
-
-    @property
-    def key(self) -> Any:
-        return [self.settings.model_dump(mode="json"), Frequencies.none(self.settings).items_digest]
-
-    def collect(self, documents: Iterable[Document], path: Path) -> None:
-        Frequencies.learn(self.settings, documents).save(path)
-
-    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        del tasks, resources
-        index = EvalIndex.build(self.settings, Frequencies.merge(map(Frequencies.load, files)))
+    def combine(files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
+        index = EvalIndex.build(settings, Frequencies.merge(map(Frequencies.load, files)))
         index.save(folder / "index.npz")
         write_text(folder / "sets.json", json.dumps(index.report()))
 
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        del task
-        return Decontaminator(EvalIndex.load(folder / "index.npz")).run(documents)
-
-    def facts(self, folder: Path) -> dict[str, Any]:
+    def facts(folder: Path) -> dict[str, Any]:
         path = folder / "sets.json"
         try:
             return {"sets": json.loads(read_file(path))}
         except ValueError:
             raise UserError(f"{path}: damaged; remove the folder {folder} and run again.") from None
 
+    return Stage(
+        "decontaminate",
+        lambda: [settings.model_dump(mode="json"), Frequencies.none(settings).items_digest],
+        lambda documents, path: Frequencies.learn(settings, documents).save(path),
+        combine,
+        lambda documents, folder, task: Decontaminator(EvalIndex.load(folder / "index.npz")).run(documents),
+        facts,
+    )
 
-class ParquetColumns(Stage):
+
+def find_kinds() -> Stage:
     """Find the kind of each field of metadata in the whole corpus, so that all files of Parquet have the same columns."""
 
-    name = "parquet"
-    key = None
-
-    def collect(self, documents: Iterable[Document], path: Path) -> None:
+    def collect(documents: Iterable[Document], path: Path) -> None:
         kinds: dict[str, Kind] = {}
         for document in documents:
             joined(kinds, kinds_of(document.metadata))
         write_text(path, json.dumps(kinds))
 
-    def combine(self, files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
-        del tasks, resources
+    def combine(files: Sequence[Path], folder: Path, tasks: Sequence[Task], resources: Resources) -> None:
         kinds: dict[str, Kind] = {}
         for file in files:
             joined(kinds, json.loads(read_file(file)).items())
         write_text(folder / KINDS, json.dumps(kinds, sort_keys=True))
 
-    def apply(self, documents: Iterable[Document], folder: Path, task: Task) -> Stream:
-        del folder, task
-        return iter(documents)
+    return Stage(PARQUET, lambda: None, collect, combine, lambda documents, folder, task: iter(documents))
 
 
 def build_stages(settings: CorpusSettings, origins: Mapping[str, str]) -> list[Stage]:
@@ -231,20 +165,32 @@ def build_stages(settings: CorpusSettings, origins: Mapping[str, str]) -> list[S
     if copies is not None:
         priority = Priority(copies.prefer, origins)
         if copies.url or copies.exact or copies.minhash is not None:
-            stages.append(Deduplicate(copies, priority))
-        if copies.paragraphs is not None:
-            stages.append(RemoveRepeated(copies.paragraphs, "paragraphs", priority))
-        if copies.lines is not None:
-            stages.append(RemoveRepeated(copies.lines, "lines", priority))
-        if copies.substrings is not None:
-            stages.append(RemoveSubstrings(copies.substrings, priority))
+            stages.append(deduplicate(copies, priority))
+        units: tuple[Unit, ...] = ("paragraphs", "lines")
+        for unit in units:
+            if (repeated := getattr(copies, unit)) is not None:
+                key = {"unit": unit, "prefer": copies.prefer, **repeated.model_dump(mode="json")}
+                collect = partial(write_occurrences, settings=repeated, unit=unit, priority=priority)
+                find = partial(find_repeated, settings=repeated)
+                stages.append(remove_parts(f"repeated_{unit}", unit, key, collect, find, partial(_remaining, unit)))
+        if (runs := copies.substrings) is not None:
+            key = {"prefer": copies.prefer, **runs.model_dump(mode="json")}
+            collect = partial(write_windows, settings=runs, priority=priority)
+            stages.append(
+                remove_parts(
+                    "repeated_substrings",
+                    "runs",
+                    key,
+                    collect,
+                    partial(find_runs, settings=runs),
+                    lambda text, row: (*cut(text, row["firsts"], row["ends"]), len(row["firsts"])),
+                )
+            )
     if settings.decontaminate is not None:
-        stages.append(Decontaminate(settings.decontaminate))
-    if settings.format == "parquet":
-        stages.append(ParquetColumns())
-    return stages
+        stages.append(decontaminate(settings.decontaminate))
+    return [*stages, find_kinds()] if settings.format == "parquet" else stages
 
 
-def _result(folder: Path, task: Task) -> Path:
-    """Findings of a search in the documents of a task."""
-    return folder / f"{task.name}.parquet"
+def _remaining(unit: Unit, text: str, row: Mapping[str, Any]) -> tuple[str, str, int]:
+    positions = row["positions"]
+    return without(text, positions, unit), split(text, unit)[positions[0]], len(positions)

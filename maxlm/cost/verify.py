@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from maxlm.compiler.hidden_stderr import Log, write_stderr_to
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.schema import Config
-from maxlm.data.workers import end_with_parent, workers_without_signals
+from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:

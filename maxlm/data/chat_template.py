@@ -79,6 +79,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - the type of jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """The block as a call of `_marked`, as jinja2 asks for."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,46 +19,41 @@ from maxlm.data.tokenizer import Tokenizer
 ConversationsConfig = PromptResponseConfig | ChatConfig | PreferencesConfig
 
 
-class ConversationEncoder(NamedTuple):
-    """Settings of the encoding; plain data, which is sent to every process that encodes."""
-
-    config: ConversationsConfig
-    text: str  # of the tokenizer.json
-    end_of_document: str
-    template: ChatTemplate | None
-    longest: int  # tokens that a row holds
-    opening: tuple[int, ...] = ()  # ids before plain texts; a chat template writes its own
-
-    def start(self) -> "_Encode":
-        """The encoder of this process."""
-        return _Encode(self)
-
-
-class _Encode:
+class ConversationEncoder:
     """Documents, each a JSON object -> ids with marks, None for one that is left out; the bytes that choose the split, which do not depend
     on how the row is written: the ids, or of a pair the prompt, since several pairs may share one; and notes.
     """
 
-    def __init__(self, settings: ConversationEncoder) -> None:
-        self._settings = settings
-        self._tokenizer = Tokenizer(settings.text, settings.end_of_document, "the tokenizer")
+    def __init__(
+        self,
+        config: ConversationsConfig,
+        text: str,
+        end_of_document: str,
+        template: ChatTemplate | None,
+        longest: int,
+        opening: tuple[int, ...] = (),
+    ) -> None:
+        """`text`: of the tokenizer.json; `longest`: tokens that a row holds; `opening`: ids before plain texts; a template has its own."""
+        self._config, self._longest, self._opening = config, longest, np.array(opening, np.uint32)
+        self._tokenizer = Tokenizer(text, end_of_document, "the tokenizer")
         self._special = self._tokenizer.special_pattern
-        self._special_tokens = settings.config.special_tokens == "tokens"
+        self._special_tokens = config.special_tokens == "tokens"
         self._check = TextChecker(self._special, self._special_tokens)
         ids = self._tokenizer.ids  # a new dict of the whole vocabulary with every access
         self._special_ids = np.array(sorted(ids[token] for token in self._tokenizer.special))
-        self._render = None if settings.template is None else RenderingProcess(settings.template)
+        self._render = None if template is None else RenderingProcess(template)
 
     def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray | None], list[bytes], list[Note | None]]:
         found = [self._document(document) for document in documents]
         return [ids for ids, _, _ in found], [content for _, content, _ in found], [note for _, _, note in found]
 
     def close(self) -> None:
+        """End the process of the template."""
         if self._render is not None:
             self._render.close()
 
     def _document(self, document: Document) -> tuple[np.ndarray | None, bytes, Note | None]:
-        config = self._settings.config
+        config = self._config
         try:
             try:
                 record = fields_of(document.text, "the row")
@@ -71,17 +66,17 @@ class _Encode:
             return None, document.text.encode(), Note("bad_rows", f"{document.origin}: {error}")
         except UserError as error:
             raise UserError(f"{document.origin}: {error}") from error
-        if len(marked) <= self._settings.longest:
+        if len(marked) <= self._longest:
             return marked, content, None if note is None else note._replace(text=f"{document.origin}: {note.text}")
         if config.too_long == "leave_out":
             return None, content, Note("too_long", document.origin)
-        rule = f"has {len(marked):,} tokens, and a row of data.seq_len holds {self._settings.longest:,} with the last target"
+        rule = f"has {len(marked):,} tokens, and a row of data.seq_len holds {self._longest:,} with the last target"
         fix = f"raise data.seq_len to {len(marked) - 1}, shorten it, or set {FIELD}.too_long=leave_out"
         raise UserError(f"{document.origin}: {rule}; {fix}.")
 
     def _encoded(self, record: dict[str, Any]) -> tuple[np.ndarray, bytes, Note | None]:
         """(ids with marks, bytes that choose the split, a note). Raises RowError."""
-        config = self._settings.config
+        config = self._config
         if isinstance(config, ChatConfig):
             marked, note = self._chat(read_conversation(record, config.messages_field, self._check), config.turns)
             return marked, marked.tobytes(), note
@@ -110,7 +105,7 @@ class _Encode:
     def _plain(self, prompt: str, response: str) -> np.ndarray:
         """A pair of texts as one segment, with the end of the document: it counts unless the response ends with a special token."""
         before, after = self._tokenizer.encode_pair(prompt, response, special=self._special_tokens)
-        ids = np.concatenate([np.array(self._settings.opening, np.uint32), before, after, [self._tokenizer.end_of_document_id]])
+        ids = np.concatenate([self._opening, before, after, [self._tokenizer.end_of_document_id]])
         counts = np.arange(len(ids)) >= len(ids) - 1 - len(after)
         counts[-1] = not np.isin(after[-1:], self._special_ids).any()
         return segment(ids, counts)

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Literal, NamedTuple, Protocol
@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxlm.config.errors import UserError
+from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.data.metadata import About
 from maxlm.data.readers import Document
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.data.workers import end_with_parent, workers_without_signals
 
 BATCH_CHARS = 2**20  # of text in a batch for a worker
 QUEUED = 3  # batches a worker
@@ -39,7 +39,6 @@ class Encoded(NamedTuple):
     documents: Sequence[np.ndarray | None]  # ids of each, ending with the end-of-document token; None for one that is left out
     held_out: list[bool]  # True for documents of the eval split
     notes: Sequence[Note | None]
-    origins: list[str]
     abouts: list[About]
     bytes_read: int  # of the sources, up to and including the last document
 
@@ -48,33 +47,26 @@ class Encode(Protocol):
     """Documents -> ids of each, None for one that is left out; the bytes of which the hash chooses its split (`is_held_out`); notes."""
 
     def __call__(self, documents: list[Document]) -> tuple[Sequence[np.ndarray | None], Sequence[bytes], Sequence[Note | None]]: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what it holds besides memory."""
 
 
-class Encoder(Protocol):
-    """Settings of an encoding: plain data, which is sent once to every process that encodes."""
-
-    def start(self) -> Encode: ...
+Encoder = Callable[[], Encode]  # sent once to every process that encodes
 
 
-class TextEncoder(NamedTuple):
+class TextEncoder:
     """Tokenizes texts."""
 
-    text: str  # of the tokenizer.json
-    end_of_document: str
-
-    def start(self) -> "_EncodeText":
-        return _EncodeText(Tokenizer(self.text, self.end_of_document, "the tokenizer"))
-
-
-class _EncodeText(NamedTuple):
-    tokenizer: Tokenizer
+    def __init__(self, text: str, end_of_document: str) -> None:
+        """`text`: of the tokenizer.json."""
+        self._tokenizer = Tokenizer(text, end_of_document, "the tokenizer")
 
     def __call__(self, documents: list[Document]) -> tuple[list[np.ndarray], list[bytes], list[Note | None]]:
         texts = [document.text for document in documents]
-        return self.tokenizer.encode_documents(texts), [text.encode() for text in texts], [None] * len(texts)
+        return self._tokenizer.encode_documents(texts), [text.encode() for text in texts], [None] * len(texts)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def is_held_out(content: bytes, fraction: float) -> bool:
@@ -87,10 +79,10 @@ def encode_in_order(documents: Iterable[Document], encoder: Encoder, eval_fracti
     """Encode documents, on `workers` processes if more than one. The result does not depend on their number."""
     batches = _batches(documents)
     if workers == 1:
-        with contextlib.closing(encoder.start()) as encode:
+        with contextlib.closing(encoder()) as encode:
             _worker_encode[:] = [encode]
             for batch in batches:
-                yield _joined(batch, _encode(batch, eval_fraction))
+                yield Encoded(*_encode(batch, eval_fraction), [document.about for document in batch], batch[-1].bytes_read)
         return
     # Spawned, not forked: a fork copies the locks of threads (tensorstore's, jax's) that do not exist in the child.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (encoder,))
@@ -104,7 +96,7 @@ def encode_in_order(documents: Iterable[Document], encoder: Encoder, eval_fracti
             if not pending:
                 break
             future, batch = pending.popleft()
-            yield _joined(batch, future.result())
+            yield Encoded(*future.result(), [document.about for document in batch], batch[-1].bytes_read)
     except BrokenProcessPool as error:
         rule = "a tokenizing process died, usually out of memory"
         raise UserError(f"data.prepare.workers = {workers}: {rule}; use fewer, and run the same command again to continue.") from error
@@ -131,13 +123,9 @@ _worker_encode: list[Encode] = []  # one, made at the start of the process and n
 def _start_worker(encoder: Encoder) -> None:
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_encode[:] = [encoder.start()]
+    _worker_encode[:] = [encoder()]
 
 
 def _encode(batch: list[Document], eval_fraction: float) -> _Result:
     ids, contents, notes = _worker_encode[0](batch)
     return ids, [is_held_out(content, eval_fraction) for content in contents], notes
-
-
-def _joined(batch: list[Document], result: _Result) -> Encoded:
-    return Encoded(*result, [document.origin for document in batch], [document.about for document in batch], batch[-1].bytes_read)

@@ -50,17 +50,15 @@ def render(description: dict[str, Any]) -> RenderableType:
     for name in (*LENGTHS, "mean"):
         lengths = [summary.get("document_tokens", {}).get(name) for summary in splits.values()]
         sizes.add_row(f"tokens a document, {name}", *("" if length is None else f"{length:,}" for length in lengths))
-    fields = [_fields_table(split, summary["metadata"]) for split, summary in splits.items() if summary.get("metadata")]
+    tables = []
+    for split, summary in splits.items():
+        columns = ("metadata", "kind", Column("documents", justify="right"), Column("values", overflow="fold"))
+        table = Table(*columns, box=SIMPLE_HEAD, title=f"{split} metadata", title_justify="left")
+        for name, field in summary.get("metadata", {}).items():
+            table.add_row(name, field["kind"], f"{field['documents']:,}", values_line(field))
+        tables += [table] if summary.get("metadata") else []
     samples = [Text(_sample_line(split, sample)) for split, summary in splits.items() for sample in summary["samples"]]
-    return Group(facts, sizes, *fields, *samples)
-
-
-def _fields_table(split: str, fields: dict[str, Any]) -> Table:
-    table = Table("metadata", "kind", Column("documents", justify="right"), Column("values", overflow="fold"), box=SIMPLE_HEAD)
-    table.title, table.title_justify = f"{split} metadata", "left"
-    for name, field in fields.items():
-        table.add_row(name, field["kind"], f"{field['documents']:,}", values_line(field))
-    return table
+    return Group(facts, sizes, *tables, *samples)
 
 
 def _sample_line(split: str, sample: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """store.json, the manifest of a token store. It is written last, so a folder that has it is complete.
 
 STORE/store.json               the manifest
-STORE/tokenizer.json           the tokenizer that made the tokens, and beside it the files that came with it (COMPANIONS)
+STORE/tokenizer.json           the tokenizer that made the tokens; next to it the files that came with it (COMPANIONS)
 STORE/<split>/tokens           flat token ids, each document closed by the end-of-document id
 STORE/<split>/documents        offset of each document's first token, and the end of the last one (uint64)
 STORE/<split>/<array>/digests/<shard>  digest of every chunk of a shard of the array, see `storage.chunk_digests`
@@ -35,7 +35,7 @@ SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
 COMPANIONS = (SETTINGS, "special_tokens_map.json", "generation_config.json", TEMPLATE, TOOL_TEMPLATE)
 METADATA = "metadata.json"
-BESIDE = (TOKENIZER, *COMPANIONS, METADATA)  # small files of a store that belong to no split
+SMALL_FILES = (TOKENIZER, *COMPANIONS, METADATA)  # small files of a store that belong to no split
 PROGRESS = "preparing.npz"
 CONVERSATIONS = "data.prepare.conversations.kind"  # in `settings` of a store of conversations, and no other
 Split = Literal["train", "eval"]
@@ -65,7 +65,7 @@ class StoreInfo(Section):
 
     @property
     def content(self) -> Content:
-        """Kind of its documents. Those of conversations and preference pairs have marks in their ids, see `marks`."""
+        """Kind of its documents. Conversations and preference pairs have marks in their ids, see `marks`."""
         kind = self.settings.get(CONVERSATIONS)
         return "text" if kind is None else "preferences" if kind == "preferences" else "conversations"
 
@@ -116,7 +116,7 @@ def save(path: str, info: StoreInfo) -> StoreInfo:
     """Write store.json with the checksums of the other small files, which completes the store. Returns its content."""
     arrays = [f"{split}/{name}" for split in SPLITS for name in ("tokens", "documents")]
     files: dict[str, str] = {}
-    for name in [*BESIDE, *(f"{array}{part}" for array in arrays for part in ("/zarr.json", ".shards"))]:
+    for name in [*SMALL_FILES, *(f"{array}{part}" for array in arrays for part in ("/zarr.json", ".shards"))]:
         content = storage.read_bytes(path, name)
         if content is not None:
             files[name] = hashlib.sha256(content).hexdigest()
@@ -138,10 +138,10 @@ def check_split(path: str, info: StoreInfo, split: Split) -> None:
     """Check the small files of a store and of one of its splits. Raises DamagedStoreError if a file differs from its checksum, lacks one,
     or was added.
     """
-    check_files(path, info, [*BESIDE, *(name for name in info.files if name.startswith(f"{split}/"))])
+    check_files(path, info, [*SMALL_FILES, *(name for name in info.files if name.startswith(f"{split}/"))])
     for name in (f"{split}/{array}{part}" for array in ("tokens", "documents") for part in ("/zarr.json", ".shards")):
         if name not in info.files:
             raise DamagedStoreError(f"{path}/{MANIFEST} has no checksum of {name}: it was edited; {REMAKE}.")
-    for name in BESIDE:
+    for name in SMALL_FILES:
         if name not in info.files and storage.read_bytes(path, name) is not None:
             raise DamagedStoreError(f"{path}/{name} has no checksum in {MANIFEST}: it was added later; delete it, or {REMAKE}.")

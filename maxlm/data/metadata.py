@@ -72,7 +72,13 @@ class MetadataWriter:
     def finish(self) -> None:
         """Write what is buffered."""
         if self._rows:
-            content = _as_parquet(self._rows)
+            columns: dict[str, pa.Array] = {ID: pa.array([row.id for row in self._rows], pa.string())}
+            for name in sorted({name for row in self._rows for name in row.fields}):
+                values = [row.fields.get(name) for row in self._rows]
+                columns[f"f:{name}"] = column(values, join(*{KINDS[type(value)] for value in values if value is not None}))
+            stream = io.BytesIO()
+            parquet.write_table(pa.table(columns), stream, compression="zstd", store_schema=False, write_statistics=False)
+            content = stream.getvalue()
             storage.write_bytes(self._folder, f"{len(self.digests)}.parquet", content)
             self.digests.append(hashlib.sha256(content).hexdigest())
             self._rows = []
@@ -87,13 +93,3 @@ def write_index(store: str, writers: Mapping[Name, MetadataWriter]) -> None:
     if any(writer.digests for writer in writers.values()):
         index = {"rows": ROWS, "kinds": kinds, "files": {split: writer.digests for split, writer in writers.items()}}
         storage.write_bytes(store, METADATA, json.dumps(index, indent=1, sort_keys=True).encode())
-
-
-def _as_parquet(rows: list[About]) -> bytes:
-    columns: dict[str, pa.Array] = {ID: pa.array([row.id for row in rows], pa.string())}
-    for name in sorted({name for row in rows for name in row.fields}):
-        values = [row.fields.get(name) for row in rows]
-        columns[f"f:{name}"] = column(values, join(*{KINDS[type(value)] for value in values if value is not None}))
-    stream = io.BytesIO()
-    parquet.write_table(pa.table(columns), stream, compression="zstd", store_schema=False, write_statistics=False)
-    return stream.getvalue()

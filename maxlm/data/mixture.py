@@ -214,7 +214,9 @@ def make_plan(
         Stage(first, shares_of({numbers[name]: weight for name, weight in weights.items()}))
         for first, weights in wanted_stages(mixture, {name: tokens for name, (_, tokens) in sizes.items()}, seq_len)
     ]
-    most = {numbers[name]: count for name, count in _most(mixture, sizes).items()}
+    entries = mixture.sources if mixture is not None else {}
+    limits = {name: entries[name.partition("/")[0]].epochs for name in sizes} if entries else {}
+    most = {numbers[name]: max(int(limit * sizes[name][0]), 1) for name, limit in limits.items() if limit is not None}  # samples
     return Plan(known, planned([], wanted, 0, most) if past is None else planned(past.stages, wanted, sample, most))
 
 
@@ -231,10 +233,3 @@ def repeating(past: Plan, plan: Plan, current: Sequence[Source], sample: int) ->
         for number, one in enumerate(plan.sources)
         if one.identity in here and number not in before and one.content in gone
     ]
-
-
-def _most(mixture: MixtureConfig | None, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Samples that sources give at most, where there is a limit."""
-    entries = mixture.sources if mixture is not None else {}
-    limits = {name: entries[name.partition("/")[0]].epochs for name in sizes} if entries else {}
-    return {name: max(int(limit * sizes[name][0]), 1) for name, limit in limits.items() if limit is not None}

@@ -5,8 +5,10 @@ import json
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data import manifest, marks, storage
 from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.conversations import ConversationEncoder
-from maxlm.data.encoding import Encoder, Note, TextEncoder, encode_in_order, is_held_out
+from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_out
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
@@ -206,7 +208,7 @@ def _make(job: _Job, settings: dict[str, Any]) -> StoreInfo:
 def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress) -> dict[manifest.Split, manifest.SplitInfo]:
     """Tokenize the documents after those in `done`, and write each to its split."""
     workers, fraction = job.config.workers or os.cpu_count() or 1, job.config.eval_fraction
-    seen, last_save, notes = done.documents, time.monotonic(), _Notes(job.longest - 1)
+    seen, last_save, counts, first = done.documents, time.monotonic(), Counter[str](), dict[str, str]()
     encoder, fields = _encoder(job, tokenizer)
     documents = documents_in(job.files, fields)
     if (skipped := sum(1 for _ in islice(documents, seen))) < seen:
@@ -217,7 +219,9 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
         task = bar.add_task("tokenizing", total=sum(file.size for file in job.files))
         for result in results:
             for tokens, held_out, note, about in zip(result.documents, result.held_out, result.notes, result.abouts, strict=True):
-                notes.add(note)
+                if note is not None:
+                    counts[note.kind] += 1
+                    first.setdefault(note.kind, note.text)
                 if tokens is not None:
                     router.add(tokens, held_out, about)
             seen += len(result.documents)
@@ -227,7 +231,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
                 last_save = time.monotonic()
     splits = router.finish()
     write_index(job.store, {split: writer.metadata for split, writer in router.writers.items()})
-    lines = notes.lines(seen, seen - sum(split.documents for split in splits.values()))
+    lines = _notice(counts, first, seen, seen - sum(split.documents for split in splits.values()), job.longest - 1)
     if not any(split.documents for split in splits.values()):
         raise UserError(f"all {seen:,} conversations are left out: {'; '.join(lines)}.")
     for line in lines:
@@ -235,43 +239,26 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     return splits
 
 
-class _Notes:
-    """Counts of notes, with the first of each kind."""
-
-    def __init__(self, seq_len: int) -> None:
-        self._seq_len = seq_len
-        self._counts: dict[str, int] = {}
-        self._first: dict[str, str] = {}
-
-    def add(self, note: Note | None) -> None:
-        if note is not None:
-            self._counts[note.kind] = self._counts.get(note.kind, 0) + 1
-            self._first.setdefault(note.kind, note.text)
-
-    def lines(self, seen: int, left_out: int) -> list[str]:
-        """Notice about `seen` documents, of which `left_out` are in no split."""
-        said = {
-            "too_long": f"conversations are left out, longer than data.seq_len = {self._seq_len}, the first at",
-            "bad_rows": "conversations are left out as bad rows, the first at",
-            "special_tokens": f"rows hold special tokens as text ({FIELD}.special_tokens=tokens makes them tokens), the first at",
-            "unwritten": "conversations have parts that the chat template does not write, and that are not trained on, the first at",
-        }
-        lines = [
-            f"{self._counts[kind]:,} of {seen:,} {rule} {self._first[kind].rstrip('.')}"
-            for kind, rule in said.items()
-            if kind in self._counts
-        ]
-        before = left_out - self._counts.get("too_long", 0) - self._counts.get("bad_rows", 0)
-        return [*lines, f"{before:,} of {seen:,} conversations were left out before the interruption"] if before else lines
+def _notice(counts: Counter[str], first: dict[str, str], seen: int, left_out: int, seq_len: int) -> list[str]:
+    """Lines about `seen` documents, of which `left_out` are in no split: counts of notes by kind, with the first of each."""
+    said = {
+        "too_long": f"conversations are left out, longer than data.seq_len = {seq_len}, the first at",
+        "bad_rows": "conversations are left out as bad rows, the first at",
+        "special_tokens": f"rows hold special tokens as text ({FIELD}.special_tokens=tokens makes them tokens), the first at",
+        "unwritten": "conversations have parts that the chat template does not write, and that are not trained on, the first at",
+    }
+    lines = [f"{counts[kind]:,} of {seen:,} {rule} {first[kind].rstrip('.')}" for kind, rule in said.items() if kind in first]
+    before = left_out - counts["too_long"] - counts["bad_rows"]
+    return [*lines, f"{before:,} of {seen:,} conversations were left out before the interruption"] if before else lines
 
 
 def _encoder(job: _Job, tokenizer: Tokenizer) -> tuple[Encoder, Fields]:
     """The encoder of the documents, and the fields of the sources that it reads."""
     spoken = job.config.conversations
     if spoken is None:
-        return TextEncoder(tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
+        return partial(TextEncoder, tokenizer.text, tokenizer.end_of_document), Fields.of_text(job.config.text_field)
     content = {value for name, value in spoken.model_dump().items() if name.endswith("_field")}
-    encoder = ConversationEncoder(spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
+    encoder = partial(ConversationEncoder, spoken, tokenizer.text, tokenizer.end_of_document, job.template, job.longest, job.opening)
     fields = frozenset({*content, "tools", "system", "conversations", "chat_template_kwargs"})
     return encoder, Fields(None, fields, lenient=spoken.bad_rows == "leave_out")
 

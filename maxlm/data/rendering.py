@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.errors import UserError
+from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.data.chat_template import ChatTemplate, Conversation, Rendered, Renderer, TemplateError, one_line
 from maxlm.data.messages import RowError
-from maxlm.data.workers import end_with_parent, workers_without_signals
 
 SECONDS = 10.0  # for one conversation
 START_SECONDS = 120.0  # until the process answers for the first time

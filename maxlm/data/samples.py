@@ -1,55 +1,36 @@
 """Samples of one source, all documents of a store or some: windows of the stream of its text, or rows of packed conversations."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from maxlm.config.errors import UserError
-from maxlm.data import marks, storage
+from maxlm.data import storage
 from maxlm.data.token_store import TokenStore
 
 
-class Samples(Protocol):
-    """Samples of T = seq_len + 1 tokens, numbered from 0 to `count`."""
+class Samples:
+    """Samples of T = seq_len + 1 tokens of a store, numbered from 0 to `count`. `tokens`: in all."""
 
     count: int
-    tokens: int  # in all
+    tokens: int
+
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self._store, self._seq_len = store, seq_len
+
+    def ranges(self, number: int) -> list[tuple[int, int]]:
+        """The parts [start, stop) of the store that the sample holds."""
+        raise NotImplementedError
+
+    def inputs(self, number: int) -> int:
+        """Tokens of the sample that are inputs."""
+        return sum(stop - start for start, stop in self.ranges(number)) - 1
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, T] in the store's dtype, zero where padded, and how many of each row are real [B]. Raises as `TokenStore.read`."""
-
-    def ranges(self, number: int) -> Sequence[tuple[int, int]]:
-        """The parts [start, stop) of the store that the sample holds."""
-
-    def inputs(self, number: int) -> int:
-        """Its tokens that are inputs."""
-
-
-class Windows:
-    """Windows of `seq_len` inputs; a window's last target is the next one's first input."""
-
-    def __init__(self, store: TokenStore, seq_len: int, documents: np.ndarray | None = None) -> None:
-        """`documents`: numbers of those to read, ascending, of which the stream then consists; None: all."""
-        self._store, self._seq_len = store, seq_len
-        self._starts, self._ends = np.zeros(1, np.int64), np.array([store.n_tokens])  # stretches of the store that are read
-        if documents is not None and not len(documents):
-            self._ends = np.zeros(1, np.int64)
-        elif documents is not None:
-            firsts, lasts = (documents[edge] for edge in _stretches(documents))
-            offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
-            self._starts, self._ends = offsets[firsts], offsets[lasts + 1]
-        self._first = np.concatenate([[0], np.cumsum(self._ends - self._starts)])  # token of the stream that begins each stretch
-        self.tokens = int(self._first[-1])
-        self.count = -(-max(self.tokens - 1, 0) // seq_len)
-
-    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        if len(self._starts) == 1:
-            return self._store.read_windows(self._starts[0] + numbers * self._seq_len, self._seq_len + 1, int(self._ends[0]))
         ranges = [self.ranges(int(number)) for number in numbers]
         windows, lengths = np.zeros((len(numbers), self._seq_len + 1), self._store.info.dtype), np.zeros(len(numbers), np.int64)
-        read = self._store.read_marked([(first, last) for parts in ranges for first, last, _ in _near(parts)])
-        stretches = iter(read)
+        stretches = iter(self._store.read_marked([(first, last) for parts in ranges for first, last, _ in _near(parts)]))
         for row, parts in enumerate(ranges):
             for first, _, inside in _near(parts):
                 tokens = next(stretches)
@@ -58,7 +39,33 @@ class Windows:
                     lengths[row] += stop - start
         return windows, lengths
 
+
+class Windows(Samples):
+    """Windows of `seq_len` inputs; a window's last target is the next one's first input."""
+
+    def __init__(self, store: TokenStore, seq_len: int, documents: np.ndarray | None = None) -> None:
+        """`documents`: numbers of those to read, ascending, of which the stream then consists; None: all."""
+        super().__init__(store, seq_len)
+        self._starts, self._ends = np.zeros(1, np.int64), np.array([store.n_tokens])  # stretches of the store that are read
+        if documents is not None and not len(documents):
+            self._ends = np.zeros(1, np.int64)
+        elif documents is not None:
+            breaks = np.flatnonzero(np.diff(documents) != 1)
+            firsts, lasts = documents[np.append(0, breaks + 1)], documents[np.append(breaks, len(documents) - 1)]
+            offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
+            self._starts, self._ends = offsets[firsts], offsets[lasts + 1]
+        self._first = np.concatenate([[0], np.cumsum(self._ends - self._starts)])  # token of the stream that begins each stretch
+        self.tokens = int(self._first[-1])
+        self.count = -(-max(self.tokens - 1, 0) // seq_len)
+
+    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `Samples.read`; windows of one stretch are read together."""
+        if len(self._starts) == 1:
+            return self._store.read_windows(self._starts[0] + numbers * self._seq_len, self._seq_len + 1, int(self._ends[0]))
+        return super().read(numbers)
+
     def ranges(self, number: int) -> list[tuple[int, int]]:
+        """As `Samples.ranges`."""
         start = number * self._seq_len
         stop, parts = min(start + self._seq_len + 1, self.tokens), []
         stretch = int(np.searchsorted(self._first, start, side="right")) - 1
@@ -68,15 +75,6 @@ class Windows:
             parts.append((at + start, at + end))
             start, stretch = end, stretch + 1
         return parts
-
-    def inputs(self, number: int) -> int:
-        return min(self.tokens - 1 - number * self._seq_len, self._seq_len)
-
-
-def _stretches(documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the first and of the last document of each stretch of neighbours."""
-    breaks = np.flatnonzero(np.diff(documents) != 1)
-    return np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(documents) - 1]])
 
 
 def _near(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
@@ -90,22 +88,23 @@ def _near(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[i
     return groups
 
 
-class PackedRows:
+class PackedRows(Samples):
     """Rows of whole documents, with marks in their ids. The packing is a function of the documents' lengths."""
 
     def __init__(self, store: TokenStore, seq_len: int, documents: np.ndarray | None = None) -> None:
         """`documents`: numbers of those to pack; None: all. Raises UserError: a document is longer than a row."""
-        self._store, self._width = store, seq_len + 1
+        super().__init__(store, seq_len)
+        width = seq_len + 1
         offsets = store.read_documents(0, store.size.documents + 1).astype(np.int64)
         chosen = slice(None) if documents is None else documents
         self._starts, self._ends = offsets[:-1][chosen], offsets[1:][chosen]
         lengths = self._ends - self._starts
         self.tokens = int(lengths.sum())
-        if (long := np.flatnonzero(lengths > self._width)).size:
+        if (long := np.flatnonzero(lengths > width)).size:
             rule = f"{len(long):,} conversations are longer than data.seq_len = {seq_len}, the longest of {lengths.max():,} tokens"
             fix = f"raise data.seq_len to {lengths.max() - 1}, or prepare them with data.prepare.conversations.too_long=leave_out"
             raise UserError(f"{store.path}: {rule}; {fix}.")
-        row_of = pack(lengths, self._width)
+        row_of = pack(lengths, width)
         self._documents = np.argsort(row_of, kind="stable")  # row after row
         self._first = np.searchsorted(row_of[self._documents], np.arange(row_of.max(initial=-1) + 2))
         self.count = len(self._first) - 1
@@ -115,21 +114,9 @@ class PackedRows:
         """Numbers of the documents in a row among those that are packed, in their order."""
         return self._documents[self._first[number] : self._first[number + 1]]
 
-    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens, lengths = np.zeros((len(numbers), self._width), marks.DTYPE), np.zeros(len(numbers), np.int64)
-        ranges = [self.ranges(int(number)) for number in numbers]
-        parts = iter(self._store.read_marked([part for parts in ranges for part in parts]))
-        for row, own in enumerate(ranges):
-            found = np.concatenate([next(parts) for _ in own])
-            lengths[row] = len(found)
-            tokens[row, : len(found)] = found
-        return tokens, lengths
-
     def ranges(self, number: int) -> list[tuple[int, int]]:
+        """As `Samples.ranges`."""
         return [(int(self._starts[document]), int(self._ends[document])) for document in self.documents(number)]
-
-    def inputs(self, number: int) -> int:
-        return sum(stop - start for start, stop in self.ranges(number)) - 1
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:

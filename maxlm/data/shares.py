@@ -75,7 +75,14 @@ def render_shares(described: dict[str, Any]) -> RenderableType:
     begun = steps["consumed"] > 0
     title = f"{steps['planned']:,} steps, {tokens['planned']:,} tokens planned"
     title += f"; {steps['consumed']:,} steps, {tokens['consumed']:,} tokens consumed" if begun else ""
-    tables = [_shares_table(described["sources"], part) for part in ("planned", *(["consumed"] if begun else []))]
+    tables = []
+    for part in ("planned", *(["consumed"] if begun else [])):
+        columns = (Column(name, justify="right") for name in ("documents", "its tokens", f"{part} tokens", "share", "epochs"))
+        tables.append(Table("source", *columns, box=SIMPLE_HEAD))
+        for name, source in described["sources"].items():
+            own = source[part]
+            counts = ["" if value is None else f"{value:,}" for value in (source["documents"], source["tokens"], own["tokens"])]
+            tables[-1].add_row(name, *counts, f"{own['share']:.2%}", "" if own["epochs"] is None else f"{own['epochs']:.2f}")
     stages = Table("stage", Column("from token", justify="right"), Column("to token", justify="right"), "shares", box=SIMPLE_HEAD)
     for number, stage in enumerate(described["stages"], start=1):
         shares = ", ".join(f"{name} {share:.2%}" for name, share in stage["shares"].items())
@@ -103,16 +110,6 @@ def render_batch(described: dict[str, Any]) -> RenderableType:
             said = printable(("  " if about else "") + "  ".join(facts))
             text = Text(printable(str(about.get("id", ""))), "bold").append(said, "not bold")
             table.add_row(str(row["row"]), row["source"], f"{start:,}-{stop:,}", text)
-    return table
-
-
-def _shares_table(sources: dict[str, Any], part: str) -> Table:
-    columns = (Column(name, justify="right") for name in ("documents", "its tokens", f"{part} tokens", "share", "epochs"))
-    table = Table("source", *columns, box=SIMPLE_HEAD)
-    for name, source in sources.items():
-        own = source[part]
-        counts = ["" if value is None else f"{value:,}" for value in (source["documents"], source["tokens"], own["tokens"])]
-        table.add_row(name, *counts, f"{own['share']:.2%}", "" if own["epochs"] is None else f"{own['epochs']:.2f}")
     return table
 
 

@@ -46,12 +46,8 @@ class ArrayLayout:
         return -(-length // self.shard)
 
     def size_of(self, shard: int, length: int, itemsize: int) -> int:
-        """Size in bytes of shard number `shard` of an array of `length` elements."""
-        return self.shard_bytes(min(length - shard * self.shard, self.shard), itemsize)
-
-    def shard_bytes(self, elements: int, itemsize: int) -> int:
-        """Size in bytes of a shard that holds `elements` of `itemsize` bytes: whole chunks, their CRCs, the index and its CRC."""
-        chunks = -(-elements // self.chunk)
+        """Size in bytes of shard number `shard` of an array of `length` elements: whole chunks, their CRCs, the index and its CRC."""
+        chunks = -(-min(length - shard * self.shard, self.shard) // self.chunk)
         return chunks * (self.chunk * itemsize + CRC_BYTES) + self.shard // self.chunk * INDEX_ENTRY_BYTES + CRC_BYTES
 
 

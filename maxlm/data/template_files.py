@@ -92,19 +92,19 @@ def _token(value: Any) -> str | None:
 
 
 def opening_of(path: str, end_of_document: str) -> tuple[int, ...]:
-    """Ids before every text of the model with the tokenizer.json at `path`, local or a URL: those that the model's tokenizer folder records
-    beside it, else as the files of a published tokenizer say. Raises UserError for a file of another kind than its name says.
+    """Ids before every text of the model with the tokenizer.json at `path`, local or a URL: the ids that the model's tokenizer folder
+    records, else as the files of a published tokenizer say. Raises UserError for a file of another kind than its name says.
     """
     folder = path.rpartition("/")[0] or "."
 
-    def beside(name: str) -> dict[str, Any] | None:
+    def read_json(name: str) -> dict[str, Any] | None:
         content = read_if_present(f"{folder}/{name}")
         return None if content is None else fields_of(content, f"{folder}/{name}")
 
-    recorded = beside(manifest.MANIFEST)
+    recorded = read_json(manifest.MANIFEST)
     if recorded is not None:
         return TextFrame.from_settings(recorded.get("settings", {})).opening
-    return published_opening(load_tokenizer(path, end_of_document).text, beside("tokenizer_config.json") or {})
+    return published_opening(load_tokenizer(path, end_of_document).text, read_json("tokenizer_config.json") or {})
 
 
 def published_opening(text: str, said: Mapping[str, Any]) -> tuple[int, ...]:

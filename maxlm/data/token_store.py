@@ -3,7 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +88,7 @@ class TokenStore:
     def read_marked(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Tokens [start, stop) of every range, as they are stored: see `marks`. Raises as `read`."""
         assert all(0 <= start <= stop <= self.n_tokens for start, stop in ranges), (ranges, self.n_tokens)
-        return self._tokens.read_each(ranges)
+        return self._tokens.read(ranges)
 
     def read_documents(self, start: int, stop: int) -> np.ndarray:
         """Offsets of the first token of documents [start, stop), uint64; n_documents is the end of the stream. Raises as `read`."""
@@ -164,21 +164,9 @@ class _FlatArray:
             if size != expected:
                 raise UserError(f"{file} is cut short or foreign: {size:,} bytes, not {expected:,}; {REMAKE}.")
 
-    def read(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Elements [start, stop) of each range, all of one length, stacked; transient failures are retried."""
-        start, stop = ranges[0]
-        found = np.empty((len(ranges), stop - start), self._dtype)
-        self._fill(ranges, found)
-        return found
-
-    def read_each(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Elements [start, stop) of each range, of any lengths; transient failures are retried."""
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Elements [start, stop) of each range; transient failures are retried."""
         found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
-        self._fill(ranges, found)
-        return found
-
-    def _fill(self, ranges: Sequence[tuple[int, int]], found: Iterable[np.ndarray]) -> None:
-        """Write the elements of each range to its array."""
         size, places = self._layout.chunk, dict[int, list[tuple[int, int, np.ndarray]]]()
         for (start, stop), out in zip(ranges, found, strict=True):
             for chunk in range(start // size, -(-stop // size)):
@@ -190,6 +178,7 @@ class _FlatArray:
                 for start, stop, out in places[chunk]:
                     low, high = max(start, first), min(stop, first + size)
                     out[low - start : high - start] = values[low - first : high - first]
+        return found
 
     def _chunks(self, chunks: Sequence[int]) -> dict[int, np.ndarray]:
         """Elements of chunks by their numbers, from the cache or else from the store."""

@@ -87,7 +87,34 @@ def find(source: str) -> list[SourceFile]:
         UserError: the source does not exist, has no file, cannot be listed, or needs a package that is not installed.
         UnavailableError: its storage cannot be reached now.
     """
-    return _remote(source) if is_remote(source) else _local(source)
+    if is_remote(source):
+        return _remote(source)
+    path = os.path.expanduser(source)  # noqa: PTH111 - Path would change the name that ids begin with
+    root = PurePath(path).parent
+    if Path(path).is_dir():
+        names, problem = _data_only([path], source), "is a folder without files of data"
+    elif os.path.lexists(path):
+        names, problem = [path], ""
+    elif glob.has_magic(path):
+        matches = _matches(path)
+        any_name = not re.search(r"\w", PurePosixPath(path).name)  # such as data/*, which names no file
+        some = [] if any_name else [match for match in matches if not Path(match).is_dir()]
+        left = [match for match in matches if match not in set(some)]
+        names, problem = list(dict.fromkeys([*some, *(_data_only(left, source) if left else [])])), "matches no file"
+        root = PurePath(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(path).parts)).parent
+    else:
+        raise _none(source, "does not exist")
+    if not names:
+        raise _none(source, problem)
+    found = []
+    for name in sorted(names, key=PurePath):
+        pure = PurePath(name)
+        below = pure.relative_to(root) if pure.is_relative_to(root) else pure
+        size = 0
+        with contextlib.suppress(OSError):  # a link that leads nowhere: `records` says so
+            size = Path(name).stat().st_size
+        found.append(SourceFile(name, size, source, below.as_posix()))
+    return found
 
 
 def find_once(sources: Sequence[str]) -> list[SourceFile]:
@@ -173,35 +200,6 @@ def reading(path: str) -> Iterator[None]:
         raise kind(f"{path}: cannot be read: {first_line(error)}{fix}.") from error
 
 
-def _local(source: str) -> list[SourceFile]:
-    path = os.path.expanduser(source)  # noqa: PTH111 - Path would change the name that ids begin with
-    root = PurePath(path).parent
-    if Path(path).is_dir():
-        names, problem = _data_only([path], source), "is a folder without files of data"
-    elif os.path.lexists(path):
-        names, problem = [path], ""
-    elif glob.has_magic(path):
-        matches = _matches(path)
-        any_name = not re.search(r"\w", PurePosixPath(path).name)  # such as data/*, which names no file
-        some = [] if any_name else [match for match in matches if not Path(match).is_dir()]
-        left = [match for match in matches if match not in set(some)]
-        names, problem = list(dict.fromkeys([*some, *(_data_only(left, source) if left else [])])), "matches no file"
-        root = PurePath(*itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(path).parts)).parent
-    else:
-        raise _none(source, "does not exist")
-    if not names:
-        raise _none(source, problem)
-    found = []
-    for name in sorted(names, key=PurePath):
-        pure = PurePath(name)
-        below = pure.relative_to(root) if pure.is_relative_to(root) else pure
-        size = 0
-        with contextlib.suppress(OSError):  # a link that leads nowhere: `records` says so
-            size = Path(name).stat().st_size
-        found.append(SourceFile(name, size, source, below.as_posix()))
-    return found
-
-
 def _matches(pattern: str) -> list[str]:
     """Paths that a glob matches, sorted. `**` enters each real folder once, so that links to folders above end."""
     parts = PurePath(pattern).parts
@@ -267,17 +265,16 @@ def _data_only(places: Sequence[str], source: str) -> list[str]:
 
 def _without_descriptions(names: list[str], source: str, hidden: Iterable[str]) -> list[str]:
     """The files that are data. Logs which ones are not, the hidden ones included."""
-    described = {name for name in names if _is_description(name)}
-    if any(format_by_name(name) in RECORDS for name in names if name not in described):
+    records = {name for name in names if format_by_name(name) in RECORDS}
+    bare = {name: PurePosixPath(name).name for name in names}
+    described = {
+        name for name in names if DESCRIPTIONS.fullmatch(bare[name]) or (name not in records and DESCRIPTION_STEMS.fullmatch(bare[name]))
+    }
+    if records - described:
         described |= {name for name in names if suffix_of(name) in (*BESIDE_RECORDS, *PICTURES)}
     if out := [*hidden, *described]:
         _log.warning("%s: left out as no data: %s; to read one of them, name it", shorten(source), _listed_names(out))
     return [name for name in names if name not in described]
-
-
-def _is_description(path: str) -> bool:
-    name = PurePosixPath(path).name
-    return bool(DESCRIPTIONS.fullmatch(name) or (format_by_name(name) not in RECORDS and DESCRIPTION_STEMS.fullmatch(name)))
 
 
 def _listed_names(paths: list[str]) -> str:

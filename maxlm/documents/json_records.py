@@ -52,20 +52,16 @@ def of_json(number: int, unit: str, data: bytes, wanted: Wanted) -> Found:
     """The record of one JSON object."""
     try:
         fields = json.loads(data) if wanted.text_field is None else orjson.loads(data)
-        if wanted.text_field is not None and type(fields) is dict and _has_rounded(fields):
-            fields = json.loads(data)
+        if wanted.text_field is not None and type(fields) is dict:
+            nested = (fields[name] for name in NESTED if type(fields.get(name)) is dict)
+            values = itertools.chain(fields.values(), *(inner.values() for inner in nested))
+            if any(type(value) is float and not -LARGEST < value < LARGEST for value in values):  # perhaps an integer of more than 64 bits
+                fields = json.loads(data)
     except (ValueError, RecursionError):
         return _of_unusual_json(number, unit, data, wanted)
     if type(fields) is not dict:
         return defect(number, unit, "not_object", data[:EXAMPLE].decode("utf-8", "replace"), type=type(fields).__name__)
     return record_of(number, unit, fields, wanted)
-
-
-def _has_rounded(fields: dict[str, Any]) -> bool:
-    """True if orjson may have made a float of an integer of more than 64 bits, in the fields or their metadata."""
-    nested = (fields[name] for name in NESTED if type(fields.get(name)) is dict)
-    values = itertools.chain(fields.values(), *(inner.values() for inner in nested))
-    return any(type(value) is float and not -LARGEST < value < LARGEST for value in values)
 
 
 def _of_unusual_json(number: int, unit: str, data: bytes, wanted: Wanted) -> Found:

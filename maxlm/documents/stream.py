@@ -156,16 +156,19 @@ class _Gzip:
         self._member, self.needs_input = zlib.decompressobj(31), True
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
+        """At most `max_length` bytes of `data` and of the input before it that is left."""
         data = self._member.decompress(self._member.unconsumed_tail + data, max_length)
         self.needs_input = not self._member.unconsumed_tail and len(data) < max_length
         return data
 
     @property
     def eof(self) -> bool:
+        """True at the end of the member."""
         return self._member.eof
 
     @property
     def unused_data(self) -> bytes:
+        """Input after the end of the member."""
         return self._member.unused_data
 
 

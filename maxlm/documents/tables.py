@@ -32,12 +32,15 @@ class _Watched:
         self.error: Exception | None = None
 
     def read(self, count: int = -1) -> bytes:
+        """Read `count` bytes, all that are left by default."""
         return self._remembering(self._raw.read, count)
 
     def seek(self, at: int, whence: int = 0) -> int:
+        """Go to a place in the file."""
         return self._remembering(self._raw.seek, at, whence)
 
     def tell(self) -> int:
+        """Place in the file."""
         return self._raw.tell()
 
     def close(self) -> None:

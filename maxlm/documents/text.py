@@ -21,7 +21,7 @@ _HIGH = bytes(range(128, 256))
 _REPLACEMENT = "\ufffd"
 _NO_CHARSETS = ("utf-7", "idna", "punycode", "raw-unicode-escape", "unicode-escape", "undefined")
 _CONTROL_BYTES = bytes(set(range(32)) - {9, 10}) + b"\x7f"
-_FOREIGN = bytes(set(_CONTROL_BYTES) - set(b"\b\v\f\r\x1b"))
+_NO_TEXT = bytes(set(_CONTROL_BYTES) - set(b"\b\v\f\r\x1b"))
 _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"))
 _BOMS_16 = ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
@@ -219,10 +219,7 @@ def is_blank(text: str) -> bool:
 def control_share(text: str) -> float:
     """Share of characters that are controls which no text file has: all of C0 but white space, escape and backspace."""
     data = text.encode("utf-8", "replace")
-    controls = len(data) - len(
-        data.translate(None, b"\0\1\2\3\4\5\6\7\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1c\x1d\x1e\x1f\x7f")
-    )
-    return controls / max(1, len(text))
+    return (len(data) - len(data.translate(None, _NO_TEXT))) / max(1, len(text))
 
 
 def _is_normal(text: str) -> bool:

@@ -11,6 +11,7 @@ import jax
 
 from maxlm.config import Config, UserError
 from maxlm.config.paths import read_file
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
@@ -75,19 +76,19 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
 def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: str = "raw") -> tuple[LanguageModel, int]:
     """(the model, the step of its checkpoint)."""
     tokenizer = saved.text_tokenizer()
-    config = _config(saved.config, overrides, context)
+    config = _config(saved.config.model, saved.config.precision, overrides, context)
     mesh = build_mesh(config)
     weights = saved.weights(mesh, step, kind)
     scorer = Scorer(config, mesh, context=context)
     return LanguageModel(scorer, weights.params, weights.model_state, tokenizer), weights.step
 
 
-def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
+def _config(model: ModelConfig, precision: PrecisionConfig, overrides: Sequence[str], context: int) -> Config:
     """The trained model and precision, on the mesh of `overrides`."""
     chosen = _settings(overrides)
     training = {"loss_scale"} | ({"dispatch"} if chosen["mesh"].get("expert", 1) == 1 else set())  # no token travels to an expert
-    inherited = {"precision": trained.precision.model_dump(mode="json", exclude=training)}
-    return without_training(trained.model, context, jax.device_count(), chosen, inherited)
+    inherited = {"precision": precision.model_dump(mode="json", exclude=training)}
+    return without_training(model, context, jax.device_count(), chosen, inherited)
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:

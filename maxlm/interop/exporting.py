@@ -64,7 +64,8 @@ def export_model(
     published = object_or_none(run / PUBLISHED / CONFIG)
     seq_len = 0 if saved.untrained and published is not None else saved.config.data.seq_len
     family, their_config = family_of(standard(saved.config.model), seq_len, published)
-    packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
+    trained, found = saved.trained, weights.targets(saved.config.model, family)
+    packing = None if quantize is None else packing_of(trained.model, trained.precision, found, quantize)
     their_config = with_format(their_config, dtype, None if packing is None else packing.config, stated=published is None)
     with new_folder(out) as made:
         exported = _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)

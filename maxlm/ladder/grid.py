@@ -37,9 +37,9 @@ class Rung:
     flops: float
 
 
-def epochs(config: Config, tokens: int) -> float | None:
+def epochs(stores: tuple[str, ...], tokens: int) -> float | None:
     """Times that a run of so many tokens reads its stores, at least; None where they cannot be read here."""
-    unique = _unique_tokens(config.data.stores)
+    unique = _unique_tokens(stores)
     return tokens / unique if unique else None
 
 

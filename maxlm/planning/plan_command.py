@@ -164,7 +164,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
     clusters = (ClusterConfig(topology=name, network_gbit_per_s=network) for name in names)
-    possible = (of_config(config.cost, topology_of(config.model_copy(update={"cluster": cluster}))) for cluster in clusters)
+    possible = (of_config(config.cost, topology_of(cluster, slices)) for cluster in clusters)
     asked = [topology for topology in possible if topology.chips <= chips_at_most]
     if not asked:
         least = min(parse(name, slices).chips for name in names)

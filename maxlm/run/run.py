@@ -184,8 +184,13 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
         active.append(FileObserver(directory))
         if config.run.tensorboard:
             active.append(TensorBoardObserver(directory))
-        given = {"directory": directory, "settings": config.model_dump(mode="json"), "report": lambda event: observers.on_event(event)}
-        active += build(config, "observers", **given, ended=lambda cause: progress_file.record(alerted=cause))
+
+        def report(event: Event) -> None:
+            observers.on_event(event)
+
+        ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
+        settings = config.model_dump(mode="json")
+        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers

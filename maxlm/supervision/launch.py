@@ -18,7 +18,7 @@ from typing import Any
 from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.progress_file import Progress
 from maxlm.config.errors import ExitCode
-from maxlm.data.workers import signals_blocked
+from maxlm.config.workers import signals_blocked
 from maxlm.supervision.end_log import EndLog
 from maxlm.telemetry.lifetime import Process
 

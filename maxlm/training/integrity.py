@@ -187,7 +187,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     """Raise ConfigError if a check could compare nothing on this mesh."""
     settings, gpu = config.integrity, mesh.devices.flat[0].platform == "gpu"
     if settings is not None:
-        for problem in (*on_mesh(config, settings, mesh.shape), *on_platform(settings, gpu=gpu)):
+        for problem in (*on_mesh(settings, mesh.shape, config.diloco), *on_platform(settings, gpu=gpu)):
             raise ConfigError(*problem)
 
 

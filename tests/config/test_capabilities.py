@@ -8,14 +8,14 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from extensions.swa import CAPABILITY
+from extensions.swa import CAPABILITY, StochasticAverage, SwaConfig
 from tiny import run_steps, tiny_batch, tiny_config, tiny_program
 from typer.testing import CliRunner
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.cli import app
-from maxlm.config import ConfigError, load, sections, table
+from maxlm.config import ConfigError, UserError, load, sections, table
 from maxlm.config.capability import Capability, load as load_object, value_of
 from maxlm.config.explain import sections_of
 from maxlm.config.loader import dump
@@ -38,8 +38,7 @@ def average(monkeypatch):
     maxlm.register(CAPABILITY)
     yield
     monkeypatch.undo()
-    table.capabilities.cache_clear()
-    table.config_class.cache_clear()
+    table.clear()
 
 
 def test_every_file_of_sections_has_a_record_of_a_setting_in_the_config():
@@ -126,8 +125,49 @@ def test_state_lies_where_masters_lie():
     assert vectors.bytes_in("host", "nvme") == 0 and vectors.bytes_in(None) == 4 + 8 + 4
 
 
+def test_a_rule_that_asks_for_no_setting_is_refused_when_it_is_registered(average):
+    def misspelled(swa, total_stops):
+        yield from ()
+
+    with pytest.raises(ValueError, match=r"lawa: misspelled asks for total_stops, which is no setting and no figure"):
+        maxlm.register(Capability(key="lawa", section=SwaConfig, rules=(misspelled,)))
+    assert "lawa" not in {one.key for one in table.capabilities()}
+
+
+def test_a_rule_gets_what_its_parameters_name(average):
+    seen = []
+
+    def reads(section, health_layers, mesh, precision_scaling, total_steps, microbatches_of):
+        seen.append((section, health_layers, mesh, precision_scaling, total_steps, microbatches_of(64, ONE)))
+        yield from ()
+
+    maxlm.register(Capability(key="lawa", section=SwaConfig, rules=(reads,)))
+    config = load("runs/quickstart", ["lawa={}", "health.layers=warn", "train.global_batch=64", "train.steps=70"]).config
+    assert seen == [(value_of(config, "lawa"), "warn", config.mesh, None, 70, 1)]
+    with pytest.raises(ConfigError, match=r"exactly one of train.steps and train.tokens"):
+        load("runs/quickstart", ["lawa={}", "train.steps=null"])
+    assert len(seen) == 1, "a rule on a length waits until there is one"
+
+
 @pytest.mark.parametrize("module", ["maxlm.config", "maxlm.config.rules", "maxlm.config.loader", "maxlm.hardware.xla_flags", "maxlm"])
 def test_configs_load_nothing_heavy(module):
     said = f"import sys, {module}; print(sorted({{'jax', 'flax', 'numpy', 'optax'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"), [(("phase", "last"), "'last' is no phase of an update"), (("name", "ema"), "'ema' is the name of")]
+)
+def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkeypatch, named, message):
+    monkeypatch.setattr(StochasticAverage, *named)
+    with pytest.raises(ValueError, match=message):
+        _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
+
+
+def test_sections_without_a_place_or_that_exclude_each_other_are_refused(average):
+    with pytest.raises(ValueError, match="samples is no section that every config has: choose another key for SwaConfig"):
+        maxlm.register(Capability(key="samples.swa", section=SwaConfig))
+    maxlm.register(Capability(key="local", section=SwaConfig, update=("maxlm.training.diloco:LocalUpdates",)))
+    with pytest.raises(UserError, match="LocalUpdates and LocalUpdates replace Update, each for a section"):
+        _ = tiny_program(1, diloco={"workers": 2, "every": 2}, local={}).update

@@ -15,7 +15,7 @@ pytest.importorskip("duckdb")
 import pyarrow.parquet as pq
 
 from maxlm.corpus.dedup import clusters, words
-from maxlm.corpus.dedup.database import Database
+from maxlm.corpus.dedup.database import open_database
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
 from maxlm.corpus.dedup.signatures import signatures, write_signatures
 from maxlm.corpus.dedup.writing import Priority
@@ -164,7 +164,7 @@ def test_components_of_any_graph(seed: int, tmp_path: Path):
         if (new == label).all():
             break
         label = new
-    with Database(tmp_path, 200, 1) as database:
+    with open_database(tmp_path, 200, 1) as database:
         database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")
         database.insert("edges", {"low": pairs[:, 0], "high": pairs[:, 1]})
         clusters._connect(database)

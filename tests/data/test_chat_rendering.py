@@ -63,7 +63,7 @@ def test_text_and_turns_are_those_of_transformers(renderers, name, key):
 @pytest.mark.parametrize(("name", "key"), [case for case in CASES if "mask" in TRANSFORMERS[case[0]][case[1]]])
 def test_tokens_that_count_are_those_of_transformers(monkeypatch, renderers, name, key):
     """By the marks of the template, with a token a byte."""
-    encode = ConversationEncoder(ChatConfig(kind="chat"), byte_tokenizer().to_str(), EOS, template(name), 10_000).start()
+    encode = ConversationEncoder(ChatConfig(kind="chat"), byte_tokenizer().to_str(), EOS, template(name), 10_000)
     encode._render = lambda conversation, last: renderers[name].render(conversation, last)
     document = Document(json.dumps(CONVERSATIONS[key]), key, 0, NOTHING)
     marked = encode([document])[0][0][:-1]  # the end of the document is ours

@@ -277,7 +277,7 @@ def test_the_vocabulary_is_built_once(folder, monkeypatch):
     """And not for every special token, of which a published tokenizer has hundreds."""
     built, ids = [], Tokenizer.ids.fget
     monkeypatch.setattr(Tokenizer, "ids", property(lambda self: built.append(1) or ids(self)))
-    ConversationEncoder(PromptResponseConfig(**PLAIN), (folder / "tokenizer.json").read_text(), END, None, 200).start()
+    ConversationEncoder(PromptResponseConfig(**PLAIN), (folder / "tokenizer.json").read_text(), END, None, 200)
     assert len(built) == 1
 
 

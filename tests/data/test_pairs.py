@@ -42,7 +42,7 @@ def tokenizer(request):
 
 def trained(tokenizer, record, config):
     """Segments of the ids that training reads, each as (prompt ids, response ids)."""
-    encode = ConversationEncoder(config, tokenizer.text, tokenizer.end_of_document, None, 200).start()
+    encode = ConversationEncoder(config, tokenizer.text, tokenizer.end_of_document, None, 200)
     marked = encode([Document(json.dumps(record), "line 1", 0, NOTHING)])[0][0]
     parts = np.split(marked, np.flatnonzero(marked & marks.STARTS)[1:])
     split = [(part & marks.IDS, (part & marks.COUNTS) != 0) for part in parts]

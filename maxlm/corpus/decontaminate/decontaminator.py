@@ -57,7 +57,13 @@ class Decontaminator:
             for owners, texts in self._chunks(documents):
                 for text, match in self._search(words(texts)):
                     matches.setdefault(owners[text], []).append(match)
-        return [self._removed(one, matches[number]) if number in matches else one for number, one in enumerate(documents)]
+        results: list[Document | Removed] = list(documents)
+        for number, found in matches.items():
+            best, items = min(found), len({one.item for one in found})
+            detail: dict[str, Value] = {"set": best.set, "item": best.number, "score": round(-best.negative_score, 4), "items": items}
+            shown = example(self.index.texts[best.item], best.passage)
+            results[number] = Removed(documents[number].id, STAGE, REASON, shown, detail)
+        return results
 
     def _chunks(self, documents: Sequence[Document]) -> Iterator[tuple[list[int], list[str]]]:
         """Texts to hash at once, with the number of each one's document. ASCII is hashed faster, and apart from other text."""
@@ -143,16 +149,6 @@ class Decontaminator:
             match = Match(-at.score, name, number, item, passage[: 4 * EXAMPLE])
             best = match if best is None or match.negative_score < best.negative_score else best
         return best
-
-    def _removed(self, document: Document, matches: list[Match]) -> Removed:
-        best = min(matches)
-        detail: dict[str, Value] = {
-            "set": best.set,
-            "item": best.number,
-            "score": round(-best.negative_score, 4),
-            "items": len({one.item for one in matches}),
-        }
-        return Removed(document.id, STAGE, REASON, example(self.index.texts[best.item], best.passage), detail)
 
 
 def example(item: str, passage: str) -> str:

@@ -128,7 +128,10 @@ class EvalIndex:
         part_W, words_of = np.unique(segment_W, return_inverse=True, return_counts=True)[1:]
         in_short = np.bincount(item_W, words_of[part_W] < n, minlength=len(sizes))
         parts = np.bincount(item_W, 1 / words_of[part_W], minlength=len(sizes))
-        lower = _common_nouns(found)
+        begins = ((found.text[max(0, at - 2) : at], found.text[at]) for at in found.start_T.tolist())
+        votes = [1 if first.islower() else -1 if before[1:] == " " and before[0].isalnum() else 0 for before, first in begins]
+        all_words, inverse = np.unique(found.hash_T, return_inverse=True)
+        lower = all_words[np.bincount(inverse, np.array(votes, float), minlength=len(all_words)) > 0]
         return cls(
             ngram=n,
             names_K=[(item.set, item.number) for item in items],
@@ -263,14 +266,6 @@ def _weights(settings: DecontaminateSettings, frequencies: Frequencies, items: l
     for offset in range(settings.ngram):
         idf[first[repeated] + offset] = 0  # a name that an item repeats counts once
     return np.round(idf * np.where(counts > 0, sums / np.maximum(counts, 1), 1.0), 9)
-
-
-def _common_nouns(found: Words) -> U64:
-    """Words that items begin in lower case more often than with a capital inside a sentence, sorted."""
-    text, start = found.text, found.start_T.tolist()
-    votes = np.array([1 if text[at].islower() else -1 if at > 1 and text[at - 1] == " " and text[at - 2].isalnum() else 0 for at in start])
-    words, inverse = np.unique(found.hash_T, return_inverse=True)
-    return words[np.bincount(inverse, votes, minlength=len(words)) > 0] if len(words) else words
 
 
 def _rarity(count: I64, common: float) -> F64:

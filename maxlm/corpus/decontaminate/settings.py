@@ -33,11 +33,11 @@ class DecontaminateSettings(Section):
     """Settings of the search: the sets that are looked for, and how much of an item must be found.
 
     A document is removed if a passage of it holds `threshold` of an item's weight and 0.7 of that share of its words. Items of fewer than
-    2 * `shortest` words need `short_threshold` of their weight and of their words, those of fewer than `shortest` all of them; the
+    2 * `shortest` words need `short_threshold` of their weight and of their words, and items of fewer than `shortest` all of them; the
     share needed falls from `short_threshold` at 2 * `shortest` words to `threshold` at 4 * `shortest`. Items that have no run of
     `ngram` words are not searched. Of the numbers and names that item and passage have at the same places, 0.7 must be equal: else the
     passage is another item of the same template. The weight of a word is its inverse document frequency (0 to 1) times the rarity of the
-    n-grams that it is part of; items whose weights add up to less than `evidence` are not searched. Rarity is 0 for an n-gram in
+    n-grams that it is part of; an item is not searched if its weights add up to less than `evidence`. Rarity is 0 for an n-gram in
     `common_documents` documents of the sample or `common_share` of it, whichever is more, or in as many items; 1 for one in a quarter
     of that or fewer. An item with no rare run, such as a stem of many questions before options of a word or two, is looked for by its
     common ones, and told by the options.

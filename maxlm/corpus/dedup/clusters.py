@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from maxlm.config.errors import UserError, shorten, system_errors
-from maxlm.corpus.dedup.database import BATCH_ROWS, Database
+from maxlm.corpus.dedup.database import BATCH_ROWS, Database, open_database
 from maxlm.corpus.dedup.minhash import jaccard
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings
 from maxlm.corpus.dedup.writing import parquet, row_groups
@@ -47,14 +47,18 @@ def cluster(files: Sequence[Path], output: Path, settings: DedupSettings, *, wor
     order has its URL, else "exact" if one has the same normalised text, else "near"; `size`: documents of the cluster, the one that stays
     among them. `work`: a folder for temporary files, several times as large as the signatures. Raises UserError.
     """
-    with Database(work, memory_mb, threads) as database:
+    with open_database(work, memory_mb, threads) as database:
         _number(database, files)
         _copies(database, settings)
         database.run("CREATE TABLE edges (low BIGINT, high BIGINT)")  # pairs of near copies
         if settings.minhash is not None:
             _near(database, files, settings.minhash)
         _connect(database)
-        _removed(database)
+        database.run(  # the node that stays is `root`
+            "CREATE TABLE removed AS SELECT * FROM (SELECT ranked.node, id, coalesce(labels.root, copies.first, ranked.node) AS root, "
+            "coalesce(copies.kind, 'near') AS kind FROM ranked LEFT JOIN copies USING (node) "
+            "LEFT JOIN labels ON labels.node = coalesce(copies.first, ranked.node)) WHERE node <> root"
+        )
         _write(database, output)
 
 
@@ -195,28 +199,13 @@ def _connect(database: Database) -> None:
     for every node; here each round is a sort and a join on disk, and O(log^2 n) rounds end in stars.
     """
     database.run("CREATE TABLE links AS SELECT DISTINCT high AS child, low AS parent FROM edges")
-    while not _is_stars(database):
+    parents = "SELECT count(*) FROM links SEMI JOIN (SELECT child AS parent FROM links) USING (parent)"  # that have a parent
+    while database.number("SELECT count(*) - count(DISTINCT child) FROM links") or database.number(parents):
         for step in (_LARGE_STAR, _SMALL_STAR):
             database.run(step)
             database.run("DROP TABLE links")
             database.run("ALTER TABLE next RENAME TO links")
     database.run("CREATE TABLE labels AS SELECT child AS node, parent AS root FROM links")
-
-
-def _is_stars(database: Database) -> bool:
-    """Every node has one parent, and no parent has one."""
-    if database.number("SELECT count(*) - count(DISTINCT child) FROM links"):
-        return False
-    return not database.number("SELECT count(*) FROM links SEMI JOIN (SELECT child AS parent FROM links) USING (parent)")
-
-
-def _removed(database: Database) -> None:
-    """Table `removed`: node, id, root (the node that stays) and kind, from `copies` and `labels`."""
-    database.run(
-        "CREATE TABLE removed AS SELECT * FROM (SELECT ranked.node, id, coalesce(labels.root, copies.first, ranked.node) AS root, "
-        "coalesce(copies.kind, 'near') AS kind FROM ranked LEFT JOIN copies USING (node) "
-        "LEFT JOIN labels ON labels.node = coalesce(copies.first, ranked.node)) WHERE node <> root"
-    )
 
 
 def _write(database: Database, output: Path) -> None:

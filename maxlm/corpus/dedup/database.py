@@ -4,7 +4,6 @@ import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import duckdb
 import numpy as np
@@ -16,28 +15,34 @@ from maxlm.corpus.dedup.writing import parquet
 BATCH_ROWS = 1 << 17
 
 
-class Database:
+@contextlib.contextmanager
+def open_database(folder: Path, memory_mb: int, threads: int) -> Iterator["Database"]:
     """A temporary DuckDB database in a folder of its own under `folder`, removed at the end. Raises UserError.
 
     `memory_mb`: megabytes that DuckDB may hold before it goes to disk. Text compares by bytes.
     """
+    with contextlib.ExitStack() as stack:
+        with system_errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
+        config: dict[str, str | bool | int | float | list[str]] = {
+            "memory_limit": f"{memory_mb}MB",
+            "threads": threads,
+            "temp_directory": str(own / "spill"),
+            "autoinstall_known_extensions": False,
+            "autoload_known_extensions": False,
+        }
+        with _one_line():
+            connection = duckdb.connect(str(own / "tables.duckdb"), config=config)
+        stack.callback(connection.close)
+        yield Database(connection, own)
 
-    def __init__(self, folder: Path, memory_mb: int, threads: int) -> None:
-        with contextlib.ExitStack() as stack:
-            with system_errors():
-                folder.mkdir(parents=True, exist_ok=True)
-                self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dedup-", dir=folder)))
-            config: dict[str, str | bool | int | float | list[str]] = {
-                "memory_limit": f"{memory_mb}MB",
-                "threads": threads,
-                "temp_directory": str(self.folder / "spill"),
-                "autoinstall_known_extensions": False,
-                "autoload_known_extensions": False,
-            }
-            with _one_line():
-                self._connection = duckdb.connect(str(self.folder / "tables.duckdb"), config=config)
-            stack.callback(self._connection.close)
-            self._stack = stack.pop_all()
+
+class Database:
+    """Tables of an open database, and statements on them. `folder`: for other temporary files."""
+
+    def __init__(self, connection: duckdb.DuckDBPyConnection, folder: Path) -> None:
+        self._connection, self.folder = connection, folder
 
     def run(self, sql: str) -> None:
         """Execute a statement."""
@@ -84,12 +89,6 @@ class Database:
         """Rows of a query of numbers: one array for each column."""
         for table in self.tables(sql):
             yield [column.to_numpy() for column in table.columns]
-
-    def __enter__(self) -> "Database":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
 
 
 @contextlib.contextmanager

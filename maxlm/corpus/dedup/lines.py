@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from maxlm.corpus.dedup.database import Database
+from maxlm.corpus.dedup.database import open_database
 from maxlm.corpus.dedup.settings import RepeatSettings
 from maxlm.corpus.dedup.words import hash_words
 from maxlm.corpus.dedup.writing import BY_LENGTH, Priority, lists, parquet, row_groups
@@ -68,7 +68,7 @@ def find_repeated(
     """Write for each shard of `files` which lines to remove, atomically: Parquet with REMOVED_LINES, one row for each document that loses
     some, in the order of the shard. `work`: a folder for temporary files. Raises UserError.
     """
-    with Database(work, memory_mb, threads) as database:
+    with open_database(work, memory_mb, threads) as database:
         database.run("CREATE TABLE documents (shard INTEGER, row BIGINT, id VARCHAR, priority BIGINT)")
         database.run("CREATE TABLE lines (shard INTEGER, row BIGINT, position INTEGER, lo UBIGINT, hi UBIGINT)")
         for shard, path in enumerate(files):

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from maxlm.corpus.dedup.database import Database
+from maxlm.corpus.dedup.database import Database, open_database
 from maxlm.corpus.dedup.minhash import ngram_hashes
 from maxlm.corpus.dedup.settings import SubstringSettings
 from maxlm.corpus.dedup.words import locate_by_pieces, locate_words
@@ -67,8 +67,14 @@ def find_runs(
     some, in the order of the shard; runs from a word to before another, ascending and apart. `work`: a folder
     for temporary files, several times as large as the files of windows. Raises UserError.
     """
-    with Database(work, memory_mb, threads) as database:
-        _number(database, files)
+    with open_database(work, memory_mb, threads) as database:
+        database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, priority BIGINT)")
+        for shard, path in enumerate(files):
+            for table in row_groups(path, ["row", "id", "priority", "first"]):
+                begins = table.filter(pc.equal(table["first"], 0)).drop_columns(["first"])
+                database.insert("documents", begins.add_column(0, "shard", pa.array(np.full(len(begins), shard))))
+        ordered = "SELECT shard, row, id FROM documents ORDER BY priority DESC, id"  # keep order
+        database.run(f"CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, shard, row, id FROM ({ordered})")  # noqa: S608
         database.run("CREATE TABLE windows (hash UBIGINT, place UBIGINT)")
         for hashes, places in _places(database, files):
             database.insert("windows", {"hash": hashes, "place": places})
@@ -113,18 +119,6 @@ def window_hashes(text: str, size: int) -> np.ndarray:
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
     columns = [pa.array([row[name] for row in rows], WINDOWS.field(name).type) for name in ("row", "id", "priority", "first")]
     return pa.Table.from_arrays([*columns, lists([row["windows"] for row in rows], np.uint64)], schema=WINDOWS)
-
-
-def _number(database: Database, files: Sequence[Path]) -> None:
-    """Table `ranked`: node (0, 1, ... in keep order), shard, row, id."""
-    database.run("CREATE TABLE documents (shard BIGINT, row BIGINT, id VARCHAR, priority BIGINT)")
-    for shard, path in enumerate(files):
-        for table in row_groups(path, ["row", "id", "priority", "first"]):
-            begins = table.filter(pc.equal(table["first"], 0)).drop_columns(["first"])
-            database.insert("documents", begins.add_column(0, "shard", pa.array(np.full(len(begins), shard))))
-    ordered = "SELECT shard, row, id FROM documents ORDER BY priority DESC, id"
-    database.run(f"CREATE TABLE ranked AS SELECT row_number() OVER () - 1 AS node, shard, row, id FROM ({ordered})")  # noqa: S608
-    database.run("DROP TABLE documents")
 
 
 def _places(database: Database, files: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

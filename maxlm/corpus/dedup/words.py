@@ -8,14 +8,16 @@ itself. Character classes are Unicode 14.0's whatever the version of Python; NFC
 """
 
 import hashlib
+import tomllib
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 
 import numpy as np
 
-from maxlm.corpus.dedup import compiled, unicode_ranges
+from maxlm.corpus.dedup import compiled
 from maxlm.corpus.dedup.compiled import BASE, SPACE, split_words
 
 SINGLE = 1 << 24  # flag of a character that is a word by itself
@@ -91,8 +93,11 @@ def locate_by_pieces(text: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         piece = text[done:end]
         plain = piece.isascii()
         characters, _ = _fold(_Block([0], [piece], plain))
-        found = compiled.locate_words(characters, np.uint32(SINGLE_ASCII if plain else SINGLE), np.uint64(scalar_mix(1)))
-        yield found[0], found[1] + done
+        flag = SINGLE_ASCII if plain else SINGLE
+        hashes, starts, _ = compiled.locate_words(
+            characters, np.uint32(SPACE), np.uint32(flag), np.uint32(flag - 1), BASE, np.uint64(scalar_mix(1))
+        )
+        yield hashes, starts + done
         done = end
 
 
@@ -172,9 +177,14 @@ def _table() -> np.ndarray:
     for point in range(0x1F000):  # no letter with two cases lies above
         folded = chr(point).casefold()
         table[point] = ord(folded) if len(folded) == 1 else point
-    for start, end in _ranges(unicode_ranges.SYMBOLS) + _ranges(unicode_ranges.UNSPACED):
+    lists = tomllib.loads(files(__package__).joinpath("unicode_ranges.toml").read_text("utf-8"))
+    ranges = {
+        name: [(int(part.partition("-")[0], 16), int(part.rpartition("-")[2], 16) + 1) for part in text.split()]
+        for name, text in lists.items()
+    }
+    for start, end in ranges["symbols"] + ranges["unspaced"]:
         table[start:end] |= np.uint32(SINGLE)
-    for start, end in _ranges(unicode_ranges.SEPARATORS):
+    for start, end in ranges["separators"]:
         table[start:end] = SPACE
     return table
 
@@ -184,8 +194,3 @@ def _ascii_table() -> bytes:
     table = _table()[:128]
     low = (table & np.uint32(SINGLE_ASCII - 1)) | np.where(table >= SINGLE, np.uint32(SINGLE_ASCII), np.uint32(0))
     return low.astype(np.uint8).tobytes() + bytes(128)
-
-
-def _ranges(text: str) -> list[tuple[int, int]]:
-    bounds = [part.split("-") for part in text.split()]
-    return [(int(part[0], 16), int(part[-1], 16) + 1) for part in bounds]

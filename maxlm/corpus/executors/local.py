@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from maxlm.config.errors import UserError
-from maxlm.corpus import worker
+from maxlm.config.workers import end_with_parent
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import SECONDS, Progress
 from maxlm.corpus.tasks import Task, largest_first
@@ -50,7 +50,7 @@ class LocalExecutor:
         """Remove from `left` what is done. Raises BrokenProcessPool."""
         workers, context = min(self.workers, len(left)), multiprocessing.get_context("spawn")
         reached: MutableSequence[int] = context.RawArray("q", 2 * len(plan.tasks))  # bytes and documents of each task
-        pool = ProcessPoolExecutor(workers, context, initializer=worker.begin, initargs=(reached,))
+        pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(reached,))
         try:
             running: dict[Future[dict[str, Any]], int] = {}
             for place in largest_first(list(left.values())):
@@ -70,5 +70,18 @@ class LocalExecutor:
                 child.terminate()
 
 
+_reached: MutableSequence[int] | None = None  # in a worker: memory shared with the parent, bytes and documents of each task
+
+
+def _begin(reached: MutableSequence[int]) -> None:
+    global _reached
+    _reached = reached
+    end_with_parent()
+
+
 def _run_task(plan: Plan, number: int, task: Task) -> dict[str, Any]:
-    return run_task(plan, number, task, partial(worker.tell, task.number))
+    def tell(size: int, documents: int) -> None:
+        if _reached is not None:
+            _reached[2 * task.number], _reached[2 * task.number + 1] = size, documents
+
+    return run_task(plan, number, task, tell)

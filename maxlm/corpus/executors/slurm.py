@@ -126,6 +126,7 @@ class _Step(PipelineStep):
         self.calls, self.folder = calls, ""
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterable[Any]:
+        """Make the call of this rank; datatrove's data are none."""
         del data, world_size
         try:
             self.calls[rank]()

@@ -1,9 +1,10 @@
-"""Language identification by a choice of libraries."""
+"""Language identification by a choice of libraries, and a quality classifier: a supervised model of fastText (Joulin et al. 2016, arXiv
+1607.01759), as `fasttext supervised` trains and DCLM, FineWeb2 and CCNet publish them.
+"""
 
 import math
 import unicodedata
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from maxlm.documents.text import optional
 
 Identify = Callable[[str], list[tuple[str, float]]]  # text -> codes (or a model's labels) and probabilities, the likeliest first
 LIKELY = 5  # languages that an identifier names
+EVERY = -1  # labels of a classifier
 UNKNOWN = "und"  # ISO 639-2: undetermined
 
 
@@ -60,11 +62,12 @@ class LanguageFilter:
 
     def __init__(self, settings: LanguageSettings) -> None:
         self.settings = settings
-        makers: dict[str, Callable[[], Identify]] = {
-            "fasttext": partial(_fasttext, settings.model or ""),
-            "py3langid": _py3langid,
-        }
-        self.identify = makers[settings.backend]()
+        self.identify: Identify
+        if settings.backend == "fasttext":  # lid.176 was trained on lower case as well, and a page in capitals is no other language
+            predict = load_fasttext(settings.model or "", "language")
+            self.identify = lambda text: predict(text.lower(), LIKELY)
+        else:
+            self.identify = _py3langid()
         self.keep = [covered(tag) for tag in settings.keep]
         known = {primary_language(one) for one in getattr(self.identify, "classes", ())}
         for tag, (languages, _) in zip(settings.keep, self.keep, strict=True):
@@ -95,26 +98,53 @@ def sample_text(text: str, characters: int) -> str:
     return " ".join(text.encode("utf-8", "replace").decode().split())  # the libraries refuse lone surrogates
 
 
-def load_fasttext(path: str, setting: str) -> Any:
-    """The fastText model at `path`, which is `setting`.model. Raises UserError: it is missing or none, or the package is."""
+def load_fasttext(path: str, setting: str) -> Callable[[str, int], list[tuple[str, float]]]:
+    """The fastText model at `path`, which is `setting`.model: text, number of labels -> labels without __label__ and their probabilities.
+
+    Raises UserError: it is missing or none, or the package is.
+    """
     library = optional("fasttext", setting, "fasttext-predict")
     if not Path(path).is_file():
         raise UserError(f"{shorten(path)}: no such file; {setting}.model is the path of a fastText model, for example lid.176.ftz.")
     try:
-        return library.load_model(path)
+        model = library.load_model(path)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{shorten(path)}: is not a fastText model: {error}.") from None
 
-
-def _fasttext(path: str) -> Identify:
-    model = load_fasttext(path, "language")
-
-    def identify(text: str) -> list[tuple[str, float]]:
-        # lid.176 was trained on lower case as well, and a page in capitals is no other language
-        labels, scores = model.predict(text.lower(), k=LIKELY)
+    def predict(text: str, count: int) -> list[tuple[str, float]]:
+        labels, scores = model.predict(text, k=count)
         return [(label.removeprefix("__label__"), min(float(score), 1.0)) for label, score in zip(labels, scores, strict=True)]
 
-    return identify
+    return predict
+
+
+class ClassifierSettings(Section):
+    """A classifier of fastText, as `fasttext supervised` trains it and others publish theirs."""
+
+    model: str = Field(min_length=1, description="Path of a fastText model (.bin or .ftz).")
+    label: str = Field(min_length=1, description="The wanted label, without __label__.")
+    min_score: Fraction = Field(0.5, description="Probability of this label that a document has at least.")
+
+
+class ClassifierFilter:
+    """Remove documents with a probability of the wanted label below `min_score`. Metadata `classifier_score`."""
+
+    name = "classifier"
+
+    def __init__(self, settings: ClassifierSettings) -> None:
+        """Raises UserError: there is no such model, or it has no such label."""
+        self.settings, self.predict = settings, load_fasttext(settings.model, "filters.classifier")
+        labels = [label for label, _ in self.predict("text", EVERY)]
+        if settings.label not in labels:
+            known = ", ".join(sorted(labels)[:20])
+            raise UserError(f"filters.classifier.label: {shorten(settings.model)} has no label {shorten(settings.label)}; it has {known}.")
+
+    def __call__(self, document: Document) -> Document | Removed:
+        text = " ".join(document.text.encode("utf-8", "replace").decode().split())
+        score = round(next((score for label, score in self.predict(text, EVERY) if label == self.settings.label), 0.0), 4)
+        if score < self.settings.min_score:
+            return removed(document, self.name, "classifier_score", value=score, limit=self.settings.min_score)
+        return replace_text(document, document.text, classifier_score=score)
 
 
 def _py3langid() -> Identify:

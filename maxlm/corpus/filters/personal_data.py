@@ -14,7 +14,7 @@ from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.phones import WORD_BEGINS, WORD_ENDS, find_phones
-from maxlm.corpus.filters.secret_keys import find_keys
+from maxlm.corpus.filters.secret_keys import TABLES, find_keys
 from maxlm.corpus.filters.statistics import statistics_of
 
 Span = tuple[int, int]  # of characters
@@ -71,17 +71,7 @@ NETWORK_AFTER = re.compile(
 )
 LARGE_OCTET = 100  # few versions have a first part of this size, or two parts
 
-# Length of an account number by country: SWIFT's IBAN registry, release 101.
-IBAN_LENGTHS = {
-    country: int(length)
-    for country, length in re.findall(
-        r"([A-Z]{2})(\d\d)",
-        "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BI27 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DJ27 DK18 DO28 EE20 EG29 ES24 FI18 FK18 FO18 "
-        "FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 "
-        "MD24 ME22 MK19 MN20 MR27 MT31 MU30 NI28 NL18 NO15 OM23 PK24 PL28 PS29 PT25 QA29 RO24 RS22 RU33 SA24 SC31 SD18 SE24 SI19 SK24 SM27 "
-        "SO23 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20 YE30",
-    )
-}
+IBAN_LENGTHS = {entry[:2]: int(entry[2:]) for entry in TABLES["iban_lengths"].split()}
 IBAN = re.compile(r"(?<![^\W_])[A-Z]{2}\d\d(?:[ -]?[A-Z0-9]{4}){2,8}(?:[ -]?[A-Z0-9]{1,3})?(?![^\W_])")
 # Payment cards: ISO/IEC 7812, leading digits and lengths as the networks publish them.
 CARD = re.compile(

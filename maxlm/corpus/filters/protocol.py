@@ -70,9 +70,9 @@ class ScorerSource(Protocol):
         ...
 
 
-def removed(document: Document, stage: str, reason: str, example: str | None = None, **detail: Value) -> Removed:
-    """`document`, left out by `stage`; the example is the beginning of `example` (the document's text), in one line."""
-    beginning = (document.text if example is None else example)[: 4 * EXAMPLE_CHARACTERS]
+def removed(document: Document, stage: str, reason: str, **detail: Value) -> Removed:
+    """`document`, left out by `stage`; the example is the beginning of its text, in one line."""
+    beginning = document.text[: 4 * EXAMPLE_CHARACTERS]
     return Removed(document.id, stage, reason, " ".join(beginning.split())[:EXAMPLE_CHARACTERS], detail)
 
 

@@ -139,7 +139,10 @@ class GopherQualityFilter:
         )
 
     def _stop_words(self, statistics: TextStatistics, language: object) -> Broken | None:
-        wanted = self.all_stop_words if language is None else self._of_language(str(language))
+        wanted: Hashes | None = self.all_stop_words
+        if language is not None:  # the list of the very tag, or else of its language without region and script
+            exact = self.stop_words.get(str(language))
+            wanted = exact if exact is not None else self.primary_stop_words.get(primary_language(str(language)))
         if wanted is None or not self.settings.min_stop_words:
             return None
         unspaced = language is not None and primary_language(str(language)) in UNSPACED_LANGUAGES
@@ -153,11 +156,6 @@ class GopherQualityFilter:
     def words(self, statistics: TextStatistics) -> Hashes:
         """Hashes of the words that stop words are compared with."""
         return statistics.hashes_W
-
-    def _of_language(self, tag: str) -> Hashes | None:
-        """Stop words of a document's language: of the very tag, or else of its language without region and script."""
-        exact = self.stop_words.get(tag)
-        return exact if exact is not None else self.primary_stop_words.get(primary_language(tag))
 
 
 class GopherRepetitionSettings(Section):

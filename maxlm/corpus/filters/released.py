@@ -23,11 +23,8 @@ from maxlm.corpus.filters.quality import (
 )
 from maxlm.corpus.filters.statistics import Hashes, TextStatistics, statistics_of
 
-# Fields of settings as FineWeb's program (examples/fineweb.py of datatrove) and datatrove's defaults have them, where the papers differ.
-THRESHOLDS: dict[str, dict[str, object]] = {
-    "c4": {"terminal_punctuation": False, "min_words_in_line": 3, "min_sentences": 5},
-    "fineweb": {"min_duplicate_line_characters": 0.01, "max_newlines_per_word": 0.3},
-}
+THRESHOLDS: dict[str, dict[str, object]] = scan.RELEASED["thresholds"]  # fields of settings, where the papers differ
+
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 _ENDS = re.escape(scan.SENTENCE_ENDS)
 _WIDE_ENDS = re.escape("".join(mark for mark in scan.SENTENCE_ENDS if ord(mark) > 0x7F and mark != "…"))
@@ -38,9 +35,11 @@ class ReleasedGopherQuality(GopherQualityFilter):
     """Signs count as words, but for the number and length of words; bullets are "•" and "-"; stop words are compared with case."""
 
     def hashes(self, words: tuple[str, ...]) -> Hashes:
+        """Hashes of stop words with case, sorted."""
         return np.unique(TextStatistics(" ".join(words)).pieces[0])
 
     def words(self, statistics: TextStatistics) -> Hashes:
+        """Hashes of words and signs with case."""
         return statistics.pieces[0]
 
     def _counts(self, statistics: TextStatistics) -> Broken | None:
@@ -88,6 +87,7 @@ class ReleasedGopherRepetition(GopherRepetitionFilter):
         return None
 
     def shares(self, statistics: TextStatistics) -> Sequence[float]:
+        """Fraction of all characters of the text, by the n-gram's length in words."""
         hashes_W, _, lengths_W, _ = statistics.pieces
         return scan.find_repetition(hashes_W, lengths_W, len(statistics.text)).tolist()
 

@@ -3,7 +3,10 @@
 W words, L lines, T tokens. Hashes are 64 bits, the same on every machine; two strings are taken for equal when their hashes are.
 """
 
+import tomllib
 from functools import lru_cache
+from importlib.resources import files
+from typing import Any
 from unicodedata import category
 
 import numpy as np
@@ -14,19 +17,7 @@ from numpy.typing import NDArray
 SENTENCE_ENDS = ".!?…。！？．｡؟۔।॥։።፧។៕‼⁇⁈⁉"
 CLOSING_QUOTES = "\"'”’»›」』"
 BULLETS = "•●◦‣▪■□▫–-*∙·○◆◇►▶"
-# FineWeb as released (datatrove 0.10.1).
-RELEASED_SIGNS = (  # a word of these alone does not count, nor does one of the terminal marks below or of control characters
-    "\"#$%&'()*+,-/:;<=>@[\\]^_`{|}~«´»–—’“”„…∶━►、〈〉《》「」【】％（），１：；～"
-)
-RELEASED_TERMINALS = (  # marks that end a line (Unicode's Sentence_Terminal and three signs of Khmer): code points and ranges, in hex
-    "21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 17d4-17d6 17d9-17da "
-    "1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e 1c3b-1c3c 1c7e-1c7f 203c-203d 2047-2049 2e2e 2e3c 2e53-2e54 3002 "
-    "a4ff a60e-a60f a6f3 a6f7 a876-a877 a8ce-a8cf a92f a9c8-a9c9 aa5d-aa5f aaf0-aaf1 abeb fe52 fe56-fe57 ff01 ff0e ff1f ff61 "
-    "10a56-10a57 10f55-10f59 10f86-10f89 11047-11048 110be-110c1 11141-11143 111c5-111c6 111cd 111de-111df 11238-11239 "
-    "1123b-1123c 112a9 1144b-1144c 115c2-115c3 115c9-115d7 11641-11642 1173c-1173e 11944 11946 11a42-11a43 11a9b-11a9c "
-    "11c41-11c42 11ef7-11ef8 11f43-11f44 16a6e-16a6f 16af5 16b37-16b38 16b44 16e98 1bc9f 1da88"
-)
-
+RELEASED: dict[str, Any] = tomllib.loads(files(__package__).joinpath("fineweb.toml").read_text("utf-8"))
 # Classes of a code point.
 SPACE, LETTER, WORD, BULLET, SENTENCE_END, CLOSING_QUOTE, UNSPACED, UPPER = 1, 2, 4, 8, 16, 32, 64, 128
 TABLE = 0x20000  # code points below are looked up; of those above only the ideographs count, as letters
@@ -95,7 +86,7 @@ def tables() -> tuple[NDArray[np.uint8], CodePoints]:
 @lru_cache(1)
 def released_terminals() -> frozenset[str]:
     """Marks that end a line for FineWeb as released."""
-    ranges = [[int(part, 16) for part in entry.split("-")] for entry in RELEASED_TERMINALS.split()]
+    ranges = [[int(part, 16) for part in entry.split("-")] for entry in RELEASED["terminals"].split()]
     return frozenset(chr(code) for ends in ranges for code in range(ends[0], ends[-1] + 1))
 
 
@@ -103,7 +94,7 @@ def released_terminals() -> frozenset[str]:
 def released_signs() -> NDArray[np.bool_]:
     """Code points below TABLE that make no word for FineWeb as released."""
     signs = np.zeros(TABLE, np.bool_)
-    signs[[*range(9), 11, 12, *range(13, 32), *range(127, 160), *map(ord, RELEASED_SIGNS), *map(ord, released_terminals())]] = True
+    signs[[*range(9), 11, 12, *range(13, 32), *range(127, 160), *map(ord, RELEASED["signs"]), *map(ord, released_terminals())]] = True
     return signs
 
 

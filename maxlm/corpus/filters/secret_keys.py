@@ -1,41 +1,18 @@
 """Keys, tokens and passwords in text, by the forms that their issuers give them."""
 
 import re
+import tomllib
 from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
 
 from maxlm.corpus.filters import scan
 
 KEY_BEGINS = re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
 KEY_ENDS = re.compile(r"-----END [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----")
 LONGEST_KEY = 20_000  # characters
-# Forms of tokens: the issuers' documentation, as collected in the rules of gitleaks and detect-secrets. The literal that each begins with
-# is looked for first. A group is the secret; without one the whole match is.
-TOKENS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("AKIA", re.compile(r"AKIA(?<!\wAKIA)[0-9A-Z]{16}(?!\w)")),
-    ("ASIA", re.compile(r"ASIA(?<!\wASIA)[0-9A-Z]{16}(?!\w)")),
-    ("AIza", re.compile(r"AIza(?<!\wAIza)[\w-]{35}(?![\w-])")),
-    ("ya29.", re.compile(r"ya29\.(?<!\wya29\.)[\w-]{30,300}(?![\w-])")),
-    ("GOCSPX-", re.compile(r"GOCSPX-(?<!\wGOCSPX-)[\w-]{28}(?![\w-])")),
-    ("gh", re.compile(r"gh[pousr]_(?<!\wgh[pousr]_)[A-Za-z0-9]{36}(?!\w)")),
-    ("github_pat_", re.compile(r"github_pat_(?<!\wgithub_pat_)\w{22,100}(?!\w)")),
-    ("gl", re.compile(r"gl(?:pat|dt|rt|cbt|ptt|soat)-(?<![\w-]gl[a-z]{2}-)(?<![\w-]gl[a-z]{3}-)[\w-]{20,100}(?![\w-])")),
-    ("xox", re.compile(r"xox(?<!\wxox)[abeoprs]-(?=[\w-]{0,60}\d)[\w-]{10,200}(?![\w-])")),
-    ("xapp-", re.compile(r"xapp-(?<![\w-]xapp-)\d-[\w-]{20,200}(?![\w-])")),
-    ("hooks.slack.com/", re.compile(r"hooks\.slack\.com/(?:services|workflows|triggers)/([\w+/-]{20,120})")),
-    ("/api/webhooks/", re.compile(r"discord(?:app)?\.com/api/webhooks/(\d{15,22}/[\w-]{50,90})")),
-    ("sk-", re.compile(r"sk-(?<![\w-]sk-)(?=[\w-]{0,60}\d)[\w-]{32,200}(?![\w-])")),
-    ("k_live_", re.compile(r"[sr]k_live_(?<!\w[sr]k_live_)\w{16,100}(?!\w)")),
-    ("npm_", re.compile(r"npm_(?<!\wnpm_)[A-Za-z0-9]{36}(?!\w)")),
-    ("pypi-", re.compile(r"pypi-(?<!\wpypi-)[\w-]{50,250}(?![\w-])")),
-    ("hf_", re.compile(r"hf_(?<!\whf_)[A-Za-z0-9]{34}(?!\w)")),
-    ("SG.", re.compile(r"SG\.(?<!\wSG\.)[\w-]{22}\.[\w-]{43}(?![\w-])")),
-    (":AA", re.compile(r"(?<!\w)\d{8,10}:AA[\w-]{33}(?![\w-])")),  # Telegram
-    ("shp", re.compile(r"shp(?:at|ca|pa|ss)_(?<!\wshp[a-z]{2}_)[a-fA-F0-9]{32}(?!\w)")),
-    ("dop_v1_", re.compile(r"dop_v1_(?<!\wdop_v1_)[a-f0-9]{64}(?!\w)")),
-    ("dckr_pat_", re.compile(r"dckr_pat_(?<!\wdckr_pat_)[\w-]{27}(?![\w-])")),
-    ("AccountKey=", re.compile(r"AccountKey=([A-Za-z0-9+/]{86}==)")),  # Azure storage
-    ("eyJ", re.compile(r"eyJ(?<![\w-]eyJ)[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,1000}(?![\w-])")),  # JSON web token
-)
+TABLES: dict[str, Any] = tomllib.loads(files(__package__).joinpath("personal_data.toml").read_text("utf-8"))
+TOKENS = [(literal, re.compile(pattern)) for literal, pattern in TABLES["tokens"]]
 AWS_SECRET = re.compile(
     r"(?<![A-Za-z0-9/+_.-])(?=[^\n]{0,39}[a-z])(?=[^\n]{0,39}[A-Z])(?=[^\n]{0,39}\d)[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+=_-])"
 )

@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from maxlm.config.fields import Section
 from maxlm.corpus.filters import released
-from maxlm.corpus.filters.classifier import ClassifierFilter, ClassifierSettings
-from maxlm.corpus.filters.language import LanguageFilter, LanguageSettings
+from maxlm.corpus.filters.language import ClassifierFilter, ClassifierSettings, LanguageFilter, LanguageSettings
 from maxlm.corpus.filters.lines import BoilerplateFilter, BoilerplateSettings, C4Filter, C4Settings
 from maxlm.corpus.filters.lists import BadWordsFilter, BadWordsSettings, UrlFilter, UrlSettings
 from maxlm.corpus.filters.perplexity import PerplexityFilter, PerplexitySettings

@@ -13,7 +13,7 @@ PROGRAM = """
 import multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from maxlm.data.workers import end_with_parent, workers_without_signals
+from maxlm.config.workers import end_with_parent, workers_without_signals
 
 def last():
     Path(str(os.getpid())).unlink(missing_ok=True)
