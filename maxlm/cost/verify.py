@@ -121,9 +121,9 @@ class Compiler:
         assert verdict is not None, "there is no error"
         return verdict
 
-    def step(self, config: Config, topology: Topology) -> "CompiledStep":
-        """The step itself."""
-        step = self._ask(_Request(config, topology, steps=True)).step
+    def step(self, program: "Program", topology: Topology) -> "CompiledStep":
+        """The step of `program` itself, which the other process builds again."""
+        step = self._ask(_Request(program.config, topology, steps=True)).step
         assert step is not None, "it was asked for"
         return step
 
@@ -188,7 +188,7 @@ def step_of(program: "Program", topology: Topology, *, machine_code: bool = Fals
     if step is not None:
         return step
     with Compiler(machine_code=machine_code) as compiler:
-        return replace(compiler.step(program.config, topology), cached=False)
+        return replace(compiler.step(program, topology), cached=False)
 
 
 @dataclass(frozen=True)
