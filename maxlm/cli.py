@@ -99,7 +99,9 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
 
         tasks: Any = None
         if settings.evaluation is not None:
-            from maxlm.evaluation.while_training import open_tasks as tasks
+            from maxlm.evaluation.while_training import TrainingTasks
+
+            tasks = TrainingTasks
         predictor: Any = None
         if settings.cost is not None and settings.cost.calibration is not None:
             from maxlm.cost.prediction import predictor

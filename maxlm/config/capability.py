@@ -134,7 +134,7 @@ def keeps(*names: str) -> Callable[[Any], Mapping[str, Any]]:
 def excludes(
     others: Mapping[str, str], suffix: str = "", fix: str = "remove one of them", *, when: Callable[[Any], bool] = lambda section: True
 ) -> Rule:
-    """Rule that refuses each setting of `others`, dotted key -> reason, that is set beside the section; `suffix` ends every reason.
+    """Rule that refuses each setting of `others`, dotted key -> reason, that is set together with the section; `suffix` ends every reason.
 
     `when`: sections that this is true of.
     """

@@ -1,11 +1,10 @@
 """Settings without effect in a config. One that somebody set is refused, since the run would not do what its config says."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
 
-from maxlm.config.capability import Inert
+from maxlm.config.capability import Inert, value_of
 from maxlm.config.errors import Problem
 from maxlm.config.schema import Config
 from maxlm.config.table import call, present
@@ -14,26 +13,16 @@ from maxlm.config.table import call, present
 def problems(config: Config) -> Iterator[Problem]:
     """Problems of settings that are not at their defaults and that nothing reads."""
     for inert in settings(config):
-        value, default = _value_and_default(config, inert.field)
+        path, _, name = inert.field.rpartition(".")
+        section = value_of(config, path)
+        value, default = getattr(section, name), type(section).model_fields[name].default
         if value != default:
             text = value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
-            yield inert.field, text, f"does nothing, since {inert.why}", f"leave it at {_text(default)}, its default, or {inert.use}"
+            usual = "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default
+            yield inert.field, text, f"does nothing, since {inert.why}", f"leave it at {usual}, its default, or {inert.use}"
 
 
 def settings(config: Config) -> Iterator[Inert]:
     """Settings that nothing reads in this config."""
     for one, section in present(config):
         yield from call(one.inert, config, section) if one.inert is not None else ()
-
-
-def _value_and_default(config: Config, field: str) -> tuple[Any, Any]:
-    """Value and default of a dotted key."""
-    section: BaseModel = config
-    *path, name = field.split(".")
-    for part in path:
-        section = getattr(section, part)
-    return getattr(section, name), type(section).model_fields[name].default
-
-
-def _text(default: Any) -> Any:
-    return "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default

@@ -58,8 +58,11 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     required settings are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a length of the run in `overrides`.
     """
     path = find(name)
-    folder = _run_folder(name, path)
-    with _naming_writer(path) if folder is not None else contextlib.nullcontext():
+    folder = Path(expand_home(name))
+    if path != folder / RUN_CONFIG:  # `name` is no folder of a run
+        return _load(path, None, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
+    with _naming_writer(path):
+        folder = folder if folder.name and ".." not in folder.parts else folder.resolve()
         return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
 
 
@@ -186,14 +189,6 @@ def find(name: str) -> Path:
     kind = next(filter(None, map(irregular, candidates)), "")
     problem = f"is a folder without {RUN_CONFIG}" if kind == "a folder" else f"is {kind}" if kind else "does not exist"
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
-
-
-def _run_folder(name: str, config: Path) -> Path | None:
-    """The folder of a run, if `name` is that and `config` was found in it."""
-    folder = Path(expand_home(name))
-    if config != folder / RUN_CONFIG:
-        return None
-    return folder if folder.name and ".." not in folder.parts else folder.resolve()
 
 
 def shipped() -> list[str]:

@@ -110,7 +110,7 @@ def irregular(path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for a special file: a pipe
+    """Open a file by a path that a user gave. Raises OSError; IsADirectoryError, naming the kind, for a special file: a pipe
     would wait for a writer, and a device never ends.
     """
     return os.fdopen(_descriptor(path, os.O_RDONLY), "rb")

@@ -9,6 +9,7 @@ from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
 from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig
+from maxlm.config.sections.train import StartFromConfig
 from maxlm.config.table import problems, weights_kinds
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import Topology, either
@@ -25,7 +26,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     _refuse(problems(config, "rules"), origins)
-    _refuse(_weights(config), origins)
+    _refuse(_weights(config.train.start_from), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         topology = topology_of(config, origins.get("cluster.topology", ""))
@@ -42,8 +43,7 @@ def topology_of(config: Config, source: str = "") -> Topology:
     return cluster.topology_of(config.cluster, config.mesh.slices, source)
 
 
-def _weights(config: Config) -> Iterator[Problem]:
-    start = config.train.start_from
+def _weights(start: StartFromConfig | None) -> Iterator[Problem]:
     if start is not None and start.weights not in weights_kinds():
         yield "train.start_from.weights", start.weights, "is no kind of weights", f"use {either(weights_kinds())}"
 

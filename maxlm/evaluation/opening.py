@@ -62,8 +62,8 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
         with progress_bar("importing") as progress:
             imported = import_model(place, Path(folder) / "model", spread, progress)
         notes, said = list(imported.notes), text_tower(json.loads(read_file(place / "config.json")), "config.json")
-        most = _positions(said)
-        if context is None and most is not None:
+        most = next((said[name] for name in ("max_position_embeddings", "n_positions") if isinstance(said.get(name), int)), None)
+        if context is None and most is not None and most > 0:
             context = min(most, MOST_CONTEXT)
             if most > context:
                 notes.append(f"a context of {context:,} tokens, of the {most:,} that the model takes: --context chooses another")
@@ -94,9 +94,3 @@ def _config(model: ModelConfig, precision: PrecisionConfig, overrides: Sequence[
 def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`section.name=value` by section."""
     return command_line(overrides, SETTABLE, ": an evaluation takes settings of mesh and precision, such as mesh.tensor=2.")
-
-
-def _positions(values: dict[str, Any]) -> int | None:
-    """Positions that a published config.json states."""
-    found = next((values[name] for name in ("max_position_embeddings", "n_positions") if isinstance(values.get(name), int)), None)
-    return found if found is None or found > 0 else None

@@ -91,7 +91,7 @@ def init_parameters(config: ModelConfig, seed: int) -> Parameters:
 
 
 def init_model_state(config: ModelConfig, seed: int) -> Parameters:
-    """Fresh model state, as `init_parameters`: what training updates without a gradient. Empty for a model without any."""
+    """Fresh model state, as `init_parameters`: variables that training updates without a gradient. Empty for a model without any."""
     return _tree(config, partial(_initial, config, seed), state=True)
 
 

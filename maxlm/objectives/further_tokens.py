@@ -56,5 +56,5 @@ class FurtherTokens(NextToken):
 
 
 def _shifted(x_BS: Array) -> Array:
-    """Each position holds what the next one held; the last holds 0."""
+    """Values moved one position back; the last is 0."""
     return jnp.pad(x_BS[:, 1:], ((0, 0), (0, 1)))

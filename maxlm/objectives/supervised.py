@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token prediction of what the assistant writes, on packed rows. Nothing is learned from prompts."""
+"""Supervised fine-tuning: next-token prediction of the assistant's responses, on packed rows. Nothing is learned from prompts."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -46,6 +46,6 @@ class Supervised(PackedRows):
 
 
 class SupervisedFurther(PackedRows, FurtherTokens):
-    """The same with multi-token prediction; a token further ahead counts if it and all before it, back to the input, do."""
+    """`Supervised` with multi-token prediction; a token further ahead counts if it and all before it, back to the input, do."""
 
     metrics = (*Supervised.metrics, FurtherTokens.metrics[-1])

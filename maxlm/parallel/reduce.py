@@ -1,8 +1,8 @@
 """Compressed sums over a mesh axis with slow links, inside a `jax.shard_map`, with the errors that they leave.
 
-A codec turns blocks of numbers into what is sent. Each device keeps its own error and adds it to what it gives to the next sum, so no part
-of any gradient is ever lost (error feedback, Seide 2014; Karimireddy 2019, arXiv 1901.09847). All devices compute the result from the same
-bytes in the same order, so the results are equal to the bit.
+A codec turns blocks of numbers into arrays that are sent. Each device keeps its own error and adds it to its numbers at the next sum, so no
+part of any gradient is ever lost (error feedback, Seide 2014; Karimireddy 2019, arXiv 1901.09847). All devices compute the result from the
+same bytes in the same order, so the results are equal to the bit.
 """
 
 import math
@@ -18,11 +18,11 @@ from maxlm.precision.formats import Quantized, dequantize, quantize
 
 # S devices along the axis, N blocks, B numbers of a block, K of them that are sent
 
-Wire = dict[str, Num[Array, "N ..."]]  # what is sent of N blocks
+Wire = dict[str, Num[Array, "N ..."]]  # arrays that are sent for N blocks
 
 
 class Codec(Protocol):
-    """Numbers in blocks <-> what is sent. A block with a number that is not finite is decoded to such numbers."""
+    """Numbers in blocks to arrays that are sent, and back. A block with a number that is not finite is decoded to such numbers."""
 
     @property
     def block(self) -> int:

@@ -107,21 +107,14 @@ class Decontaminator:
             if number != before:
                 begin, end = np.searchsorted(found.owner_T, [number, number + 1])
                 before, present = number, frozenset(found.hash_T[begin:end].tolist())
-            if not self._may_hold(present, one):
+            words = slice(int(index.bound_K[one]), int(index.bound_K[one + 1]))
+            there = [word in present for word in index.hash_W[words].tolist()]  # wherever they stand: most of many items with one stem go
+            if index.weight_W[words][there].sum() < (index.required_K[one] - 1e-5) * index.evidence_K[one]:
                 continue
             mine = order[start:stop]
             match = self._compare(found, number, one, place[mine], value[mine])
             if match is not None:
                 yield number, match
-
-    def _may_hold(self, present: frozenset[int], item: int) -> bool:
-        """False for a text, of the words `present`, that lacks too many of an item's words wherever they stand: most of many items with one
-        stem.
-        """
-        index = self.index
-        begin, end = int(index.bound_K[item]), int(index.bound_K[item + 1])
-        there = [word in present for word in index.hash_W[begin:end].tolist()]
-        return bool(index.weight_W[begin:end][there].sum() >= (index.required_K[item] - 1e-5) * index.evidence_K[item])
 
     def _compare(self, found: Words, text: int, item: int, place: I64, value: F64) -> Match | None:
         """The best match of an item in windows of a text that start at one of `place`, sorted, where runs of weight `value` are."""
