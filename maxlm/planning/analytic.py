@@ -132,7 +132,7 @@ class Analytic:
         self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
-        self.collectives = Collectives(self, links)
+        self.collectives = Collectives(config, topology, links, lambda: self.leaves, self.rows)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:

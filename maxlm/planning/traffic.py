@@ -4,16 +4,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from maxlm.cost.model_shapes import LayerKind, choices_of
+from maxlm.config.schema import Config
+from maxlm.cost import model_shapes
+from maxlm.cost.model_shapes import LayerKind, ParameterLeaf, choices_of
 from maxlm.cost.network import AxisLinks, Network
+from maxlm.cost.quantized_matmuls import quantization_of
+from maxlm.hardware.topologies import Topology
 from maxlm.models.saved_tensors import Matmul
 from maxlm.parallel.experts import sends
 from maxlm.planning.layouts import Layout
-
-if TYPE_CHECKING:
-    from maxlm.planning.analytic import Analytic
 
 EVERYWHERE: tuple[str, ...] = ("fsdp", "expert")  # axes that weights are gathered over
 OF_EXPERTS: tuple[str, ...] = ("fsdp",)
@@ -45,17 +45,27 @@ class Traffic:
 
 
 class Collectives:
-    """The collectives of an analytic model. `links`: physical links of the axes of a layout's mesh."""
+    """The collectives of one config on one machine. `links`: physical links of the axes of a layout's mesh."""
 
-    def __init__(self, model: "Analytic", links: Callable[[Layout], Mapping[str, AxisLinks]]) -> None:
-        self.model, self.config, self.topology = model, model.config, model.topology
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        links: Callable[[Layout], Mapping[str, AxisLinks]],
+        leaves: Callable[[], tuple[ParameterLeaf, ...]],
+        rows: Mapping[int, float],
+    ) -> None:
+        self.config, self.topology, self._leaves, self._rows = config, topology, leaves, rows
         self._links = lru_cache(maxsize=None)(lambda mesh, across: links(Layout(mesh, 1, 1, across_slices=across)))
         self.of = lru_cache(maxsize=None)(self._traffic)
-        self.number, self.layers, self.quantized = model.number, model.layers, model.quantized
+        self.number = 4 if config.precision.compute == "float32" else 2
+        self.layers = model_shapes.layers(config.model)
+        self.quantized = quantization_of(config)
+        self.heads = 1 + config.model.mtp_depth
 
     def _traffic(self, mesh: tuple[tuple[str, int], ...], across: str, zero: int, attention: str, parts: bool) -> Traffic:
         """Traffic on a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there, unless
-        gradients of the layers go to host memory one by one.
+        those of the layers go to host memory one by one.
         """
         sizes = dict(mesh)
         network = Network(self.topology.chip, sizes, self._links(mesh, across))
@@ -91,7 +101,7 @@ class Collectives:
         exchanges = sum(len(kind.depths) for kind in self.layers if kind.experts)
         devices, sent = sizes["expert"], self.sends(sizes["expert"])
         opcodes = ("all-to-all", "all-to-all") if sent else ("all-gather", "reduce-scatter")
-        size = int(one * (self.model.rows[devices] if sent else devices))
+        size = int(one * (self._rows[devices] if sent else devices))
         exchanged = exchanges * sum(
             times * network.seconds(opcode, size, ("expert",), devices) for times, opcode in zip(EXPERT_EXCHANGES, opcodes, strict=True)
         )
@@ -124,7 +134,7 @@ class Collectives:
         """Seconds, once an update, of moving whole layers to their stages, and their gradients back."""
         if sizes["stage"] == 1:
             return 0.0
-        numbers = sum(leaf.on_device(sizes) for leaf in self.model.leaves)
+        numbers = sum(leaf.on_device(sizes) for leaf in self._leaves())
         return sum(network.seconds("all-to-all", size * numbers, ("stage",), sizes["stage"]) for size in (self.number, FLOAT32))
 
     def sent_share(self, replicas: int) -> float:
@@ -167,7 +177,7 @@ class _Weights:
 
     def _moves(self, kinds: list[LayerKind], *, table: bool) -> list[tuple[int, int, int, int, tuple[str, ...]]]:
         """(times gathered, bytes, times their gradients are summed, bytes, axes that split them) of weights that travel together."""
-        model, number, heads = self.all.config.model, self.all.number, self.all.model.heads
+        model, number, heads = self.all.config.model, self.all.number, self.all.heads
         moves: list[tuple[int, int, int, int, tuple[str, ...]]] = []
         if table:
             size = number * model.vocab_size * model.d_model // (self.sizes["tensor"] * self.sizes["stage"])
