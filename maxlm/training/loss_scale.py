@@ -49,15 +49,12 @@ class LossScaling(Transform):
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> Self | None:
-        """None where the loss is not scaled."""
         return None if precision.scaling is None else cls(precision.scaling)
 
     def first(self, params: Parameters) -> tuple[Parameters, LossScale]:
-        """The initial scale."""
         return params, LossScale(jnp.full((), self._settings.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def loss_scale(self, own: LossScale) -> Array:
-        """The scale of this update."""
         return own.factor
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, LossScale]:

@@ -33,7 +33,6 @@ class InFiles(Offloaded):
 
     @classmethod
     def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
-        """None where no state is in files."""
         return cls(program, settings) if settings.on_nvme else None
 
     @cached_property

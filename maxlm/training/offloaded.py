@@ -103,7 +103,6 @@ class Offloaded(Placement):
 
     @classmethod
     def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
-        """None where some state is in files: `InFiles`."""
         return None if settings.on_nvme else cls(program, settings)
 
     # Where leaves live.
@@ -134,7 +133,6 @@ class Offloaded(Placement):
         return is_matrix(self._axes[name]) and not self._split
 
     def create(self, make: Callable[..., TrainState], *given: Parameters) -> TrainState:
-        """Create the state some leaves at a time."""
         state: TrainState = create(make, self.program.state_shardings, *given, keep=self.keep)
         return state
 

@@ -327,7 +327,9 @@ def test_lines_of_a_kernel_are_not_in_the_key(tmp_path, monkeypatch, lines_in_pr
 
     def cached(lines: int, text: str = source) -> bool:
         mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(id=0)]))
-        program = SimpleNamespace(lower=lambda: lower(lines, text), compiler_options={}, mesh=mesh, nvme=None)
+        program = SimpleNamespace(
+            lower=lambda: lower(lines, text), compiler_options={}, mesh=mesh, placement=SimpleNamespace(resident_bytes=0)
+        )
         return aot.compile_program(program, parse("v5e:2x2")).cached
 
     monkeypatch.setenv("MAXLM_CACHE_DIR", str(tmp_path))
