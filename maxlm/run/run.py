@@ -114,7 +114,7 @@ def run_training(
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
         compilations = stack.enter_context(Compilations())
-        stack.enter_context(locked(config, say))
+        stack.enter_context(locked(config.run, config.checkpoint, config.elastic, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
         context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]))
         code = _run(context, print_samples, open_tasks, predictor, log)

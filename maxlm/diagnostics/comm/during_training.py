@@ -63,7 +63,7 @@ def run(config: Config, named: Mapping[str, str], steps: int, out: Path | None, 
     ):
         enable_compilation_cache()
         phases.primary = jax.process_index() == 0
-        check_devices(config, jax.devices())
+        check_devices(config.cluster, config.mesh.slices, jax.devices())
         with fits.explain_out_of_memory("training"):
             found = measure(config, here, steps, phases)
         rows = agree.agree([use.to_json() for use in found.uses])
