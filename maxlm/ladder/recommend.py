@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, Strict, ValidationError, model_validator
 from maxlm.config.errors import UserError, error_kind, printable, quoted, shorten
 from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.paths import read_file
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.ladder.analysis import doubts
 from maxlm.ladder.fits import SHARE, Fit, limits
 from maxlm.ladder.forms import FORMS, Runs
@@ -105,7 +105,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     result = _read(folder)
     found = result.fit()
     candidates = [
-        candidate for width in _widths(base.model) if (candidate := _candidate(base, width, result.parameters, flops)) is not None
+        made
+        for width in _widths(base.model)
+        if (made := _candidate(base.model, base.data.seq_len, width, result.parameters, flops)) and made[1][1] >= base.tokens_per_step
     ]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
@@ -187,11 +189,11 @@ def _widths(base: ModelConfig) -> list[int]:
     return widths
 
 
-def _candidate(base: Config, width: int, kind: str, flops: float) -> tuple[dict[str, int], tuple[float, float, float, float]] | None:
-    """(settings, a row of Runs) of the model of this width, as deep as its proportions say; None if the budget is not one update."""
-    layers = max(1, round(width * base.model.n_layers / base.model.d_model))
-    settings = model_settings(base.model, SizeConfig(d_model=width, n_layers=layers))
-    model = resized(base.model, settings)
-    cost = token_flops(model, base.data.seq_len)
-    tokens = flops / cost
-    return None if tokens < base.tokens_per_step else (settings, (float(parameters_of(model, kind)), tokens, flops, 1.0))
+def _candidate(
+    base: ModelConfig, seq_len: int, width: int, kind: str, flops: float
+) -> tuple[dict[str, int], tuple[float, float, float, float]]:
+    """(settings, a row of Runs) of the model of this width, as deep as the proportions of `base` say."""
+    layers = max(1, round(width * base.n_layers / base.d_model))
+    settings = model_settings(base, SizeConfig(d_model=width, n_layers=layers))
+    model = resized(base, settings)
+    return settings, (float(parameters_of(model, kind)), flops / token_flops(model, seq_len), flops, 1.0)
