@@ -1,5 +1,6 @@
 """Read a run directory, whether the run is finished, running, killed or damaged."""
 
+import contextlib
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,6 +89,7 @@ class Run:
         return f'<span class="swatch c{self.number % COLORS} d{self.number // COLORS % DASHES}"></span>'
 
     def get(self, name: str) -> Series:
+        """The metric `name` over steps; empty if it was not recorded."""
         return self.series.get(name, EMPTY)
 
     @cached_property
@@ -165,6 +167,7 @@ class Run:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
+        """Attempts of the run, in order."""
         clock = self.get("time")
         last = LastRecord(int(clock.steps_N[-1]), float(clock.values_N[-1])) if len(clock.steps_N) else None
         return attempts_of(self.events, last, self.beat, self.processes)
@@ -189,8 +192,10 @@ def load_run(path: Path) -> Run:
     except (OSError, ValueError) as error:  # a name too long, a NUL
         raise error_kind(error)(f"{path}: cannot be read ({error})") from error
     if not existing:
+        inside: list[Path] = []
         reason = "does not exist" if not path.exists() else "holds none of config.yml, metrics.jsonl, events.jsonl"
-        inside = _runs_in(path)
+        with contextlib.suppress(OSError):
+            inside = sorted(metrics.parent for metrics in path.glob("*/metrics.jsonl"))
         fix = (
             f"it holds runs: give those, such as {inside[0]}"
             if inside
@@ -225,14 +230,6 @@ def check_distinct(paths: Sequence[Path]) -> None:
         if place in named:
             raise UserError(f"{path} is named twice: leave one of them out.")
         named[place] = path
-
-
-def _runs_in(path: Path) -> list[Path]:
-    """Run directories right below `path`, by name."""
-    try:
-        return sorted(metrics.parent for metrics in path.glob("*/metrics.jsonl"))
-    except OSError:
-        return []
 
 
 def _last_step(series: Mapping[str, Series], events: Sequence[Event]) -> int:
