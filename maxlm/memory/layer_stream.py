@@ -98,9 +98,8 @@ class _LayerStream:
             return dx, following, x_before, [_row_major(*one) for one in zip(self._split(gradients), self._specs, strict=True)], stacks
 
         waiting = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]  # overwritten by the gradient of the last layer
-        stacks = [(empty_on_host if is_on_host(leaf) else jnp.zeros)(leaf.shape, leaf.dtype) for leaf in leaves]
-        start = dy, fetched, _fetch(inputs, jnp.int32(last)), waiting, stacks
-        dx, _, _, waiting, stacks = lax.fori_loop(0, last + 1, body, start)
+        x, stacks = _fetch(inputs, jnp.int32(last)), [(empty_on_host if is_on_host(a) else jnp.zeros)(a.shape, a.dtype) for a in leaves]
+        dx, _, _, waiting, stacks = lax.fori_loop(0, last + 1, body, (dy, fetched, x, waiting, stacks))
         return dx, _write_all(stacks, waiting, jnp.int32(0))
 
     def _read(self, leaves: Leaves) -> list[jax.Array]:

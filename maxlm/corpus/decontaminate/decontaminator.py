@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, cut
+from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, chunks
 from maxlm.corpus.decontaminate.index import SAME_SHARE, EvalIndex
-from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, clean, words
+from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, words
 from maxlm.corpus.document import Document, Removed, Value, groups
 
 STAGE = "decontaminate"
@@ -54,7 +54,7 @@ class Decontaminator:
         """One result for each document, in order."""
         matches: dict[int, list[Match]] = {}
         if len(self.index.grams):
-            for owners, texts in self._chunks(documents):
+            for owners, texts in chunks((document.text for document in documents), self._piece, self._overlap):
                 for text, match in self._search(words(texts)):
                     matches.setdefault(owners[text], []).append(match)
         results: list[Document | Removed] = list(documents)
@@ -64,21 +64,6 @@ class Decontaminator:
             shown = example(self.index.texts[best.item], best.passage)
             results[number] = Removed(documents[number].id, STAGE, REASON, shown, detail)
         return results
-
-    def _chunks(self, documents: Sequence[Document]) -> Iterator[tuple[list[int], list[str]]]:
-        """Texts to hash at once, with the number of each one's document. ASCII is hashed faster, and apart from other text."""
-        groups: dict[bool, tuple[list[int], list[str]]] = {True: ([], []), False: ([], [])}
-        sizes = {True: 0, False: 0}
-        for number, document in enumerate(documents):
-            kind = document.text.isascii()
-            for piece in cut(clean(document.text), self._piece, self._overlap):
-                groups[kind][0].append(number)
-                groups[kind][1].append(piece)
-                sizes[kind] += len(piece)
-                if sizes[kind] >= CHUNK:
-                    yield groups[kind]
-                    groups[kind], sizes[kind] = ([], []), 0
-        yield from (group for group in groups.values() if group[0])
 
     def _search(self, found: Words) -> Iterator[tuple[int, Match]]:
         """Items that texts hold, with the text's number."""
