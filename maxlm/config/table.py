@@ -3,7 +3,10 @@
 Its order is the order of the settings in a config, so rules run in the order of the sections.
 """
 
+import contextlib
 import pkgutil
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -14,20 +17,81 @@ from pydantic import BaseModel, create_model
 
 from maxlm.config import sections
 from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, StateEntry, load, value_of
+from maxlm.config.errors import UserError, quoted
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
 
+PLACES = ("transforms", "update", "placement", "probes", "observers", "stored")  # fields of a record that name implementations
+RULES = ("rules", "mesh_rules", "full_mesh_rules", "chip_rules", "written_rules")
+_KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
+_PLACE = re.compile(r"[\w.]+:\w+")
 _registered: list[Capability] = []
 
 
 def register(capability: Capability) -> None:
-    """Add the capability of another package. Raises ValueError if the table has its key."""
-    if any(capability.key == known.key for known in capabilities()):
-        raise ValueError(f"the table of capabilities has {capability.key} already")
+    """Add the capability of another package. Raises ValueError for a record that no config could use."""
+    if not isinstance(capability, Capability):
+        raise ValueError(f"register({quoted(str(capability))}): give a Capability")
+    if wrong := _misfit(capability):
+        raise ValueError(f"Capability(key={quoted(str(capability.key))}): {wrong}")
     _registered.append(capability)
+    try:
+        _forget()
+        config_class()
+    except ValueError:
+        _registered.pop()
+        _forget()
+        raise
+
+
+def _forget() -> None:
     capabilities.cache_clear()
     config_class.cache_clear()
+
+
+def _misfit(one: Capability) -> str:
+    """What is wrong with a record of another package, and the fix; "" if nothing is."""
+    if not isinstance(one.key, str) or not _KEY.fullmatch(one.key):
+        return "its key is no setting; use lower-case letters, digits and _, with dots between sections, as in train.swa"
+    if any(one.key == known.key for known in capabilities()):
+        return f"the table of capabilities has {one.key} already; choose another key, and register once"
+    declared = one.key in _keys(Config)
+    if declared != (one.section is None):
+        return (
+            "maxlm has a setting of that name; choose another key"
+            if declared
+            else "no config has that section; give its class as `section`"
+        )
+    if not (declared or (isinstance(one.section, type) and issubclass(one.section, Section))):
+        return f"section = {quoted(str(one.section))} is no class derived from maxlm.config.fields.Section; derive it"
+    for kind in PLACES:
+        named = getattr(one, kind)
+        if not isinstance(named, tuple) or not all(isinstance(place, str) and _PLACE.fullmatch(place) for place in named):
+            return f"{kind} = {quoted(str(named))} is no tuple of places; write ('package.module:Class',)"
+    for kind in RULES:
+        if not isinstance(getattr(one, kind), tuple) or not all(map(callable, getattr(one, kind))):
+            return f"{kind} is no tuple of functions; write (function,)"
+    if one.average and (not one.average.isidentifier() or one.average in weights_kinds()):
+        return f"average = {quoted(one.average)} is taken, or no name; choose one of letters, digits and _"
+    return ""
+
+
+@contextlib.contextmanager
+def blamed(one: Capability, part: str) -> Iterator[None]:
+    """Raise what fails in the block as UserError that names the record and its `part`, if another package has registered the record."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if one not in _registered:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{one.key}: {part} failed: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename}); "
+            f"mend the package that registers {one.key}, or remove the section."
+        ) from error
 
 
 @lru_cache(maxsize=1)
@@ -48,13 +112,16 @@ def problems(config: Config, kind: str, *given: Any) -> Problems:
     """Problems by the rules of this kind, a field of `Capability`; `given`: what they get in addition to the config and the section."""
     for one, section in present(config):
         for rule in getattr(one, kind):
-            yield from rule(config, section, *given)
+            with blamed(one, f"{kind} {getattr(rule, '__name__', '')}"):
+                yield from ((field, value, broken, fix) for field, value, broken, fix in rule(config, section, *given))
 
 
 def call(function: Callable[..., Any], config: Config, section: Any, **given: Any) -> Any:
     """Call a function with a section, and with the settings of `config` and the values `given` that its other parameters name."""
     _, *names = signature(function).parameters
     known = {key.replace(".", "_"): key for key in _keys(type(config))}
+    if unknown := [name for name in names if name not in given and name not in known and not hasattr(config, name)]:
+        raise TypeError(f"parameter {unknown[0]} of {function.__qualname__} is no setting, and nothing else that a run has")
     return function(section, **{name: given[name] if name in given else value_of(config, known.get(name, name)) for name in names})
 
 
@@ -62,13 +129,21 @@ def build(config: Config, kind: str, **given: Any) -> list[Any]:
     """Build the implementations of this kind, a field of `Capability`, that `config` asks for: `call` their `from_config`, which returns
     None where the section does not ask for it.
     """
-    built = (call(found.from_config, config, section, **given) for found, section in implementations(config, kind))
+    built = []
+    for one, found, section in implementations(config, kind):
+        with blamed(one, f"from_config of {kind} {found.__qualname__}"):
+            built.append(call(found.from_config, config, section, **given))
     return [one for one in built if one is not None]
 
 
-def implementations(config: Config, kind: str) -> Iterator[tuple[Any, Any]]:
-    """Pairs of an implementation of this kind, a field of `Capability`, and its section, for sections that `config` has."""
-    return ((load(place), section) for one, section in present(config) for place in getattr(one, kind))
+def implementations(config: Config, kind: str) -> Iterator[tuple[Capability, Any, Any]]:
+    """Records that name implementations of this kind, a field of `Capability`; each with the class and its section, if `config` has it."""
+    for one, section in present(config):
+        for place in getattr(one, kind):
+            with blamed(one, f"{kind} {place}"):
+                found = load(place)
+                found.from_config  # noqa: B018 -- an AttributeError where it is no implementation
+            yield one, found, section
 
 
 def averages(config: Config) -> tuple[str, ...]:
@@ -94,6 +169,8 @@ def _with_sections(owner: Any, added: Mapping[tuple[str, ...], type[Section]]) -
     fields: dict[str, Any] = {}
     for (name, *rest), section in added.items():
         if not rest:
+            if hasattr(owner, name):
+                raise ValueError(f"{name} is an attribute of {owner.__name__}: choose another key for {section.__name__}")
             fields[name] = (section | None, None)
         elif (
             (info := owner.model_fields.get(name)) is None
@@ -112,7 +189,8 @@ def identity(config: Config, tokenizer: str) -> dict[str, str]:
     """Field -> value of the settings that a checkpoint must share with the run that continues it. `tokenizer`: its hash."""
     found: dict[str, Any] = {}
     for one, section in present(config):
-        found |= one.identity(config, section) if one.identity is not None else {}
+        with blamed(one, "identity"):
+            found |= one.identity(config, section) if one.identity is not None else {}
     return {**{key: str(value) for key, value in found.items() if value is not None}, "tokenizer": tokenizer}
 
 
@@ -121,7 +199,9 @@ def state(config: Config, sizes: Sizes, moments: int, numbers: int = 1, *, matri
     compute = FLOAT32 if config.precision.compute == "float32" else FLOAT32 // 2
     kept = State({"masters": StateEntry(FLOAT32 * numbers), "moments": StateEntry(moments)}, compute, numbers, matrix)
     for one, section in present(config):
-        kept = kept if one.state is None else one.state(config, section, kept, sizes)
+        with blamed(one, "state"):
+            kept = kept if one.state is None else one.state(config, section, kept, sizes)
+            kept.entries  # noqa: B018 -- an AttributeError where `state` returned something else
     return kept
 
 
