@@ -76,6 +76,20 @@ def logged(operation: str, chosen: str, reason: str) -> str:
     return chosen
 
 
+def choose_on_tpu(operation: str, requested: str | None, problem: str) -> str:
+    """Choose "tpu" or "xla": as requested, or the kernel on a TPU that can run it. `problem`: reason why it cannot run; empty when it can.
+
+    Raises ValueError where the kernel is requested and cannot run.
+    """
+    if requested == "tpu" and problem:
+        raise ValueError(f"{operation}: tpu cannot run this: {problem}")
+    if requested is not None:
+        return requested
+    if device()[0] != "tpu":
+        return logged(operation, "xla", "the device is no TPU")
+    return logged(operation, "xla" if problem else "tpu", problem or "the device is a TPU")
+
+
 def on_each_device(run: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any, *, split: bool) -> Callable[..., Any]:
     """`run` on every device's share of operands that the current mesh splits as the specs say, if `split`.
 

@@ -155,12 +155,14 @@ def _run(
         on_tpu: dict[str, Any] = {"device_kind": kind, "interpret": platform != "tpu"}
         runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
             "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=spec.logsumexp),
-            "splash": functools.partial(_widened, functools.partial(_splash, **options, **on_tpu)),
+            "splash": functools.partial(_widened, lambda *operands: (attention_splash(*operands, **options, **on_tpu), None)),
             "hopper": functools.partial(_widened, functools.partial(_hopper, **options, logsumexp=spec.logsumexp)),
         }
-        run = runs[chosen]
-        return _on_each_device(run, spec.layout, logsumexp=spec.logsumexp)(q_BSHK, k_BTGK, v_BTGV, query_at[0])
-    at = [(segments, _indices(segments) if positions is None else positions) for segments, positions in (query_at, key_at)]
+        batch, heads = spec.layout.batch or None, spec.layout.heads or None
+        by_token, out = P(batch, None, heads), (P(batch, None, heads), P(batch, heads) if spec.logsumexp else None)
+        run = on_each_device(runs[chosen], (by_token, by_token, by_token, P(batch)), out, split=bool(batch or heads))
+        return run(q_BSHK, k_BTGK, v_BTGV, query_at[0])
+    at = [(segments, jax.lax.broadcasted_iota("int32", segments.shape, 1) if p is None else p) for segments, p in (query_at, key_at)]
     out_BSHV, lse_BHS = attention_xla(q_BSHK, k_BTGK, v_BTGV, *at, prefix_BT=prefix_BT, **options, logsumexp=spec.logsumexp)
     return checkpoint_name(out_BSHV, SAVED), lse_BHS
 
@@ -173,10 +175,6 @@ def _widened(
     v_BSGK = jnp.pad(v_BSGV, [(0, 0)] * 3 + [(0, k_BSGK.shape[-1] - width)])
     out_BSHK, lse_BHS = run(q_BSHK, k_BSGK, v_BSGK, segments_BS)
     return out_BSHK[..., :width], lse_BHS
-
-
-def _splash(*operands: jax.Array, **options: Any) -> tuple[jax.Array, None]:
-    return attention_splash(*operands, **options), None
 
 
 def _hopper(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -233,13 +231,3 @@ def _choose(problems: Mapping[str, str]) -> str:
     if platform not in GPUS:
         return logged("attention", "xla", "the device is no TPU and no GPU")
     return logged("attention", "xla" if problems["hopper"] else "hopper", problems["hopper"] or "the device is an H100 or H200")
-
-
-def _on_each_device(run: Callable[..., Any], layout: Layout, *, logsumexp: bool) -> Callable[..., Any]:
-    spec, tokens = P(layout.batch or None, None, layout.heads or None), P(layout.batch or None)
-    by_head = P(layout.batch or None, layout.heads or None) if logsumexp else None
-    return on_each_device(run, (spec, spec, spec, tokens), (spec, by_head), split=bool(layout.batch or layout.heads))
-
-
-def _indices(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    return jax.lax.broadcasted_iota("int32", segments.shape, 1)

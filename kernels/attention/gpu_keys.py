@@ -18,7 +18,7 @@ from maxlm.kernels.hopper import BY_COLUMN, BY_ROW, Index, Ref
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, T keys and Q queries of a tile
 
-DKV = "attention_hopper_dkv"  # what the kernel is called in the compiled program
+DKV = "attention_hopper_dkv"  # name of the kernel in the compiled program
 SLOTS = 2  # tiles of queries that shared memory holds
 
 

@@ -23,7 +23,7 @@ from maxlm.kernels.hopper import BY_COLUMN, BY_ROW, Index, Ref
 
 # B batch, S sequence, H query heads, G key/value heads, K head dim, Q queries and T keys of a tile
 
-FORWARD, DQ = "attention_hopper_forward", "attention_hopper_dq"  # what the kernels are called in the compiled program
+FORWARD, DQ = "attention_hopper_forward", "attention_hopper_dq"  # names of the kernels in the compiled program
 _FIRST_MAXIMUM = -1e29  # finite, so that a row of masked scores (-inf) keeps weights of 0
 
 

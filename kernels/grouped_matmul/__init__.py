@@ -12,7 +12,7 @@ from maxlm.kernels.platform import device
 
 __all__ = ["SCALED_ROWS", "GradientScales", "ProductScales", "grouped_matmul", "quantized_grouped_matmul", "quantized_weights_gradient"]
 
-# M rows, E experts, K and N what weights map from and to, G = E N
+# M rows, E experts, K inputs and N outputs of the weights, G = E N
 
 
 def grouped_matmul(

@@ -20,7 +20,7 @@ from maxlm.kernels.grouped_matmul.gradients import differentiable
 from maxlm.kernels.grouped_matmul.group_metadata import row_visits
 from maxlm.kernels.hopper import DEPTH, DEVICES, PIECE, ROWS, SHARE, STAGES, Block, Index, Product, Ref
 
-# M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
+# M rows, E experts, K inputs and N outputs of the weights, G = E N: weights of groups side by side. A product contracts C of its rows to D:
 # K to N, or transposed N to K.
 
 # Names of the kernels in the compiled program.

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-# M rows, E experts, K and N what weights map from and to, G = E N
+# M rows, E experts, K inputs and N outputs of the weights, G = E N
 
 # (x, w [K, G], group sizes [E], whether by the weights' transposes, kind of device, whether it is interpreted) to rows times weights.
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array, bool, str, bool], jax.Array]

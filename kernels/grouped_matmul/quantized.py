@@ -13,7 +13,7 @@ from maxlm.kernels.platform import device
 
 FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
-# M rows, E experts, K and N what weights map from and to, G = E N, T tiles of `SCALED_ROWS` rows
+# M rows, E experts, K inputs and N outputs of the weights, G = E N, T tiles of `SCALED_ROWS` rows
 
 
 def quantized_grouped_matmul(

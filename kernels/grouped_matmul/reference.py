@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# M rows, E experts, K and N what weights map from and to, G = E N
+# M rows, E experts, K inputs and N outputs of the weights, G = E N
 
 
 def grouped_matmul_reference(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# M rows, E experts, K and N what weights map from and to, D columns of a product, T tiles of `SCALED_ROWS` rows
+# M rows, E experts, K inputs and N outputs of the weights, D columns of a product, T tiles of `SCALED_ROWS` rows
 
 SCALED_ROWS = 1024  # that share scales in the weights' gradient
 

@@ -23,7 +23,7 @@ from maxlm.kernels.grouped_matmul.group_metadata import MetadataRefs, Visit, gro
 from maxlm.kernels.grouped_matmul.scales import SCALED_ROWS, GradientScales, ProductScales, summed
 from maxlm.kernels.platform import CORES, LANES, VMEM_BYTES, WIDE, Index, Ref, vmem_bytes
 
-# M rows, E experts, K and N what weights map from and to, G = E N: weights of groups side by side. A product contracts C of its rows to D:
+# M rows, E experts, K inputs and N outputs of the weights, G = E N: weights of groups side by side. A product contracts C of its rows to D:
 # K to N, or transposed N to K.
 
 # Names of the kernels in the compiled program.

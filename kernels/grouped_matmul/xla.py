@@ -13,7 +13,7 @@ from maxlm.kernels.grouped_matmul.group_metadata import GroupMetadata, group_vis
 from maxlm.kernels.grouped_matmul.scales import SCALED_ROWS, GradientScales, ProductScales, summed
 from maxlm.kernels.platform import multiplied
 
-# M rows, E experts, K and N what weights map from and to, G = E N, T rows of a tile
+# M rows, E experts, K inputs and N outputs of the weights, G = E N, T rows of a tile
 
 _TILE = 128
 

@@ -52,6 +52,7 @@ class Layout:
 
     @property
     def all(self) -> tuple[str, ...]:
+        """Mesh axes over which the loss is summed."""
         return (*self.batch, *self.seq, *self.vocab)
 
 

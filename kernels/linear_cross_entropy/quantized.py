@@ -41,12 +41,14 @@ class QuantizedTable:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(V, D)."""
         return self.values_VD.shape
 
     def __getitem__(self, rows: slice) -> "QuantizedTable":
         return QuantizedTable(self.values_VD[rows], self.scale_V[rows], self.formats)
 
     def logits(self, x_BsD: Float[Array, "B s D"]) -> Float[Array, "B s V"]:
+        """Logits in float32; the rows of x are quantized here."""
         values_BsD, scale_Bs1 = _quantized(x_BsD, (2,), self.formats.forward)
         return _sums(values_BsD, self.values_VD, 2, 1) * scale_Bs1 * self.scale_V
 

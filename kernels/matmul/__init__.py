@@ -1,4 +1,4 @@
-"""Matmuls together with what a model does to their results."""
+"""Matmuls fused with the elementwise operations on their results: the gated feed-forward layer."""
 
 import functools
 import math

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from maxlm.kernels.platform import device, logged
+from maxlm.kernels.platform import choose_on_tpu, device
 from maxlm.kernels.quantize import reference, tpu
 from maxlm.kernels.quantize.gated import GatedLayout, gated_gradient_rows, gated_rows
 from maxlm.kernels.quantize.reference import MOST_SUMMED, exact_sums, largest_magnitude
@@ -58,11 +58,4 @@ def quantize_columns(
 
 def _choose(requested: str | None, shape: tuple[int, ...], form: Quantization) -> str:
     platform, kind = device()
-    problem = tpu.why_not(shape, form.dtype, kind if platform == "tpu" else "")
-    if requested == "tpu" and problem:
-        raise ValueError(f"quantize: tpu cannot run this: {problem}")
-    if requested is not None:
-        return requested
-    if platform != "tpu":
-        return logged("quantize", "xla", "the device is no TPU")
-    return logged("quantize", "xla" if problem else "tpu", problem or "the device is a TPU")
+    return choose_on_tpu("quantize", requested, tpu.why_not(shape, form.dtype, kind if platform == "tpu" else ""))

@@ -2,8 +2,8 @@
 gradients are never in memory in high precision.
 
 Forward: hidden units h = act(gate) * up, with a scale for each row. Backward, from the gradient of h: h again, and the gradients of gate
-and up, each column times a scale of its own, that of the weights by which it is multiplied next. These two share the scale of a row: one
-sum adds up the products of both.
+and up, each column times a scale of its own: the scale of the weights by which it is multiplied next. These two share the scale of a row:
+one sum adds up the products of both.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from maxlm.kernels.matmul.tpu import ACTIVATIONS
-from maxlm.kernels.platform import GPUS, computed_again, device, logged, on_each_device
+from maxlm.kernels.platform import GPUS, choose_on_tpu, computed_again, device, on_each_device
 from maxlm.kernels.quantize import gated_tpu
 from maxlm.kernels.quantize.reference import largest_magnitude, rounded, scale_of
 
@@ -85,9 +85,7 @@ def _on_each_device(
     def run(*local: Array) -> tuple[Array, ...]:
         rows = [x.reshape(-1, x.shape[-1]) if x.ndim == 3 else x[None] for x in local]
         problem = gated_tpu.why_not(rows[0], options, kind if platform == "tpu" else "")
-        if implementation == "tpu" and problem:
-            raise ValueError(f"quantize: tpu cannot run this: {problem}")
-        if (implementation or _chosen(platform, problem)) == "tpu":
+        if choose_on_tpu("quantize gated", implementation, problem) == "tpu":
             results = getattr(gated_tpu, part)(*rows, **options, kind=kind, interpret=platform != "tpu")
         else:
             results = _DEFINITIONS[part](*rows, **options)
@@ -97,12 +95,6 @@ def _on_each_device(
     specs = tuple(whole if x.ndim == 3 else columns for x in operands)
     split = bool(layout.batch or layout.seq or layout.hidden)
     return on_each_device(run, specs, (whole,) * {"forward": 2, "backward": 5}[part], split=split)(*operands)
-
-
-def _chosen(platform: str, problem: str) -> str:
-    if platform != "tpu":
-        return logged("quantize gated", "xla", "the device is no TPU")
-    return logged("quantize gated", "xla" if problem else "tpu", problem or "the device is a TPU")
 
 
 def _forward(gate_MF: Array, up_MF: Array, form: "Quantization", activation: str) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Num
 
-from maxlm.kernels.matmul.tpu import ACTIVATIONS
+from maxlm.kernels.matmul import tpu as matmul_tpu
 from maxlm.kernels.platform import LANES, Index, Ref, vmem_bytes
 from maxlm.kernels.quantize.reference import scale_of
 from maxlm.kernels.quantize.tpu import FLOAT8
@@ -26,6 +26,8 @@ FORWARD, BACKWARD = "quantize_gated", "quantize_gated_gradient"  # names of the 
 ROWS = 128  # of a block: scales leave in whole registers
 STEP = 32  # rows at a time: as many as a register holds with 8 bits
 CHUNKS = (512, 256, LANES)  # columns at a time: all of it is straight code
+# SiLU by tanh, which is one instruction: a division takes several.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {**matmul_tpu.ACTIVATIONS, "silu": lambda x: x * (0.5 * jnp.tanh(0.5 * x) + 0.5)}
 
 
 def why_not(x_MF: Array, options: dict[str, Any], kind: str) -> str:
@@ -46,13 +48,9 @@ def forward(
     gate_MF: Float[Array, "M F"], up_MF: Float[Array, "M F"], form: "Quantization", activation: str, *, kind: str, interpret: bool
 ) -> tuple[Num[Array, "M F"], Float[Array, " M"]]:
     """See `gated.gated_rows`."""
-    compute = functools.partial(_forward_kernel, _activation(activation))
-    values, scale = _call(FORWARD, compute, (form,), [gate_MF, up_MF], [], kind, interpret)
+    act = ACTIVATIONS[activation]
+    values, scale = _call(FORWARD, lambda gate, up: ((act(gate) * up,),), (form,), [gate_MF, up_MF], [], kind, interpret)
     return values, scale
-
-
-def _forward_kernel(act: Callable[[Array], Array], gate: Array, up: Array) -> tuple[tuple[Array], ...]:
-    return ((act(gate) * up,),)
 
 
 def backward(
@@ -69,7 +67,7 @@ def backward(
     interpret: bool,
 ) -> tuple[Array, ...]:
     """See `gated.gated_gradient_rows`."""
-    compute = functools.partial(_backward_kernel, _activation(activation))
+    compute = functools.partial(_backward_kernel, ACTIVATIONS[activation])
     rows, columns = [dhidden_MF, gate_MF, up_MF], [of_gate_1F, of_up_1F]
     return _call(BACKWARD, compute, (form, gradient_form), rows, columns, kind, interpret)
 
@@ -178,12 +176,3 @@ def _rounded(scaled: Float[Array, "M F"], form: "Quantization") -> Num[Array, "M
     if jnp.issubdtype(form.dtype, jnp.integer):
         return (jax.lax.bitcast_convert_type(scaled + 1.5 * 2.0**23, jnp.int32) - 0x4B400000).astype(form.dtype)
     return jnp.clip(scaled, -form.largest, form.largest).astype(form.dtype)
-
-
-def _silu(x: Array) -> Array:
-    """By tanh, which is one instruction: a division takes several."""
-    return x * (0.5 * jnp.tanh(0.5 * x) + 0.5)
-
-
-def _activation(name: str) -> Callable[[Array], Array]:
-    return _silu if name == "silu" else ACTIVATIONS[name]

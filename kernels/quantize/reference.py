@@ -65,7 +65,7 @@ def exact_sums(
 ) -> Float[Array, "..."]:
     """The matmul of quantized values: exact sums of integers, at most `MOST_SUMMED` of them, or sums in float32.
 
-    `dtype`: that of what becomes of the sums. On GPUs a matmul of fp8 ends in memory: sums that become bfloat16 are written in bfloat16.
+    `dtype`: of the sums when rounded. On GPUs a matmul of fp8 ends in memory: sums that become bfloat16 are written in bfloat16.
     """
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     assert not integers or math.prod(a.shape[dim] for dim in summed[0]) <= MOST_SUMMED, "int32 may not hold the sums"

@@ -129,7 +129,7 @@ def joined(
     group = rendezvous.join(spec, seconds, secret, say, quorum)
     progress_file.record(hosts=group.hosts, numbers=group.configured, process=group.spec.process)
     if gave_up is not None:
-        group.end_all(f"the launcher of {group.own_label()} has given up: {gave_up}", ExitCode.HOST_LOST, None, final=True)
+        group.end_all(f"the launcher of {group.label(group.spec.process)} has given up: {gave_up}", ExitCode.HOST_LOST, None, final=True)
     try:
         now, absent = group.spec, sorted(set(range(spec.count)) - set(group.configured))
         if group.configured != tuple(range(spec.count)):
@@ -142,7 +142,7 @@ def joined(
         yield Cluster(str(now), group.hosts, spec.count, labels, quorum, group)
     except BaseException as error:
         expected = isinstance(error, UserError | Stopped)
-        reason = str(error) if expected else f"{group.own_label()} crashed: {message_line(error)}"
+        reason = str(error) if expected else f"{group.label(group.spec.process)} crashed: {message_line(error)}"
         code = error.exit_code if isinstance(error, UserError | Stopped) else ExitCode.CRASHED
         try:
             with contextlib.suppress(OSError, ValueError):  # whoever read the output may be gone

@@ -84,7 +84,7 @@ class ProcessGroup:
         self._last_message = dict.fromkeys(sockets, time.monotonic())
         self._suspected: frozenset[int] = frozenset()  # as process 0 has reported
         self._last_heartbeat = self._last_tick = time.monotonic()
-        self._watched: Watched | None = None
+        self.watched: Watched | None = None  # the training loop that this process reports on
         self.reports: dict[int, Report] = {}  # at process 0, by process
         self.stacks: dict[int, Mapping[str, Any]] = {}  # answers to `ask_stacks`, by process
         self._left, self._all_closed = threading.Event(), threading.Event()
@@ -117,22 +117,9 @@ class ProcessGroup:
         self.regrouping = reason
         self._broadcast("regroup", reason=sendable(reason))
 
-    def own_label(self) -> str:
-        """Host and number of this process."""
-        return self.label(self.spec.process)
-
-    @property
-    def process(self) -> int:
-        """Number of this process."""
-        return self.spec.process
-
     def has_left(self, number: int) -> bool:
         """True if a process has announced its end."""
         return number in self._leaving
-
-    def follow(self, watched: Watched | None) -> None:
-        """Report on this training loop from now on; None: on none."""
-        self._watched = watched
 
     def ask_stacks(self, reason: str) -> None:
         """Have all others show their stacks; their answers arrive in `stacks`. Only process 0 asks."""
@@ -187,8 +174,8 @@ class ProcessGroup:
         elif message["kind"] == "heartbeat":
             self._suspected = frozenset(one for one in message["suspects"] if one < self.spec.count)
             self.reports[number] = Report(time.monotonic(), message)
-        elif message["kind"] == "hang" and self._watched is not None:
-            self._sockets[number].try_send("stack", **self._watched.show_stacks(message["reason"]))
+        elif message["kind"] == "hang" and self.watched is not None:
+            self._sockets[number].try_send("stack", **self.watched.show_stacks(message["reason"]))
         elif message["kind"] == "stack":
             self.stacks[number] = message
         elif message["kind"] == "symptom":
@@ -213,8 +200,8 @@ class ProcessGroup:
         if now >= self._last_heartbeat + HEARTBEAT_SECONDS:
             self._last_heartbeat = now
             watched: Mapping[str, Any] = {"operation": None, "times": None, "lengths": {}, "limits": {}}
-            if self._watched is not None:
-                watched = {**watched, **self._watched.heartbeat()}
+            if self.watched is not None:
+                watched = {**watched, **self.watched.heartbeat()}
             self._broadcast("heartbeat", suspects=sorted(self._overdue(SUSPECT_SECONDS)), **watched)
         if overdue := self._overdue(HEARTBEAT_TIMEOUT_SECONDS):
             self._end_for_lost(min(overdue))

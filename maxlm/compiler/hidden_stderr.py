@@ -59,6 +59,7 @@ class Log:
         return "".join(f"{line}\n" for line in lines)
 
     def remove(self) -> None:
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
 
 

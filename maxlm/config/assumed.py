@@ -37,7 +37,7 @@ def fit_schedule(config: Config, shorter: Collection[str]) -> tuple[Config, dict
     if (config.train.steps is None) == (config.train.tokens is None):  # which the rules refuse
         return config, {}
     total, optimizer, decay = config.total_steps, config.optimizer, config.decay_steps
-    lengths = {"warmup": config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0), "decay": decay}
+    lengths = {"warmup": config.warmup_steps, "decay": decay}
     fits = lengths["warmup"] < total and sum(lengths.values()) <= total
     if fits or not {"train.steps", "train.tokens"} & set(shorter) or config.train.branch_from is not None:
         return config, {}

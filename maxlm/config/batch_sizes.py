@@ -53,8 +53,8 @@ def microbatches(
 ) -> int | None:
     """Number of microbatches of a batch of `size` sequences, where the `full` batch has `parts`; None if no number will do.
 
-    Each splits over `shards`. They are as few as leave none larger than those of the full batch, and `least`; in a pipeline of several
-    stages they are as many as there, since fewer would leave stages idle. `fixed`: the number is part of the loss, so that it is chosen
+    Each splits over `shards`. They are as few as leave none larger than the microbatches of the full batch, and `least`; in a pipeline of
+    several stages as many as there, since fewer would leave stages idle. `fixed`: the number is part of the loss, so that it is chosen
     without shards and stages; in a pipeline that is `chunked` it must be a multiple of the stages.
     """
     numbers = (parts,) if stages > 1 and not fixed else range(least, size + 1)

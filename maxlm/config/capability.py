@@ -2,24 +2,26 @@
 
 The record holds what other rooms must know of the section: its rules, the settings that a restart must keep, the bytes of state that it
 adds, and its implementations. They iterate over the table (`maxlm.config.table`) and name no capability. No jax here.
+
+A function of a record takes the section first. Its other parameters name what it joins the section with: a setting by its dotted key with
+`_` for `.` (`diloco`, `health_layers`), a property of a section in the same way (`precision_scaling`), or a figure of the run (`FIGURES`).
+So a signature says all that a rule depends on. The table refuses any other name when the record is registered. `object` is the type of a
+section of which a rule reads only that it is there:
+
+    def _problems(ema: EmaConfig, diloco: object, total_steps: int) -> Problems: ...
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from maxlm.config.errors import Problem
 from maxlm.config.fields import Section
-from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import either
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import Config  # which imports the sections
-else:
-    Config = Any
 
 FLOAT32 = 4  # bytes
 Sizes = Mapping[str, int]  # mesh axis -> size
@@ -74,38 +76,40 @@ class State:
         return sum(entry.bytes for entry in self.entries.values() if entry.tier in tiers and entry.matrices == matrices)
 
 
-Rule = Callable[[Config, Any], Problems]  # the config and the section
+Rule = Callable[..., Problems]
+LENGTHS = ("total_steps", "total_tokens", "warmup_steps", "decay_steps")  # a rule on one waits until the run has a length
+FIGURES = (*LENGTHS, "microbatches_of")  # of `Config`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """A section, and what belongs to it. `key` is dotted, as in `model.lora`. Its functions are called where the section is there, with the
-    config and the section.
-    """
+    """A section, and what belongs to it. `key` is dotted, as in `model.lora`. Its functions are called where the section is there."""
 
     key: str
     section: type[Section] | None = None  # needed where no other section declares a field for it
     rules: tuple[Rule, ...] = ()
-    mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # on a mesh of these sizes
-    full_mesh_rules: tuple[Callable[[Config, Any, Sizes], Problems], ...] = ()  # the same, for a section that fewer hosts do without
-    chip_rules: tuple[Callable[[Config, Any, Chip], Problems], ...] = ()  # on chips of this kind
+    mesh_rules: tuple[Rule, ...] = ()  # on a mesh of these `sizes`
+    full_mesh_rules: tuple[Rule, ...] = ()  # the same, for a section that fewer hosts do without
+    chip_rules: tuple[Rule, ...] = ()  # on chips of this kind, `chip`
     written_rules: tuple[Rule, ...] = ()  # of settings that a person has written
-    inert: Callable[[Config, Any], Iterator[Inert]] | None = None
-    identity: Callable[[Config, Any], Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
-    state: Callable[[Config, Any, State, Sizes], State] | None = None  # `State` with what the section adds, moves or multiplies
+    inert: Callable[..., Iterator[Inert]] | None = None
+    identity: Callable[..., Mapping[str, Any]] | None = None  # settings that a checkpoint shares with the run that continues it
+    state: Callable[..., State] | None = None  # `state` on a mesh of these `sizes`, with what the section adds, moves or multiplies
     unplanned: str = ""  # what `maxlm plan` has no cost model of, with the setting
     # Implementations, as "module:object", imported on use. Each has a `from_config`: see `table.build`.
     transforms: tuple[str, ...] = ()  # `training.step.Transform`: parts of the update, in the order of their phases
     update: tuple[str, ...] = ()  # `training.step.Update`: replaces the plain update; one of a run
     placement: tuple[str, ...] = ()  # `training.placement.Placement`: where the state lives; one of a run
-    probes: tuple[str, ...] = ()  # programs beside the step, such as `training.layer_probe.LayerProbe`
+    probes: tuple[str, ...] = ()  # programs apart from the step, such as `training.layer_probe.LayerProbe`
     observers: tuple[str, ...] = ()  # `telemetry.observer.ConfiguredObserver`: of the records and events of a run, on its first process
     stored: tuple[str, ...] = ()  # `training.stored_form.StoredForm`: parameters in a checkpoint that are not the weights
     average: str = ""  # name of a state that is an average of the parameters: it is evaluated and exported in addition to them
 
-    def setting(self, config: Config) -> Any:
-        """The section in `config`; None where it is absent."""
-        return value_of(config, self.key)
+    @property
+    def functions(self) -> Iterator[Callable[..., Any]]:
+        """All functions of the record."""
+        yield from (*self.rules, *self.mesh_rules, *self.full_mesh_rules, *self.chip_rules, *self.written_rules)
+        yield from (one for one in (self.inert, self.identity, self.state) if one is not None)
 
 
 def value_of(config: BaseModel, key: str) -> Any:
@@ -122,16 +126,28 @@ def load(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def keeps(*names: str) -> Callable[[Config, Any], Mapping[str, Any]]:
+def keeps(*names: str) -> Callable[[Any], Mapping[str, Any]]:
     """Identity of a section: these settings of it, by their dotted keys."""
-    return lambda config, section: {name: value_of(config, name) for name in names}
+    return lambda section: {name: getattr(section, name.rpartition(".")[2]) for name in names}
 
 
-def refuse(config: Config, others: Mapping[str, str], suffix: str = "", fix: str = "remove one of them") -> Problems:
-    """Refuse each setting of `others`, dotted key -> rule, that is set; `suffix` ends every rule."""
-    for field, rule in others.items():
-        if value_of(config, field):
-            yield field, "set", f"{rule}{suffix}", fix
+def excludes(
+    others: Mapping[str, str], suffix: str = "", fix: str = "remove one of them", *, when: Callable[[Any], bool] = lambda section: True
+) -> Rule:
+    """Rule that refuses each setting of `others`, dotted key -> reason, that is set together with the section; `suffix` ends every reason.
+
+    `when`: sections that this is true of.
+    """
+    names = {field.replace(".", "_"): field for field in others}
+
+    def excluded(section: Any, **values: Any) -> Problems:
+        for name, field in names.items():
+            if values[name] and when(section):
+                yield field, "set", f"{others[field]}{suffix}", fix
+
+    parameters = [Parameter("section", Parameter.POSITIONAL_ONLY), *(Parameter(name, Parameter.KEYWORD_ONLY) for name in names)]
+    excluded.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by `inspect.signature`
+    return excluded
 
 
 def divisors_text(number: int) -> str:

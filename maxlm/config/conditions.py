@@ -6,6 +6,7 @@ import re
 from typing import Literal, NamedTuple, NoReturn
 
 from maxlm.config import paths
+from maxlm.config.errors import is_number
 
 Operator = Literal["==", "!=", ">=", "<=", ">", "<", "in"]
 Kind = Literal["bool", "int", "float", "text"]  # of a field of the metadata
@@ -24,7 +25,7 @@ class Condition(NamedTuple):
     def typed(self, kind: Kind) -> list[str | float | bool]:
         """Convert its values to the kind of a field. Raises ValueError with the reason."""
         if kind == "text":
-            if self.operator not in ("==", "!=", "in") and _is_number(self.values[0]):
+            if self.operator not in ("==", "!=", "in") and is_number(self.values[0]):
                 raise ValueError("the field is text, or numbers beside text, and text comes in the order of its letters")
             return list(self.values)
         if kind == "bool":
@@ -66,14 +67,6 @@ def checked(text: str) -> str:
 def refuse_form(rule: str) -> NoReturn:
     """Reject a condition."""
     paths.refuse(rule, "write for example `language == en`, `quality >= 0.7` or `licence in mit | apache-2.0`")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _number(text: str) -> float:

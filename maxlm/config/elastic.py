@@ -3,6 +3,7 @@
 The unit is a host, or a whole slice of TPUs (`mesh.slices`): links of a slice lead through all of its hosts.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +11,9 @@ from maxlm.config import rules
 from maxlm.config.axes import divisors
 from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
-from maxlm.config.sections.diloco import shards_of
+from maxlm.config.sections.diloco import DilocoConfig, shards_of
+from maxlm.config.sections.mesh import MeshConfig
+from maxlm.config.sections.train import TrainConfig
 
 SHRINKING = ("data", "fsdp")  # axes that split only the batch and the state
 
@@ -32,31 +35,32 @@ def on_fewer(config: Config, units: int, devices: int, left: int) -> Config | No
     if left == units:
         return config
     full = rules.check_devices(config, units * devices)
-    for axis in _shrinking(config, full):
+    for axis in _shrinking(config.mesh, full):
         if full[axis] * left % units == 0:
             sizes = {**full, axis: full[axis] * left // units}
-            for microbatches in _microbatches(config, full, sizes):
+            for microbatches in _microbatches(config.train, config.diloco, full, sizes):
                 smaller = _with(config, sizes, microbatches, left)
-                if _is_valid(smaller, left * devices):
+                with contextlib.suppress(ConfigError):
+                    rules.check(smaller)
+                    rules.check_devices(smaller, left * devices)
                     return smaller
     return None
 
 
-def _shrinking(config: Config, full: Mapping[str, int]) -> list[str]:
+def _shrinking(mesh: MeshConfig, full: Mapping[str, int]) -> list[str]:
     """Axes to make smaller, the best first."""
-    mesh = config.mesh
     if mesh.slices > 1:
         return [mesh.across_slices] if mesh.across_slices in SHRINKING else []
     order = sorted(SHRINKING, key=lambda axis: mesh.sizes()[axis] != -1)  # stable: `data` before `fsdp`
     return [axis for axis in order if full[axis] > 1]
 
 
-def _microbatches(config: Config, full: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[int]:
+def _microbatches(train: TrainConfig, diloco: DilocoConfig | None, full: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[int]:
     """Numbers of microbatches that leave a device no more rows at a time than on the `full` mesh, ascending."""
-    batch, shards = config.train.global_batch, shards_of(config.diloco, sizes)
+    batch, shards = train.global_batch, shards_of(diloco, sizes)
     if batch % shards:
         return
-    rows, most = batch // shards, batch // config.train.microbatches // shards_of(config.diloco, full)
+    rows, most = batch // shards, batch // train.microbatches // shards_of(diloco, full)
     yield from (number for number in divisors(rows) if rows // number <= most)
 
 
@@ -68,12 +72,3 @@ def _with(config: Config, sizes: Mapping[str, int], microbatches: int, left: int
         "cluster": config.cluster if by_slices else None,  # part of a slice or of a cluster is no topology
     }
     return config.model_copy(update=changes)
-
-
-def _is_valid(config: Config, devices: int) -> bool:
-    try:
-        rules.check(config)
-        rules.check_devices(config, devices)
-    except ConfigError:
-        return False
-    return True

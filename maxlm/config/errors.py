@@ -86,7 +86,7 @@ def system_errors() -> Iterator[None]:
 
 
 class ConfigError(UserError):
-    """A field whose value breaks a rule: says field, value, rule and fix."""
+    """A value of a field breaks a rule: says field, value, rule and fix."""
 
     def __init__(self, field: str, value: Any, rule: str, fix: str, source: str = "") -> None:
         self.field = field
@@ -137,7 +137,7 @@ def _flow(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_flow, value)) + "]"
     if isinstance(value, str):  # quoted where YAML would read something else
-        plain = value.strip() == value != "" and value.lower() not in ("null", "~", "true", "false") and not _is_number(value)
+        plain = value.strip() == value != "" and value.lower() not in ("null", "~", "true", "false") and not is_number(value)
         return value if plain else repr(value)
     if isinstance(value, int) and value.bit_length() > BITS:
         return f"{'-' if value < 0 else ''}0x{abs(value) >> (value.bit_length() - BITS):x}..."  # Python writes no number of 5,000 digits
@@ -146,7 +146,8 @@ def _flow(value: Any) -> str:
     return str(value)
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """True if Python reads `text` as a number."""
     try:
         float(text)
     except ValueError:

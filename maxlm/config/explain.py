@@ -252,6 +252,7 @@ def _leaves(annotation: Any) -> list[Any]:
 
 
 def sections_of(info: FieldInfo) -> list[type[BaseModel]]:
+    """Section classes in the annotation of a field."""
     return [leaf for leaf in _leaves(info.annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 

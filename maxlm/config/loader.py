@@ -6,6 +6,8 @@ command line replaces a section by its defaults.
 """
 
 import contextlib
+import copy
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +60,11 @@ def load(name: str, overrides: Sequence[str] = (), *, any_mesh: bool = False, as
     required settings are assumed, with the source `ASSUMED`. `shorten`: fit warm-up and decay to a length of the run in `overrides`.
     """
     path = find(name)
-    folder = _run_folder(name, path)
-    with _naming_writer(path) if folder is not None else contextlib.nullcontext():
+    folder = Path(expand_home(name))
+    if path != folder / RUN_CONFIG:  # `name` is no folder of a run
+        return _load(path, None, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
+    with _naming_writer(path):
+        folder = folder if folder.name and ".." not in folder.parts else folder.resolve()
         return _load(path, folder, overrides, any_mesh=any_mesh, assume=assume, shorten=shorten)
 
 
@@ -191,14 +196,6 @@ def find(name: str) -> Path:
     raise UserError(f"config {show(name)} {problem}: give the path of a file, or a name such as {', '.join(near[:6])}.")
 
 
-def _run_folder(name: str, config: Path) -> Path | None:
-    """The folder of a run, if `name` is that and `config` was found in it."""
-    folder = Path(expand_home(name))
-    if config != folder / RUN_CONFIG:
-        return None
-    return folder if folder.name and ".." not in folder.parts else folder.resolve()
-
-
 def shipped() -> list[str]:
     """Names of the configs under `configs/`, without the tasks of evaluations."""
     names = (path.relative_to(SHIPPED).with_suffix("").as_posix() for path in SHIPPED.rglob("*.yml"))
@@ -283,7 +280,7 @@ class _Files:
 
 def _parse(text: str, origin: str) -> Any:
     try:
-        values = _yaml().load(text)
+        values = parse_yaml(text)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -316,6 +313,19 @@ def _check_plain(values: Any, origin: str, seen: set[int], path: tuple[str, ...]
         if isinstance(values, dict) and not (isinstance(name, str) and _is_unicode(name)):
             raise UserError(f"{origin}: the key {show(name)}{f' of {key}' if key else ''} is not text: put it in quotes or rename it.")
         _check_plain(value, origin, seen, (*path, str(name)))
+
+
+def parse_yaml(text: str) -> Any:
+    """The values of a YAML 1.2 document, which the caller may change. Raises what ruamel.yaml raises.
+
+    A text that was parsed before is copied: a config of 100 lines takes 50 ms to parse, and a ladder or a search reads it many times.
+    """
+    return copy.deepcopy(_parsed(text)) if len(text) <= MOST_BYTES else _yaml().load(text)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    return _yaml().load(text)
 
 
 def _yaml() -> YAML:

@@ -110,7 +110,7 @@ def irregular(path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file whose path was given by a user. Raises OSError; IsADirectoryError, naming the kind, for a special file: a pipe
+    """Open a file by a path that a user gave. Raises OSError; IsADirectoryError, naming the kind, for a special file: a pipe
     would wait for a writer, and a device never ends.
     """
     return os.fdopen(_descriptor(path, os.O_RDONLY), "rb")
@@ -150,6 +150,12 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
     if large or len(content) > most:
         raise OSError(errno.EINVAL, f"it has more than {most:,} bytes, which no such file has", str(path))
     return content
+
+
+def check_out(path: Path | None, option: str = "--out") -> None:
+    """Raise UserError if the file that `option` names would be in a folder that does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first.")
 
 
 def refuse(rule: str, fix: str) -> NoReturn:

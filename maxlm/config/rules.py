@@ -3,15 +3,18 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert
-from maxlm.config.capability import divisors_text
+from pydantic import BaseModel
+
+from maxlm.config import axes
+from maxlm.config.capability import divisors_text, value_of
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
-from maxlm.config.sections.cluster import topology_of
+from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig
-from maxlm.config.table import problems, weights_kinds
+from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.table import inert, problems, weights_kinds
 from maxlm.hardware.chips import Chip
-from maxlm.hardware.topologies import either
+from maxlm.hardware.topologies import Topology, either
 
 NAME_BYTES = 200  # file systems allow 255; names derived from a run's name are longer
 NAME_FIX = "use letters, digits, `-`, `_` and `.`, as in `llama-8b.2`"
@@ -25,7 +28,7 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
     """
     origins = sources or {}
     _refuse(problems(config, "rules"), origins)
-    _refuse(_weights(config), origins)
+    _refuse(_weights(config.train.start_from), origins)
     check_run_name(config.run.name, origins.get("run.name", ""))
     if config.cluster is not None:
         topology = topology_of(config, origins.get("cluster.topology", ""))
@@ -33,24 +36,41 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         if not any_mesh:
             check_full_mesh(config, topology.devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
-        _refuse((*inert.problems(config), *problems(config, "written_rules")), origins)
+        _refuse((*_without_effect(config), *problems(config, "written_rules")), origins)
 
 
-def _weights(config: Config) -> Iterator[Problem]:
-    start = config.train.start_from
+def _without_effect(config: Config) -> Iterator[Problem]:
+    """Settings that are not at their defaults and that nothing reads, since the run would not do what its config says."""
+    for field, why, use in inert(config):
+        path, _, name = field.rpartition(".")
+        section = value_of(config, path)
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if value != default:
+            text = value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
+            usual = "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default
+            yield field, text, f"does nothing, since {why}", f"leave it at {usual}, its default, or {use}"
+
+
+def topology_of(config: Config, source: str = "") -> Topology:
+    """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
+    assert config.cluster is not None, "asked about a cluster that the config does not name"
+    return cluster.topology_of(config.cluster, config.mesh.slices, source)
+
+
+def _weights(start: StartFromConfig | None) -> Iterator[Problem]:
     if start is not None and start.weights not in weights_kinds():
         yield "train.start_from.weights", start.weights, "is no kind of weights", f"use {either(weights_kinds())}"
 
 
 def check_chip(config: Config, chip: Chip, sources: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError for the first rule of this kind of chip that `config` breaks."""
-    _refuse(problems(config, "chip_rules", chip), sources or {})
+    _refuse(problems(config, "chip_rules", chip=chip), sources or {})
 
 
 def check_full_mesh(config: Config, n_devices: int, sources: Mapping[str, str] | None = None) -> dict[str, int]:
     """`check_devices` of all hosts together, with the rules that only a mesh of fewer hosts may break."""
     sizes = check_devices(config, n_devices, sources)
-    _refuse(problems(config, "full_mesh_rules", sizes), sources or {})
+    _refuse(problems(config, "full_mesh_rules", sizes=sizes), sources or {})
     return sizes
 
 
@@ -103,7 +123,7 @@ def check_devices(config: Config, n_devices: int, sources: Mapping[str, str] | N
 
 def _divides(config: Config, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Sizes of mesh axes that do not divide what they split: by the rules of the sections, and by the table of axes."""
-    yield from problems(config, "mesh_rules", sizes)
+    yield from problems(config, "mesh_rules", sizes=sizes)
     for field, size, logical in axes.dims(config):
         before: list[str] = []
         for axis in logical.mesh:

@@ -85,11 +85,16 @@ class Config(Section):
         return self.train.global_batch * self.data.seq_len
 
     @property
+    def has_length(self) -> bool:
+        """True if the run has a length; a rule refuses it otherwise."""
+        return self.train.steps is not None or self.train.tokens is not None
+
+    @property
     def total_steps(self) -> int:
         """Updates in the whole run; `train.tokens` is rounded up to whole steps."""
         if self.train.steps is not None:
             return self.train.steps
-        assert self.train.tokens is not None, "rules.py demands one of the two"
+        assert self.train.tokens is not None, "a rule demands one of the two"
         return self.batch_sizes.holding(self._sequences(self.train.tokens))
 
     @property
@@ -102,6 +107,11 @@ class Config(Section):
         if steps is not None:
             return steps
         return default if tokens is None else self.batch_sizes.holding(self._sequences(tokens))
+
+    @property
+    def warmup_steps(self) -> int:
+        """Updates in which the learning rate rises."""
+        return self.steps_of(self.optimizer.warmup_steps, self.optimizer.warmup_tokens, 0)
 
     @property
     def decay_steps(self) -> int:

@@ -16,12 +16,13 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from maxlm.config import sections
-from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, State, StateEntry, load, value_of
+from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
 from maxlm.config.errors import UserError, quoted
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
 
+GIVEN = ("sizes", "chip", "state")  # parameters that only some functions of a record have, as its fields say
 PLACES = ("transforms", "update", "placement", "probes", "observers", "stored")  # fields of a record that name implementations
 RULES = ("rules", "mesh_rules", "full_mesh_rules", "chip_rules", "written_rules")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
@@ -36,18 +37,19 @@ def register(capability: Capability) -> None:
     if wrong := _misfit(capability):
         raise ValueError(f"Capability(key={quoted(str(capability.key))}): {wrong}")
     _registered.append(capability)
+    clear()
     try:
-        _forget()
-        config_class()
+        _check(capability)
     except ValueError:
         _registered.pop()
-        _forget()
+        clear()
         raise
 
 
-def _forget() -> None:
-    capabilities.cache_clear()
-    config_class.cache_clear()
+def clear() -> None:
+    """Forget all that was made from the table."""
+    for made in (capabilities, config_class, _keys_by_name):
+        made.cache_clear()
 
 
 def _misfit(one: Capability) -> str:
@@ -105,24 +107,54 @@ def capabilities() -> tuple[Capability, ...]:
 
 def present(config: Config) -> Iterator[tuple[Capability, Any]]:
     """Pairs of a capability and its section, for sections that `config` has."""
-    return ((one, section) for one in capabilities() if (section := one.setting(config)) is not None)
+    return ((one, section) for one in capabilities() if (section := value_of(config, one.key)) is not None)
 
 
-def problems(config: Config, kind: str, *given: Any) -> Problems:
-    """Problems by the rules of this kind, a field of `Capability`; `given`: what they get in addition to the config and the section."""
+def problems(config: Config, kind: str, **given: Any) -> Problems:
+    """Problems by the rules of this kind, a field of `Capability`. `given`: `sizes` or `chip`, as the field says."""
     for one, section in present(config):
         for rule in getattr(one, kind):
-            with blamed(one, f"{kind} {getattr(rule, '__name__', '')}"):
-                yield from ((field, value, broken, fix) for field, value, broken, fix in rule(config, section, *given))
+            if config.has_length or not set(LENGTHS) & set(_asked(rule)):
+                with blamed(one, f"{kind} {getattr(rule, '__name__', '')}"):
+                    found = call(rule, config, section, **given)
+                    yield from ((field, value, broken, fix) for field, value, broken, fix in found)
 
 
 def call(function: Callable[..., Any], config: Config, section: Any, **given: Any) -> Any:
     """Call a function with a section, and with the settings of `config` and the values `given` that its other parameters name."""
-    _, *names = signature(function).parameters
-    known = {key.replace(".", "_"): key for key in _keys(type(config))}
-    if unknown := [name for name in names if name not in given and name not in known and not hasattr(config, name)]:
-        raise TypeError(f"parameter {unknown[0]} of {function.__qualname__} is no setting, and nothing else that a run has")
-    return function(section, **{name: given[name] if name in given else value_of(config, known.get(name, name)) for name in names})
+    keys = _keys_by_name()
+    if unknown := [name for name in _asked(function) if name not in given and name not in keys]:
+        raise TypeError(f"{function.__qualname__} asks for {unknown[0]}, which is no setting and no figure")
+    return function(section, **{name: given[name] if name in given else value_of(config, keys[name]) for name in _asked(function)})
+
+
+@lru_cache
+def _asked(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters after the section."""
+    return tuple(signature(function).parameters)[1:]
+
+
+@lru_cache(maxsize=1)
+def _keys_by_name() -> dict[str, str]:
+    """Name of a parameter -> dotted key of a setting, or name of a figure."""
+    return {key.replace(".", "_"): key for key in (*_keys(config_class()), *FIGURES)}
+
+
+def _check(capability: Capability) -> None:
+    """Raise ValueError for a section without a place, or a function that asks for what there is not."""
+    config_class()
+    for function in capability.functions:
+        if unknown := [name for name in _asked(function) if name not in _keys_by_name() and name not in GIVEN]:
+            raise ValueError(
+                f"{capability.key}: {getattr(function, '__name__', function)} asks for {unknown[0]}, which is no setting and no figure"
+            )
+
+
+def inert(config: Config) -> Iterator[Inert]:
+    """Settings that nothing reads in this config."""
+    for one, section in present(config):
+        with blamed(one, "inert"):
+            yield from call(one.inert, config, section) if one.inert is not None else ()
 
 
 def build(config: Config, kind: str, **given: Any) -> list[Any]:
@@ -190,7 +222,7 @@ def identity(config: Config, tokenizer: str) -> dict[str, str]:
     found: dict[str, Any] = {}
     for one, section in present(config):
         with blamed(one, "identity"):
-            found |= one.identity(config, section) if one.identity is not None else {}
+            found |= call(one.identity, config, section) if one.identity is not None else {}
     return {**{key: str(value) for key, value in found.items() if value is not None}, "tokenizer": tokenizer}
 
 
@@ -200,12 +232,13 @@ def state(config: Config, sizes: Sizes, moments: int, numbers: int = 1, *, matri
     kept = State({"masters": StateEntry(FLOAT32 * numbers), "moments": StateEntry(moments)}, compute, numbers, matrix)
     for one, section in present(config):
         with blamed(one, "state"):
-            kept = kept if one.state is None else one.state(config, section, kept, sizes)
+            kept = kept if one.state is None else call(one.state, config, section, state=kept, sizes=sizes)
             kept.entries  # noqa: B018 -- an AttributeError where `state` returned something else
     return kept
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    yield from (f"{prefix}{name}" for name, value in vars(section).items() if isinstance(value, property))
     for name, info in section.model_fields.items():
         yield f"{prefix}{name}"
         for inner in sections_of(info):

@@ -35,8 +35,8 @@ _OF_CONTENT = {
 _STATUS = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CANCELLED|ABORTED)\b")
 _OUT_OF_MEMORY = re.compile(r"out of memory|RESOURCE_EXHAUSTED.*allocat", re.IGNORECASE | re.DOTALL)
 _OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore passes an errno on
-# Of a connection, of libcurl's event handling, and of a client whose event loop another thread has closed. TensorStore calls most of them
-# UNKNOWN or INTERNAL.
+# Of a connection, of libcurl's event handling, and of a client after another thread has closed its event loop. TensorStore calls most of
+# them UNKNOWN or INTERNAL.
 _CONNECTION = re.compile(r"\bCURLM? error\b|Event loop is closed")
 _HTTP = re.compile(r"\[HTTP code (\d+)\]|HTTP response code: (\d+)")  # TensorStore from 0.1.7x on, and before
 _PASSING_HTTP = {401, 403, 407, 408, 409, 425, 429, 499}  # and all from 500 on

@@ -3,24 +3,13 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from maxlm.corpus.tally import total
 from maxlm.telemetry import pages
 from maxlm.telemetry.pages import table
 
-CSS = """
-.bars{display:grid;grid-auto-flow:dense;grid-template-columns:max-content 1fr max-content;gap:5px 14px;
-align-items:center;font-size:.9rem;max-width:900px}
-.bars span{white-space:nowrap;font-variant-numeric:tabular-nums}.bars i{display:block;height:18px;border-radius:3px;background:var(--c)}
-.bars div{background:var(--panel);border-radius:3px;grid-column:2}
-.bars .soft{color:var(--soft);grid-column:3}.bars span:not(.soft){grid-column:1}
-details{border-bottom:1px solid var(--rule)}details pre{white-space:pre-wrap;overflow-wrap:anywhere;max-height:16rem;overflow-y:auto}
-details dl{margin:.2rem 0 .8rem}details dd{font-size:.88rem;font-weight:400;overflow-wrap:anywhere;margin:0 0 .1rem}
-.lengths{display:block;width:100%;max-width:900px;height:auto}.lengths rect{fill:var(--c)}
-@media(max-width:760px){.bars{grid-template-columns:1fr max-content;gap:2px 10px}.bars span{white-space:normal;overflow-wrap:anywhere}
-.bars .soft{grid-column:2}.bars div{grid-column:1/-1;margin-bottom:8px}.bars i{height:10px}.lengths{min-width:560px}}
-"""
 MOST = 40  # languages shown; the rest are added up
 
 Pass = Mapping[str, Any]
@@ -55,7 +44,8 @@ def page(report: Mapping[str, Any]) -> str:
     if items := "".join(f"<li>{escape(line)}</li>" for line in searched(report)):
         sections.append(f"<section><h2>Evaluation sets</h2><ul>{items}</ul><p>{hint}</p></section>")
     sections += [_examples(passes), _settings(report["settings"])]
-    return pages.page("Corpus report", map(_printable, sections), css=CSS)
+    css = files(__package__).joinpath("page.css").read_text("utf-8")
+    return pages.page("Corpus report", map(_printable, sections), css=css)
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

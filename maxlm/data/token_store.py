@@ -4,6 +4,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -173,18 +174,15 @@ class _FlatArray:
                 places.setdefault(chunk, []).append((start, stop, out))
         chunks = sorted(places)
         for at in range(0, len(chunks), _AT_ONCE):
-            for chunk, values in self._chunks(chunks[at : at + _AT_ONCE]).items():
+            together = chunks[at : at + _AT_ONCE]
+            kept = {chunk: values for chunk in together if (values := self._context.get((self._folder, chunk))) is not None}
+            if missing := [chunk for chunk in together if chunk not in kept]:
+                kept |= zip(missing, retried(partial(self._load, missing), f"reading {self._folder}"), strict=True)
+            for chunk, values in kept.items():
                 first = chunk * size
                 for start, stop, out in places[chunk]:
                     low, high = max(start, first), min(stop, first + size)
                     out[low - start : high - start] = values[low - first : high - first]
-        return found
-
-    def _chunks(self, chunks: Sequence[int]) -> dict[int, np.ndarray]:
-        """Elements of chunks by their numbers, from the cache or else from the store."""
-        found = {chunk: values for chunk in chunks if (values := self._context.get((self._folder, chunk))) is not None}
-        if missing := [chunk for chunk in chunks if chunk not in found]:
-            found |= zip(missing, retried(lambda: self._load(missing), f"reading {self._folder}"), strict=True)
         return found
 
     def _load(self, chunks: Sequence[int]) -> list[np.ndarray]:

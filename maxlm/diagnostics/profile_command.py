@@ -55,7 +55,7 @@ def profile_run(run_dir: Path, steps: int, predict: Predict) -> Profiled:
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # or a program of an older source would name its own places
     if config.memory.offload_state is not None and config.memory.offload_state.on_nvme:
         raise UserError(f"{run_dir} keeps its state in files, which steps would overwrite: profile it as it runs, with run.profile.")
-    check_devices(config, jax.devices())
+    check_devices(config.cluster, config.mesh.slices, jax.devices())
     data = open_data(config, held_out=False).train
     traced = config.model_copy(update={"run": config.run.model_copy(update={"profile": ProfileConfig()})})
     program = build_program(traced, build_mesh(config))

@@ -61,10 +61,12 @@ class MaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Id that ends a document."""
         return self.model.tokenizer.end_of_document_id
 
     @property
     def prefix_token_id(self) -> int:
+        """Id before a text without context."""
         return self.model.prefix
 
     @property
@@ -74,6 +76,7 @@ class MaxLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
+        """Hash of the tokenizer, by which the harness names its caches."""
         return self.model.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import maxlm
 from maxlm.checkpoint.digest import digest
 from maxlm.config.errors import UserError
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.evaluation.requests import Request, Window, distinct, likelihood_window, rolling_windows
@@ -125,7 +125,8 @@ class LanguageModel:
         unique, places = distinct(requests)
         with self._log({"tokens": tokens, "stop": list(stop)}, unique) as log:
             missing = [index for index in range(len(unique)) if index not in log.known]
-            greedy = Greedy(self.scorer.config, self.scorer.mesh, self.params, self.model_state) if missing else None
+            model, precision = self.scorer.config.model, self.scorer.config.precision
+            greedy = Greedy(model, precision, self.scorer.mesh, self.params, self.model_state) if missing else None
             for start in range(0, len(missing), self._together):
                 assert greedy is not None, "some are missing"
                 group = missing[start : start + self._together]
@@ -195,17 +196,18 @@ class Rehearsal(LanguageModel):
         unique, _ = distinct(requests)
         if self.held is not None and unique:
             longest = max(len(request.context) for request in unique)
-            check_memory(self.scorer.config, self.scorer.mesh, self.held, min(self._together, len(unique)), longest, tokens)
+            slots = (min(self._together, len(unique)), longest, tokens)
+            check_memory(self.scorer.config.model, self.scorer.config.precision, self.scorer.mesh, self.held, *slots)
         return [""] * len(prompts)
 
 
 class Greedy:
     """Generates with a copy of the weights, which lives as long as this does."""
 
-    def __init__(self, config: Config, mesh: Mesh, params: Parameters, model_state: Parameters) -> None:
+    def __init__(self, model: ModelConfig, precision: PrecisionConfig, mesh: Mesh, params: Parameters, model_state: Parameters) -> None:
         self._mesh = mesh
         with jax.set_mesh(mesh):
-            self._prepared = prepare(config.model, params, model_state, config.precision)
+            self._prepared = prepare(model, params, model_state, precision)
 
     def continuations(
         self, prompts: Sequence[tuple[int, ...]], tokens: int, end_of_document: int, finished: Callable[[list[int]], bool]
@@ -218,11 +220,11 @@ class Greedy:
             return continue_ids(self._prepared, list(map(list, prompts)), sampler, end_of_document, finished)
 
 
-def check_memory(config: Config, mesh: Mesh, held: Part, prompts: int, longest: int, tokens: int) -> None:
+def check_memory(model: ModelConfig, precision: PrecisionConfig, mesh: Mesh, held: Part, prompts: int, longest: int, tokens: int) -> None:
     """Raise UserError if a device cannot generate `tokens` for so many prompts of `longest` tokens in the memory that `held` leaves."""
     with jax.set_mesh(mesh):
         slots, rows = cache_slots(longest, tokens), batch_rows(prompts)
-    check_generation(config.model, slots, rows, dict(mesh.shape), config.precision.compute, held)
+    check_generation(model, slots, rows, dict(mesh.shape), precision.compute, held)
 
 
 class ResultLog:
@@ -244,6 +246,7 @@ class ResultLog:
             self._file.append(b"\n" + dumps({"request": request, **values}).encode())
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

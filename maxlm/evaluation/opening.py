@@ -11,6 +11,7 @@ import jax
 
 from maxlm.config import Config, UserError
 from maxlm.config.paths import read_file
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.scoring import Scorer
@@ -61,8 +62,8 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
         with progress_bar("importing") as progress:
             imported = import_model(place, Path(folder) / "model", spread, progress)
         notes, said = list(imported.notes), text_tower(json.loads(read_file(place / "config.json")), "config.json")
-        most = _positions(said)
-        if context is None and most is not None:
+        most = next((said[name] for name in ("max_position_embeddings", "n_positions") if isinstance(said.get(name), int)), None)
+        if context is None and most is not None and most > 0:
             context = min(most, MOST_CONTEXT)
             if most > context:
                 notes.append(f"a context of {context:,} tokens, of the {most:,} that the model takes: --context chooses another")
@@ -75,27 +76,21 @@ def open_model(place: Path, overrides: Sequence[str], *, step: int | None = None
 def _model(saved: SavedRun, overrides: Sequence[str], step: int | None, context: int, kind: str = "raw") -> tuple[LanguageModel, int]:
     """(the model, the step of its checkpoint)."""
     tokenizer = saved.text_tokenizer()
-    config = _config(saved.config, overrides, context)
+    config = _config(saved.config.model, saved.config.precision, overrides, context)
     mesh = build_mesh(config)
     weights = saved.weights(mesh, step, kind)
     scorer = Scorer(config, mesh, context=context)
     return LanguageModel(scorer, weights.params, weights.model_state, tokenizer), weights.step
 
 
-def _config(trained: Config, overrides: Sequence[str], context: int) -> Config:
+def _config(model: ModelConfig, precision: PrecisionConfig, overrides: Sequence[str], context: int) -> Config:
     """The trained model and precision, on the mesh of `overrides`."""
     chosen = _settings(overrides)
     training = {"loss_scale"} | ({"dispatch"} if chosen["mesh"].get("expert", 1) == 1 else set())  # no token travels to an expert
-    inherited = {"precision": trained.precision.model_dump(mode="json", exclude=training)}
-    return without_training(trained.model, context, jax.device_count(), chosen, inherited)
+    inherited = {"precision": precision.model_dump(mode="json", exclude=training)}
+    return without_training(model, context, jax.device_count(), chosen, inherited)
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`section.name=value` by section."""
     return command_line(overrides, SETTABLE, ": an evaluation takes settings of mesh and precision, such as mesh.tensor=2.")
-
-
-def _positions(values: dict[str, Any]) -> int | None:
-    """Positions that a published config.json states."""
-    found = next((values[name] for name in ("max_position_embeddings", "n_positions") if isinstance(values.get(name), int)), None)
-    return found if found is None or found > 0 else None

@@ -38,6 +38,7 @@ class Result:
     truncated_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
+        """The result as an object of JSON."""
         metrics = {name: {"value": figure.value, "stderr": figure.stderr} for name, figure in self.figures.items()}
         notices = {"truncated_requests": self.truncated, "truncated_tokens": self.truncated_tokens}
         return {"task": self.task, "kind": self.kind, "n": self.n, "metrics": metrics, **notices, "settings": dict(self.settings)}

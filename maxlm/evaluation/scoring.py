@@ -89,7 +89,8 @@ class Scorer:
     @cached_property
     def _compiled(self) -> jax.stages.Wrapped:
         whole, options = NamedSharding(self.mesh, PartitionSpec()), compiler_options_of(self.mesh)
-        return jax.jit(cast_frozen(self.config, partial(_scores, self.config)), out_shardings=whole, compiler_options=options)
+        scores = cast_frozen(self.config.model, self.config.precision.compute, partial(_scores, self.config))
+        return jax.jit(scores, out_shardings=whole, compiler_options=options)
 
 
 class _Parts:
@@ -126,7 +127,7 @@ def _scores(
     inputs = (in_sequence(x_BS, strategy, back=True) for x_BS in (tokens_BS, targets_BS, segment_ids_BS, positions_BS))
     tokens_BS, targets_BS, segment_ids_BS, positions_BS = inputs
     sizes = jax.sharding.get_abstract_mesh().shape
-    model = bind(config.model, cast_matrices(config, params), model_state)
+    model = bind(config.model, cast_matrices(config.model, config.precision.compute, params), model_state)
     with jax.default_matmul_precision(config.precision.float32_matmul):
         output = model(tokens_BS, positions_BS, segment_ids_BS, strategy=strategy, precision=config.precision)
         chunks = _chunks(tokens_BS.shape, config.model.vocab_size, unembedding_layout(), sizes)

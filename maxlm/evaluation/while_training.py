@@ -1,7 +1,7 @@
 """The tasks of a run's `evaluation` section, on the training mesh; only generation copies the weights, for the time of its task."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,18 @@ FEWER = "a task that generates copies the weights: leave it to `maxlm eval`, or 
 class TrainingTasks:
     """Runs tasks on the state of a training step. `folder`: where the primary process writes results; None on the others."""
 
-    def __init__(self, config: Config, mesh: Mesh, folder: Path | None, tasks: Sequence[Task], *, goes_on: bool = False) -> None:
+    def __init__(self, config: Config, mesh: Mesh, folder: Path | None, *, goes_on: bool = False) -> None:
         """`goes_on`: the run has a checkpoint. Raises UserError naming what is wrong in a task, or that it does not fit in memory, before
         anything is compiled.
         """
         assert config.evaluation is not None, "asked without the section"
-        self.every, self._folder, self._tasks = config.evaluation.every, folder, tasks
+        self.every, self._folder, self._tasks = config.evaluation.every, folder, find_tasks(",".join(config.evaluation.tasks))
         own = Path(config.run.dir) / config.run.name / TOKENIZER
         turns = turn_ends(config.data.stores)
         self._tokenizer = started_tokenizer(config.data.stores[0], own, source_tokenizer(config.train), goes_on=goes_on, turns=turns)
         self._scorer, self._name = Scorer(config, mesh), config.run.name
         state = least(config, dict(mesh.shape))[0]
-        self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in tasks}
+        self.asked: Mapping[str, str] = {task.name: self._asked(task, state) for task in self._tasks}
 
     def _model(self, params: Any, model_state: Any) -> LanguageModel:
         return LanguageModel(self._scorer, params, model_state, self._tokenizer)
@@ -97,9 +97,3 @@ class TrainingTasks:
 
 class _GivenUpError(Exception):
     """A signal asked training to stop."""
-
-
-def open_tasks(config: Config, mesh: Mesh, folder: Path | None, *, goes_on: bool = False) -> TrainingTasks:
-    """The tasks of `config.evaluation`; `goes_on`: the run has a checkpoint. Raises UserError for one that is wrong."""
-    assert config.evaluation is not None, "asked without the section"
-    return TrainingTasks(config, mesh, folder, find_tasks(",".join(config.evaluation.tasks)), goes_on=goes_on)

@@ -1,7 +1,5 @@
 """HBM traffic of an operation of a compiled program: the bytes it reads and writes."""
 
-from collections.abc import Iterator
-
 from maxlm.hlo.parser import PLUMBING, Computation, Module, Op
 
 # Operations that read and write arrays, charged by their bytes where XLA gives no estimate.
@@ -38,7 +36,8 @@ def _read(module: Module, body: Computation, value: Op) -> int:
     inside it sends.
     """
     total = 0
-    for user, place in _users(body, value):
+    users = ((op, place) for op in body.ops for place, name in enumerate(op.operands) if name == value.name)
+    for user, place in users:
         if user.opcode == "bitcast" or _looks(module, user, place):
             total += _read(module, body, user)
         elif user.opcode == "tuple" or user.groups:
@@ -60,10 +59,6 @@ def _looks(module: Module, op: Op, place: int) -> bool:
     inner = module.computations[op.calls[0]]
     made = inner.source(inner.root)
     return made is not None and made.opcode == "parameter" and made.index == place
-
-
-def _users(body: Computation, value: Op) -> Iterator[tuple[Op, int]]:
-    return ((op, place) for op in body.ops for place, name in enumerate(op.operands) if name == value.name)
 
 
 def _written(body: Computation, op: Op) -> int:

@@ -61,7 +61,7 @@ def matmul_flops(module: Module, op: Op, computation: Computation, tile: int = 1
 
 
 def flops_by_operands(module: Module, op: Op, computation: Computation, tile: int = 1, *, merged: bool = False) -> Mapping[str, int]:
-    """The same by what they read."""
+    """FLOPs of all `dots` by the formats of their operands."""
     total: Counter[str] = Counter()
     for dot in dots(module, op, computation, tile, merged=merged):
         total[dot.operands] += dot.flops
@@ -126,8 +126,8 @@ def attention_flops(op: Op, computation: Computation) -> int:
 
 
 def _our_attention_flops(op: Op, heads_first: list[Shape]) -> int:
-    """The same of our kernels: their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim]. A head
-    dim counts as whole lanes: narrower ones leave a part of the matrix unit idle.
+    """FLOPs of our attention kernels. Their first operands of four dims are queries, keys and values, [batch, heads, tokens, head dim].
+    A head dim counts as whole lanes: narrower ones leave a part of the matrix unit idle.
     """
     if len(heads_first) < 3:
         return 0

@@ -235,14 +235,12 @@ def read(text: str) -> Module:
 
 def with_bounds(module: Module) -> Module:
     """`module`, its loops that depend on data turning as often as the scope that they stand in says they do at most."""
-    return replace(module, computations={name: _bounded(computation) for name, computation in module.computations.items()})
 
+    def bounded(op: Op) -> Op:
+        return replace(op, trips=_number(_AT_MOST, op.where)) if op.opcode == "while" and op.trips is None else op
 
-def _bounded(computation: Computation) -> Computation:
-    ops = tuple(
-        replace(op, trips=_number(_AT_MOST, op.where)) if op.opcode == "while" and op.trips is None else op for op in computation.ops
-    )
-    return replace(computation, ops=ops)
+    computations = {name: replace(body, ops=tuple(map(bounded, body.ops))) for name, body in module.computations.items()}
+    return replace(module, computations=computations)
 
 
 def _computations(text: str) -> tuple[dict[str, Computation], str]:

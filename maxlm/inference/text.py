@@ -59,12 +59,12 @@ def generate_from_run(
         raise UserError("the prompt is empty: give a text to continue.")
     ids, sampler = _encoded(run.directory / TOKENIZER, tokenizer, prompts, sampler, chat=chat, special=special)
     longest = max(map(len, ids))
-    length, most = longest + sampler.max_new_tokens, most_generated(config)
+    length, most = longest + sampler.max_new_tokens, most_generated(config.model, config.data.seq_len)
     if length > most:
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
-    mesh = _mesh(config, overrides)
+    mesh = _mesh(config.model, config.data.seq_len, overrides)
     with jax.set_mesh(mesh):
         slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
@@ -92,11 +92,11 @@ def _plain(tokenizer: Tokenizer, prompt: Prompt, special: bool) -> Ids:
     return tokenizer.encode_prompt(prompt, special=special)
 
 
-def _mesh(config: Config, overrides: Sequence[str]) -> jax.sharding.Mesh:
+def _mesh(model: ModelConfig, seq_len: int, overrides: Sequence[str]) -> jax.sharding.Mesh:
     """The mesh of `overrides` over all devices; of none, one device."""
     refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
     chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
-    return build_mesh(without_training(config.model, config.data.seq_len, len(devices), chosen), devices)
+    return build_mesh(without_training(model, seq_len, len(devices), chosen), devices)
 
 
 def continue_texts(
@@ -190,7 +190,7 @@ def print_samples(
     except UserError as error:  # the run is done and saved
         console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
         return {}
-    most, ids = most_generated(config), dict(zip(samples.prompts, encoded, strict=True))
+    most, ids = most_generated(config.model, config.data.seq_len), dict(zip(samples.prompts, encoded, strict=True))
     lengths = {text: len(ids[text]) for text in ids}
     limits = {text: min(samples.tokens, min(most, config.model.most_generated(n) or most) - n) for text, n in lengths.items()}
     texts: dict[str, str] = {}

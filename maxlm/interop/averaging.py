@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from maxlm.checkpoint import Checkpoints
-from maxlm.config import Config, UserError
+from maxlm.config import UserError
 from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig
@@ -42,7 +42,14 @@ def average(run: Path, out: Path, last: int, steps: Sequence[int], kind: str, pr
     saved.check_kind(kind)
     chosen = _chosen(saved, last, steps)
     with new_folder(out) as made:
-        config = _config(saved.config)
+        config = saved.config  # without the settings that made its checkpoints: its start, its objective, and its recipe of a store
+        train = config.train.model_copy(update={"start_from": None, "branch_from": None})
+        data = config.data.model_copy(update={"prepare": None})
+        optimizer = config.optimizer.model_copy(update={"state": None})
+        if optimizer.name == SCHEDULE_FREE:  # its checkpoints hold two points
+            optimizer = optimizer.model_copy(update={"name": "adamw"})
+        without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
+        config = config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})
         (made / CONFIG).write_text(saved_text(config), encoding="utf-8")
         open_run(made)  # before the work: a folder that cannot be opened is useless
         state = _mean(saved, chosen, kind, progress)
@@ -92,14 +99,3 @@ def _mean(saved: SavedRun, steps: list[int], kind: str, progress: Step) -> dict[
         total /= len(steps)
         put(state[entry], name, jax.device_put(total.astype(np.float32), here))
     return state
-
-
-def _config(config: Config) -> Config:
-    """Return the run's config without the settings that made its checkpoints: its start, its objective, and its recipe of a store."""
-    train = config.train.model_copy(update={"start_from": None, "branch_from": None})
-    data = config.data.model_copy(update={"prepare": None})
-    optimizer = config.optimizer.model_copy(update={"state": None})
-    if optimizer.name == SCHEDULE_FREE:  # its checkpoints hold two points
-        optimizer = optimizer.model_copy(update={"name": "adamw"})
-    without: dict[str, Any] = {"objective": None, "ema": None, "checkpoint": CheckpointConfig()}
-    return config.model_copy(update={"train": train, "data": data, "optimizer": optimizer, **without})

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from maxlm.config import Config, UserError
+from maxlm.config import UserError
 from maxlm.config.errors import shorten
 from maxlm.interop import weights
 from maxlm.interop.families import Family
@@ -64,7 +64,8 @@ def export_model(
     published = object_or_none(run / PUBLISHED / CONFIG)
     seq_len = 0 if saved.untrained and published is not None else saved.config.data.seq_len
     family, their_config = family_of(standard(saved.config.model), seq_len, published)
-    packing = None if quantize is None else packing_of(saved.trained, weights.targets(saved.config.model, family), quantize)
+    trained, found = saved.trained, weights.targets(saved.config.model, family)
+    packing = None if quantize is None else packing_of(trained.model, trained.precision, found, quantize)
     their_config = with_format(their_config, dtype, None if packing is None else packing.config, stated=published is None)
     with new_folder(out) as made:
         exported = _write(saved, family, their_config, made, DTYPES[dtype], limit, step, of, progress, packing)
@@ -166,7 +167,7 @@ def _card(saved: SavedRun, family: Family, count: int, step: int, packing: Packi
         said = html.escape(text.partition("\n")[0].removeprefix("#").strip()[:300], quote=False)
         said = said.replace("[", "&#91;").replace("|", "&#124;")  # no link, picture or cell of a table by the name of a folder
     else:
-        said, rows = "Trained with maxlm.", rows | _training(saved.trained, step)
+        said, rows = "Trained with maxlm.", rows | _training(saved, step)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     title = _code(saved.directory.name)
     return f"---\nlibrary_name: transformers\ntags: [maxlm]\n---\n# {title}\n{said}\n\n| | |\n|---|---|\n{table}\n"
@@ -177,8 +178,9 @@ def _code(name: str) -> str:
     return "`" + "".join(char if char.isprintable() and char not in "`|" else "_" for char in shorten(name)) + "`"
 
 
-def _training(config: Config, step: int) -> dict[str, str]:
+def _training(saved: SavedRun, step: int) -> dict[str, str]:
     """Facts of a run for its card."""
+    config = saved.trained
     rows = {
         "checkpoint": f"step {step:,}",
         "sequence length": f"{config.data.seq_len:,} tokens",

@@ -11,20 +11,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A reversible layout. `shape`: of their tensor, from the shape of ours; `read`: theirs to ours; `write`: ours to theirs.
+    """A reversible layout: here the same numbers in the same order, and the same dims.
 
-    This one: the same numbers in the same order, and the same dims. `computes`: it writes other numbers, not only another order.
+    `computes`: it writes other numbers, not only another order.
     """
 
     computes: ClassVar[bool] = False
 
     def shape(self, ours: Shape) -> Shape:
+        """Shape of their tensor."""
         return ours
 
     def read(self, theirs: np.ndarray, ours: Shape) -> np.ndarray:
+        """Our tensor, of the shape `ours`, from theirs."""
         return theirs.reshape(ours)
 
     def write(self, ours: np.ndarray) -> np.ndarray:
+        """Their tensor from ours."""
         return ours.reshape(self.shape(ours.shape))
 
 
@@ -146,6 +149,7 @@ class Rule:
 
     @property
     def per_layer(self) -> bool:
+        """True if they have a tensor for each layer."""
         return "{layer}" in self.theirs
 
     @property

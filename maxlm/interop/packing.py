@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from maxlm.config import Config, UserError
-from maxlm.config.schema import ModelConfig
+from maxlm.config import UserError
+from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.config.sections.matmul import QuantizedConfig, QuantizedMatrix
 from maxlm.interop.families.decoder import UNEMBEDDING
 from maxlm.interop.layouts import Linear, Reordered
@@ -62,14 +62,14 @@ class Packing:
         return {**named, "config_groups": {"group_0": group}, "ignore": ignore}
 
 
-def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
+def packing_of(model: ModelConfig, precision: PrecisionConfig, found: list[Target], quantize: str) -> Packing:
     """Choose the matrices to pack: the matrices of layers that `precision.matmul` may quantize, or where the run was trained in the same
     format, the ones that it did. Raises UserError for a format or a matrix that cannot be stored so.
     """
     if quantize not in QUANTIZED:
         raise UserError(f"--quantize {quantize} is not one of {', '.join(QUANTIZED)}.")
     format = cast("PackedFormat", quantize)
-    matmul = trained.precision.matmul
+    matmul = precision.matmul
     aware = matmul is not None and matmul.format == format
     rounding = matmul if matmul is not None and aware else QuantizedConfig(format=format, weights_only=True)
     for name, value in (("hadamard", rounding.hadamard), ("scaling", None if rounding.scaling == "channel" else rounding.scaling)):
@@ -84,12 +84,12 @@ def packing_of(trained: Config, found: list[Target], quantize: str) -> Packing:
             raise UserError(f"--quantize {format}: {target.pieces[0].theirs} is not the weight of a Linear layer ({why}): leave it out.")
         high = matrix not in MATRICES or matrix in rounding.skip
         for piece in target.pieces if _is_linear(target) else ():
-            if high or _kept_high(trained.model, rounding, target, piece):
+            if high or _kept_high(model, rounding, target, piece):
                 kept.append(piece.theirs)
             else:
                 names.add(piece.theirs)
     packed = frozenset(names - set(kept))  # of several matrices in one tensor all or none are
-    return Packing(format, packed, tuple(dict.fromkeys(kept)), rounding, trained.precision.compute if aware else "float32")
+    return Packing(format, packed, tuple(dict.fromkeys(kept)), rounding, precision.compute if aware else "float32")
 
 
 def _stored_as(format: PackedFormat) -> str:

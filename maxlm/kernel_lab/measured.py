@@ -63,7 +63,9 @@ def rows(operation: str, name: str, chip_name: str, *, rounds: int = 0, tiny: bo
     One after the other in each of `rounds` (0: ROUNDS), so that all see the same machine. Without a chip there are no shares of its peak.
     """
     shape, chip = shape_of(operation, name), chip_named(chip_name) if chip_name else None
-    problem = PROBLEMS[operation](_small(operation, shape) if tiny else shape)
+    if tiny:
+        shape = replace(shape, **TINY[operation], **{name: 64 for name in ("documents", "window") if getattr(shape, name, None)})
+    problem = PROBLEMS[operation](shape)
     with jax.set_mesh(jax.sharding.Mesh(jax.devices()[:1], ("device",))):  # kernels are chosen for the current mesh
         operands = (*_normal(problem.sizes), *map(jnp.asarray, problem.given))
         programs, problems = _compile(problem, operands)
@@ -83,10 +85,6 @@ def rows(operation: str, name: str, chip_name: str, *, rounds: int = 0, tiny: bo
         )
     for candidate, why in problems.items():
         yield Row(operation, name, chip_name, candidate, problem=why)
-
-
-def _small(operation: str, shape: Any) -> Any:
-    return replace(shape, **TINY[operation], **{name: 64 for name in ("documents", "window") if getattr(shape, name, None)})
 
 
 def _normal(sizes: Sequence[tuple[int, ...]]) -> Iterator[jax.Array]:

@@ -34,6 +34,7 @@ class Prediction:
 
     @property
     def error(self) -> float:
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
@@ -127,7 +128,7 @@ def analyse(found: Sequence[Found], settings: FitConfig) -> Analysis:
 
 def doubts_of(analysis: Analysis) -> list[str]:
     """`doubts` of an analysis."""
-    times = [epochs(one.rung.config, one.rung.tokens) for one in analysis.done]
+    times = [epochs(one.rung.config.data.stores, one.rung.tokens) for one in analysis.done]
     return doubts(analysis.fit, [one.error for one in analysis.predictions], times)
 
 

@@ -37,9 +37,9 @@ class Rung:
     flops: float
 
 
-def epochs(config: Config, tokens: int) -> float | None:
+def epochs(stores: tuple[str, ...], tokens: int) -> float | None:
     """Times that a run of so many tokens reads its stores, at least; None where they cannot be read here."""
-    unique = _unique_tokens(config.data.stores)
+    unique = _unique_tokens(stores)
     return tokens / unique if unique else None
 
 
@@ -57,9 +57,11 @@ def make_grid(settings: LadderSettings) -> list[Rung]:
     base = base_of(settings)
     _check_base(settings, base)
     rungs: list[Rung] = []
-    for name, size in settings.sizes.items():
-        for length, tokens in _lengths(settings, name, size, base):
-            rungs += [_rung(settings, name, base, length, tokens, seed) for seed in settings.seeds]
+    for name in settings.sizes:
+        for length, tokens in _lengths(settings, name, base.model):
+            rungs += [
+                _rung(settings, name, base.model, (length, max(1, round(tokens / base.tokens_per_step))), seed) for seed in settings.seeds
+            ]
     if not rungs:
         raise UserError("no run of the ladder has between least_ratio and most_ratio tokens per parameter: change budgets or these limits.")
     seen: dict[tuple[str, int, int], Rung] = {}
@@ -92,7 +94,7 @@ def resized(model: ModelConfig, settings: Mapping[str, int]) -> ModelConfig:
 
 
 def parameters_of(config: ModelConfig, kind: str) -> int:
-    """Active parameters; `without_embeddings`: without tables of tokens, whose matmul the FLOPs still count."""
+    """Active parameters; `without_embeddings`: without tables of tokens; the FLOPs count their matmul."""
     tables = 1 if config.tie_embeddings else 2
     return count_active_parameters(config) - (tables * config.vocab_size * config.d_model if kind == "without_embeddings" else 0)
 
@@ -146,13 +148,14 @@ def base_of(settings: LadderSettings) -> Config:
 
 def variant(rung: Rung, settings: LadderSettings, name: str, values: Mapping[str, Any]) -> Rung:
     """A run of the same size called `name`, with other settings. Raises UserError if they do not make a config."""
-    base = base_of(settings)
-    config = _load(settings, base, rung.size, name, {"train.steps": rung.config.total_steps, "train.seed": rung.seed, **values})
+    config = _load(
+        settings, base_of(settings).model, rung.size, name, {"train.steps": rung.config.total_steps, "train.seed": rung.seed, **values}
+    )
     tokens = config.total_steps * config.tokens_per_step
     return replace(rung, name=name, seed=config.train.seed, config=config, tokens=tokens, flops=rung.flops / rung.tokens * tokens)
 
 
-def _lengths(settings: LadderSettings, name: str, size: SizeConfig, base: Config) -> Iterator[tuple[str, float]]:
+def _lengths(settings: LadderSettings, name: str, base: ModelConfig) -> Iterator[tuple[str, float]]:
     """(the length as the file says it, tokens) of one size."""
     config = _load(settings, base, name, name, {"train.steps": LONG})
     parameters, flops = parameters_of(config.model, settings.fit.parameters), token_flops(config.model, config.data.seq_len)
@@ -163,22 +166,23 @@ def _lengths(settings: LadderSettings, name: str, size: SizeConfig, base: Config
             yield f"budget {budget:.6g}", budget / flops
 
 
-def _rung(settings: LadderSettings, name: str, base: Config, length: str, tokens: float, seed: int) -> Rung:
-    steps = max(1, round(tokens / base.tokens_per_step))
+def _rung(settings: LadderSettings, name: str, base: ModelConfig, length: tuple[str, int], seed: int) -> Rung:
+    """`length`: as the file says it, and in steps."""
+    said, steps = length
     values: dict[str, Any] = {"train.steps": steps, "train.seed": seed}
     if settings.warmup is not None:
         values |= {"optimizer.warmup_tokens": None, "optimizer.warmup_steps": round(settings.warmup * steps)}
-    run = f"{name}-{length.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if seed else "")  # the same when seeds are added
+    run = f"{name}-{said.replace(' ', '').replace('+', '')}" + (f"-seed{seed}" if seed else "")  # the same when seeds are added
     config = _load(settings, base, name, run, values)
     total = steps * config.tokens_per_step
     flops = token_flops(config.model, config.data.seq_len) * total
-    return Rung(run, name, length, seed, config, parameters_of(config.model, settings.fit.parameters), total, flops)
+    return Rung(run, name, said, seed, config, parameters_of(config.model, settings.fit.parameters), total, flops)
 
 
-def _load(settings: LadderSettings, base: Config, size: str, run: str, values: Mapping[str, Any]) -> Config:
+def _load(settings: LadderSettings, base: ModelConfig, size: str, run: str, values: Mapping[str, Any]) -> Config:
     """The config of a run of this size, with `values` by dotted key. Raises UserError that names the size."""
     everything = {
-        **model_settings(base.model, settings.sizes[size]),
+        **model_settings(base, settings.sizes[size]),
         "train.tokens": None,
         "train.eval_every": None,
         **settings.settings,

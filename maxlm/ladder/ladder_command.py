@@ -168,7 +168,7 @@ def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optim
         "optima": [asdict(one) for one in optima],
         "runs": [
             {"name": one.rung.name, "parameters": one.rung.parameters, "tokens": one.rung.tokens, "flops": one.rung.flops,
-             "loss": one.loss, "seconds": one.seconds, "epochs": epochs(one.rung.config, one.rung.tokens)}
+             "loss": one.loss, "seconds": one.seconds, "epochs": epochs(one.rung.config.data.stores, one.rung.tokens)}
             for one in analysis.done
         ],
         "huber": settings.fit.huber,

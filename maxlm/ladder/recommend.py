@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, Strict, ValidationError, model_validator
 from maxlm.config.errors import UserError, error_kind, printable, quoted, shorten
 from maxlm.config.loader import COMMAND_LINE, load
 from maxlm.config.paths import read_file
-from maxlm.config.schema import Config
+from maxlm.config.schema import ModelConfig
 from maxlm.ladder.analysis import doubts
 from maxlm.ladder.fits import SHARE, Fit, limits
 from maxlm.ladder.forms import FORMS, Runs
@@ -73,6 +73,7 @@ class _Result(BaseModel):
         return self
 
     def fit(self) -> Fit:
+        """The fit, without the runs that it was made from."""
         empty = np.zeros(0)
         nothing = Runs(empty, empty, empty, empty)
         return Fit(FORMS[self.form], nothing, np.array(self.theta), np.array(self.thetas), tuple(self.centre), empty)
@@ -103,7 +104,11 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
             raise UserError(f"{said}, by which the ladder tells the length of the run: leave it out.")
     result = _read(folder)
     found = result.fit()
-    candidates = [candidate for width in _widths(base) if (candidate := _candidate(base, width, result.parameters, flops)) is not None]
+    candidates = [
+        made
+        for width in _widths(base.model)
+        if (made := _candidate(base.model, base.data.seq_len, width, result.parameters, flops)) and made[1][1] >= base.tokens_per_step
+    ]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
     grid = Runs(*(np.array(column, np.float64) for column in zip(*(one[1] for one in candidates), strict=True)))
@@ -137,7 +142,7 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
         )
         sentences.append(f"The ladder's runs have at most {most}: this is an extrapolation, and only as good as the form of the fit.")
     sentences += doubts(found, [one.error for one in result.predictions], [run.epochs for run in result.runs])
-    if (again := epochs(base, round(tokens))) is not None and again > 1:
+    if (again := epochs(base.data.stores, round(tokens))) is not None and again > 1:
         sentences.append(f"data.store has less text: it would be read {again:.3g} times, and the ladder tells nothing of repeated text.")
     if not min(best, *samples):
         sentences.append(f"None narrower than {candidates[0][0]['model.d_model']:,} was tried: a smaller model may be as good or better.")
@@ -171,24 +176,24 @@ def _not_ours(folder: Path) -> UserError:
     )
 
 
-def _widths(base: Config) -> list[int]:
+def _widths(base: ModelConfig) -> list[int]:
     """Widths to try, smallest first."""
-    if base.model.moe is not None:
+    if base.moe is not None:
         raise UserError(
             "--flops goes with dense models: a ladder does not tell how many experts a larger model has, and how wide they are."
         )
-    unit = math.lcm(UNIT, base.model.head_dim)
+    unit = math.lcm(UNIT, base.head_dim)
     widths = [unit]
     while widths[-1] < LARGEST:
         widths.append(max(widths[-1] + unit, round(widths[-1] * STEP / unit) * unit))
     return widths
 
 
-def _candidate(base: Config, width: int, kind: str, flops: float) -> tuple[dict[str, int], tuple[float, float, float, float]] | None:
-    """(settings, a row of Runs) of the model of this width, as deep as its proportions say; None if the budget is not one update."""
-    layers = max(1, round(width * base.model.n_layers / base.model.d_model))
-    settings = model_settings(base.model, SizeConfig(d_model=width, n_layers=layers))
-    model = resized(base.model, settings)
-    cost = token_flops(model, base.data.seq_len)
-    tokens = flops / cost
-    return None if tokens < base.tokens_per_step else (settings, (float(parameters_of(model, kind)), tokens, flops, 1.0))
+def _candidate(
+    base: ModelConfig, seq_len: int, width: int, kind: str, flops: float
+) -> tuple[dict[str, int], tuple[float, float, float, float]]:
+    """(settings, a row of Runs) of the model of this width, as deep as the proportions of `base` say."""
+    layers = max(1, round(width * base.n_layers / base.d_model))
+    settings = model_settings(base, SizeConfig(d_model=width, n_layers=layers))
+    model = resized(base, settings)
+    return settings, (float(parameters_of(model, kind)), flops / token_flops(model, seq_len), flops, 1.0)

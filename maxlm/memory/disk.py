@@ -45,6 +45,7 @@ class Part(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Bytes of all tiles."""
         return self.stride * len(set(self.slots.values()))
 
     def tiles(self, view: memoryview) -> list[np.ndarray]:

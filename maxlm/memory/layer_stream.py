@@ -98,8 +98,8 @@ class _LayerStream:
             return dx, following, x_before, [_row_major(*one) for one in zip(self._split(gradients), self._specs, strict=True)], stacks
 
         waiting = [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]  # overwritten by the gradient of the last layer
-        start = dy, fetched, _fetch(inputs, jnp.int32(last)), waiting, [_zeros_beside(leaf) for leaf in leaves]
-        dx, _, _, waiting, stacks = lax.fori_loop(0, last + 1, body, start)
+        x, stacks = _fetch(inputs, jnp.int32(last)), [(empty_on_host if is_on_host(a) else jnp.zeros)(a.shape, a.dtype) for a in leaves]
+        dx, _, _, waiting, stacks = lax.fori_loop(0, last + 1, body, (dy, fetched, x, waiting, stacks))
         return dx, _write_all(stacks, waiting, jnp.int32(0))
 
     def _read(self, leaves: Leaves) -> list[jax.Array]:
@@ -133,12 +133,11 @@ def _fetch_far(stacks: Leaves, i: jax.Array) -> list[jax.Array]:
     return [_fetch(stack, i) for stack in stacks if is_on_host(stack)]
 
 
-def _zeros_beside(leaf: jax.Array) -> jax.Array:
-    return empty_on_host(leaf.shape, leaf.dtype) if is_on_host(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
-
-
 def _write_all(stacks: Leaves, rows: Leaves, i: jax.Array) -> list[jax.Array]:
-    return [_write(stack, row, i) for stack, row in zip(stacks, rows, strict=True)]
+    def write(stack: jax.Array, row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(stack, to_host(row) if is_on_host(stack) else row, i, 0)
+
+    return list(map(write, stacks, rows))
 
 
 def _fetch(stack: jax.Array, i: jax.Array) -> jax.Array:
@@ -146,12 +145,8 @@ def _fetch(stack: jax.Array, i: jax.Array) -> jax.Array:
     return to_device(row) if is_on_host(stack) else row
 
 
-def _write(stack: jax.Array, row: jax.Array, i: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(stack, to_host(row) if is_on_host(stack) else row, i, 0)
-
-
 def _cotangent(i: jax.Array, stacked: Any) -> Any:
-    """That of layer i; integers have none."""
+    """Cotangent of layer i; zeros of float0 for integers."""
     if stacked.dtype == jax.dtypes.float0:
         return np.zeros(stacked.shape[1:], jax.dtypes.float0)
     return lax.dynamic_index_in_dim(stacked, i, keepdims=False)

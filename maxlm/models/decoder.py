@@ -193,7 +193,7 @@ class Decoder(nnx.Module):
         self, x_BSD: Float[Array, "B S D"], tokens: Sequence[Int[Array, "B S"]], context: BlockContext
     ) -> tuple[list[Array], DecoderOutput]:
         """Multi-token prediction: (hidden states after the final norm of each module, output of the last). `x_BSD`: hidden states before
-        the final norm; `tokens[i]` are i + 1 places further than the tokens of x_BSD. `config.mtp.reads`: what modules read.
+        the final norm; `tokens[i]` are i + 1 places further than the tokens of x_BSD. `config.mtp.reads`: hidden states that modules read.
         """
         hidden: list[Array] = []
         routers: list[RouterOutput] = []
@@ -249,7 +249,7 @@ def over_layers(config: ModelConfig, context: BlockContext, entry: str, period: 
 
 
 def run_layer(context: BlockContext, x_BSD: Array, inputs: tuple[Block, None]) -> tuple[Array, RouterOutput]:
-    """One block under the remat policy: (hidden states, what the router reports)."""
+    """One block under the remat policy: (hidden states, report of the router)."""
     apply = rematerialise(lambda block, *inputs: block(*inputs), context.memory)  # new each time: JAX caches traces by function
     x_BSD, _, router = apply(inputs[0], x_BSD, context)
     return x_BSD, router

@@ -1,5 +1,5 @@
-"""What the parts of a layer are made of: inputs and options of a forward pass, declarations of parameters, norms, and every matmul with its
-precision, its layout over tensor-parallel devices and its compiler fences.
+"""Building blocks of the parts of a layer: inputs and options of a forward pass, declarations of parameters, norms, and every matmul with
+its precision, its layout over tensor-parallel devices and its compiler fences.
 """
 
 import math
@@ -181,7 +181,7 @@ def matrix_size(*parameters: nnx.Param | None) -> int:
 
 
 def _quantized_gated(weights: tuple[Any, ...], x_BSD: Float[Array, "B S D"], activation: str) -> Array | None:
-    """The same with quantized matrices; None where one is kept high, or for settings that it does not have."""
+    """`gated_linear` of quantized matrices; None if one of them is not quantized, or for settings that the kernel does not have."""
     twice = (x_BSD, x_BSD) if _scatters_gradient() else (_fence_gradient(x_BSD, ENTERING), _fence_gradient(x_BSD, ENTERING))
     y_BSD = quantized_gated(weights, (ENTERING, HIDDEN, BETWEEN), twice, activation)
     return None if y_BSD is None else without_gradient(_fence, _named(constrain(y_BSD, *BETWEEN), "mlp_out"), BETWEEN)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.models.adapted_matrix import adapt
 from maxlm.models.decoder import Decoder
 from maxlm.models.layers import StateVariable
@@ -23,10 +23,10 @@ from maxlm.parallel import partition_spec
 Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes ...
 
 
-def cast_matrices(config: Config, parameters: Parameters, *, state: bool = False) -> Parameters:
-    """Parameters, or model state, as the forward pass reads them: matrices in `precision.compute`, scales and biases unchanged."""
-    matrix = _tree(config.model, lambda _, variable: is_matrix(variable.axes), state=state)
-    return jax.tree.map(lambda leaf, cast: leaf.astype(config.precision.compute) if cast else leaf, parameters, matrix)
+def cast_matrices(model: ModelConfig, compute: str, parameters: Parameters, *, state: bool = False) -> Parameters:
+    """Parameters, or model state, as the forward pass reads them: matrices in `compute`, scales and biases unchanged."""
+    matrix = _tree(model, lambda _, variable: is_matrix(variable.axes), state=state)
+    return jax.tree.map(lambda leaf, cast: leaf.astype(compute) if cast else leaf, parameters, matrix)
 
 
 def is_matrix(axes: tuple[str, ...]) -> bool:
@@ -91,7 +91,7 @@ def init_parameters(config: ModelConfig, seed: int) -> Parameters:
 
 
 def init_model_state(config: ModelConfig, seed: int) -> Parameters:
-    """Fresh model state, as `init_parameters`: what training updates without a gradient. Empty for a model without any."""
+    """Fresh model state, as `init_parameters`: variables that training updates without a gradient. Empty for a model without any."""
     return _tree(config, partial(_initial, config, seed), state=True)
 
 

@@ -46,7 +46,8 @@ def run_quantized(
     if entry != "layers":
         return period(x_BSD, layers if first else quantized_blocks(quantized, layers))
     periods = jax.tree.leaves(layers)[0].shape[0]
-    if periods != _periods(config):  # a part of the pattern: a pipeline's, or of a replay, which computes every period as most are
+    whole = (config.n_layers - config.n_dense) // len(config.layer_pattern)
+    if periods != whole:  # a part of the pattern: a pipeline's, or of a replay, which computes every period as most are
         first = last = 0
     end = periods - last
     reports = []
@@ -66,10 +67,6 @@ def kept_high(quantized: QuantizedConfig, config: ModelConfig, entry: str) -> tu
     if entry == "layers":
         return max(quantized.first_layers - config.n_dense, 0) // period, max(quantized.last_layers - tail, 0) // period
     return int(bool({"head": quantized.first_layers, "tail": quantized.last_layers, "ahead": quantized.last_layers}[entry])), 0
-
-
-def _periods(config: ModelConfig) -> int:
-    return (config.n_layers - config.n_dense) // len(config.layer_pattern)
 
 
 def quantized_blocks(quantized: QuantizedConfig, blocks: Any) -> Any:

@@ -31,6 +31,7 @@ class FurtherTokens(NextToken):
     metrics = (*NextToken.metrics, Metric("loss_ahead", "Loss of a token further ahead", "nats a token", per="tokens_ahead"))  # [mtp_depth]
 
     def inputs(self, batch: Batch, *, training: bool = True) -> Any:
+        """The batch, with the tokens further ahead in training."""
         further: list[Batch] = []
         for _ in range(self.config.model.mtp_depth if training else 0):
             nearer = further[-1] if further else batch
@@ -39,6 +40,7 @@ class FurtherTokens(NextToken):
         return super().inputs(BatchAhead(*batch, tuple(further)))
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        """(sum of all losses that is differentiated, figures)."""
         total, sums = super().head(model, output, batch, summed)
         if not batch.ahead:
             return total, sums
@@ -54,5 +56,5 @@ class FurtherTokens(NextToken):
 
 
 def _shifted(x_BS: Array) -> Array:
-    """Each position holds what the next one held; the last holds 0."""
+    """Values moved one position back; the last is 0."""
     return jnp.pad(x_BS[:, 1:], ((0, 0), (0, 1)))

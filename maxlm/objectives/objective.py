@@ -115,7 +115,7 @@ class Objective(ABC):
         `BlockContext`.
         """
         config, batch = self.config, self.inputs(batch, training=training)
-        model = bind(config.model, cast_matrices(config, params), model_state)
+        model = bind(config.model, cast_matrices(config.model, config.precision.compute, params), model_state)
         with jax.default_matmul_precision(config.precision.float32_matmul):
             x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
             output = model.run(x_BSD, self.context(model, batch, summed, scan))
@@ -172,11 +172,13 @@ class NextToken(Objective):
     )
 
     def batch_spec(self) -> Any:
+        """Arrays of [B, S], split by rows and along the sequence."""
         shape, axes = (self.config.train.global_batch, self.config.data.seq_len), ("batch", "seq")
         integers, floats = ArraySpec(shape, jnp.int32, axes), ArraySpec(shape, jnp.float32, axes)
         return Batch(tokens_BS=integers, targets_BS=integers, weights_BS=floats, segment_ids_BS=integers, positions_BS=integers)
 
     def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Batch:
+        """Inputs and targets from windows of S + 1 tokens."""
         return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self.config.data.mask_documents)
 
     def denominator(self, batch: Batch) -> Float[Array, ""]:
@@ -184,6 +186,7 @@ class NextToken(Objective):
         return jnp.sum(batch.weights_BS)
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        """(sum over tokens that is differentiated, figures): the final norm, then cross-entropy."""
         sums = self.cross_entropy(model, model.final_norm(output.x_BSD), batch)
         return sums.total, self.sums(batch, {"loss": sums.nll, "z": sums.z}, output.routing)
 

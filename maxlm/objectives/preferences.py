@@ -41,7 +41,7 @@ class Preferences(PackedRows):
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("loss", "Loss", "nats a pair"),
-        Metric("margin", "Reward of the chosen response above that of the rejected", "nats a pair"),
+        Metric("margin", "Reward of the chosen response above the reward of the rejected", "nats a pair"),
         Metric("accuracy", "Pairs with the larger reward for the chosen response", "share of pairs", console="accuracy {percent}"),
         Metric("chosen_reward", "Reward of the chosen response", "nats a pair"),
         Metric("rejected_reward", "Reward of the rejected response", "nats a pair"),
@@ -49,10 +49,12 @@ class Preferences(PackedRows):
     )
 
     def batch_spec(self) -> Any:
+        """Packed rows of [B, S], with the reference's log-probability of every segment's response."""
         *arrays, _ = super().batch_spec()
         return PairBatch._make([*arrays, ArraySpec(arrays[0].shape, jnp.float32, arrays[0].axes), None])
 
     def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Any:
+        """Packed rows of pairs; the reference's log-probabilities are filled in later."""
         *arrays, _ = super().make_batch(window_BT, length_B, sample_B, end_of_document)
         return PairBatch._make([*arrays, np.zeros(arrays[0].shape, np.float32), None])
 
@@ -96,6 +98,7 @@ class LogProbabilities(Preferences):
     """The figures, to be computed of the reference: the log-probability of every segment's response, [B, G]; pairs in every row, [B]."""
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:
+        """(0: nothing is differentiated, log-probabilities and pairs)."""
         options = {"chunks": self.config.train.loss_chunks, "softcap": model.config.logits_softcap}
         nll_BS = unembedding_scores(
             self.config.precision, model.final_norm(output.x_BSD), model.unembedding_VD, batch.targets_BS, **options

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token prediction of what the assistant writes, on packed rows. Nothing is learned from prompts."""
+"""Supervised fine-tuning: next-token prediction of the assistant's responses, on packed rows. Nothing is learned from prompts."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from maxlm.telemetry.metric import Metric
 
 FILLING = (
     Metric("filled", "Places of rows that hold a token", "share of places", reduce="sum"),
-    Metric("counted", "Places of rows whose target counts", "share of places", reduce="sum"),
+    Metric("counted", "Places of rows with a target that counts", "share of places", reduce="sum"),
 )
 
 
@@ -23,9 +23,11 @@ class PackedRows(NextToken):
     """Packed segments with marks. Rows have padding, which `tokens_per_s` and `mfu` count, so two metrics say how much of them is used."""
 
     def make_batch(self, window_BT: np.ndarray, length_B: np.ndarray, sample_B: np.ndarray, end_of_document: int) -> Any:
+        """Rows of packed segments; marks say which targets count."""
         return batch_of_segments(window_BT, length_B)
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
+        """As `Objective.sums`, with the shares of places that are filled and that count."""
         used = {"filled": batch.segment_ids_BS, "counted": batch.weights_BS}
         shares = {name: jnp.sum(array_BS > 0) / self.config.tokens_per_step for name, array_BS in used.items()}
         return super().sums(batch, {**values, **shares}, routing)
@@ -44,6 +46,6 @@ class Supervised(PackedRows):
 
 
 class SupervisedFurther(PackedRows, FurtherTokens):
-    """The same with multi-token prediction; a token further ahead counts if it and all before it, back to the input, do."""
+    """`Supervised` with multi-token prediction; a token further ahead counts if it and all before it, back to the input, do."""
 
     metrics = (*Supervised.metrics, FurtherTokens.metrics[-1])

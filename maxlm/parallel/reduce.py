@@ -1,8 +1,8 @@
 """Compressed sums over a mesh axis with slow links, inside a `jax.shard_map`, with the errors that they leave.
 
-A codec turns blocks of numbers into what is sent. Each device keeps its own error and adds it to what it gives to the next sum, so no part
-of any gradient is ever lost (error feedback, Seide 2014; Karimireddy 2019, arXiv 1901.09847). All devices compute the result from the same
-bytes in the same order, so the results are equal to the bit.
+A codec turns blocks of numbers into arrays that are sent. Each device keeps its own error and adds it to its numbers at the next sum, so no
+part of any gradient is ever lost (error feedback, Seide 2014; Karimireddy 2019, arXiv 1901.09847). All devices compute the result from the
+same bytes in the same order, so the results are equal to the bit.
 """
 
 import math
@@ -18,16 +18,21 @@ from maxlm.precision.formats import Quantized, dequantize, quantize
 
 # S devices along the axis, N blocks, B numbers of a block, K of them that are sent
 
-Wire = dict[str, Num[Array, "N ..."]]  # what is sent of N blocks
+Wire = dict[str, Num[Array, "N ..."]]  # arrays that are sent for N blocks
 
 
 class Codec(Protocol):
-    """Numbers in blocks <-> what is sent. A block with a number that is not finite is decoded to such numbers."""
+    """Numbers in blocks to arrays that are sent, and back. A block with a number that is not finite is decoded to such numbers."""
 
     @property
-    def block(self) -> int: ...
-    def encode(self, x_NB: Float[Array, "N B"]) -> Wire: ...
-    def decode(self, wire: Wire, block: int) -> Float[Array, "N B"]: ...
+    def block(self) -> int:
+        """Numbers in a block."""
+
+    def encode(self, x_NB: Float[Array, "N B"]) -> Wire:
+        """Arrays that are sent of N blocks."""
+
+    def decode(self, wire: Wire, block: int) -> Float[Array, "N B"]:
+        """Numbers of the blocks; the inverse of `encode`, but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,12 @@ class Int8:
     block: int = 256
 
     def encode(self, x_NB: Float[Array, "N B"]) -> Wire:
+        """Whole numbers, and a scale for each block."""
         quantized = quantize(x_NB, "int8", 1)
         return {"values": quantized.values, "scale": quantized.scale}
 
     def decode(self, wire: Wire, block: int) -> Float[Array, "N B"]:
+        """Values times their scales."""
         return dequantize(Quantized(wire["values"], wire["scale"]))
 
 
@@ -51,11 +58,13 @@ class Sign:
     block: int = 1024
 
     def encode(self, x_NB: Float[Array, "N B"]) -> Wire:
+        """Packed signs, and a scale for each block."""
         bits_N8b = (x_NB >= 0).astype(jnp.uint8).reshape(len(x_NB), 8, -1)
         packed_Nb = jnp.sum(bits_N8b << _places(), 1, dtype=jnp.uint8)
         return {"bits": packed_Nb, "scale": jnp.mean(jnp.abs(x_NB), 1, keepdims=True)}
 
     def decode(self, wire: Wire, block: int) -> Float[Array, "N B"]:
+        """Signs times their scales."""
         bits_N8b = (wire["bits"][:, None] >> _places()) & 1
         return (2 * bits_N8b.astype(jnp.float32) - 1).reshape(-1, block) * wire["scale"]
 
@@ -77,11 +86,13 @@ class TopK:
     block: int = 4096
 
     def encode(self, x_NB: Float[Array, "N B"]) -> Wire:
+        """Largest numbers of each block, and their places."""
         _, places_NK = lax.top_k(jnp.abs(x_NB), max(1, round(self.density * x_NB.shape[1])))
         values_NK = jnp.take_along_axis(x_NB, places_NK, 1) + _none_if_finite(x_NB)
         return {"values": values_NK.astype(jnp.bfloat16), "places": places_NK.astype(jnp.uint16)}
 
     def decode(self, wire: Wire, block: int) -> Float[Array, "N B"]:
+        """Blocks of zeros but for the numbers sent."""
         places_NK, values_NK = wire["places"].astype(jnp.int32), wire["values"].astype(jnp.float32)
         rows_N1 = jnp.arange(len(places_NK))[:, None]
         return jnp.zeros((len(places_NK), block), jnp.float32).at[rows_N1, places_NK].set(values_NK, unique_indices=True)

@@ -13,12 +13,12 @@ from jaxtyping import Array, Float
 from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.precision.formats import Quantized, dequantize, noise_of, quantize
 
-# B batch, S sequence, C what is summed forward, O one or two dims of outputs
+# B batch, S sequence, C inputs, summed forward, O one or two dims of outputs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def emulated_dot(config: QuantizedConfig, x_BSC: Float[Array, "B S C"], w_CO: Array) -> Array:
-    """x w, each operand of each of the three matmuls rounded along what that one sums."""
+    """x w, each operand of each of the three matmuls rounded along the dim that the matmul sums."""
     return _forward(config, x_BSC, w_CO)[0]
 
 

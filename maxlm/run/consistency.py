@@ -18,8 +18,9 @@ import jax
 
 import maxlm
 from maxlm.cluster import agree
-from maxlm.config import Config, UserError, rules
+from maxlm.config import UserError
 from maxlm.config.paths import is_remote, open_regular, read_file
+from maxlm.config.sections.cluster import ClusterConfig, topology_of
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 
 SHARED_SECONDS = 10  # that a network file system may take to show a new file
@@ -133,18 +134,18 @@ def check_shared(folder: str, field: str) -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def check_devices(config: Config, devices: Sequence[jax.Device]) -> None:
+def check_devices(cluster: ClusterConfig | None, slices: int, devices: Sequence[jax.Device]) -> None:
     """Raise UserError unless `devices`, of all processes, match the number and kind that `cluster.topology` names, if it is set."""
-    if config.cluster is None:
+    if cluster is None:
         return
-    topology = rules.topology_of(config)
+    topology = topology_of(cluster, slices)
     kinds = Counter(device.device_kind for device in devices)
     if len(devices) == topology.devices and set(kinds) <= set(topology.chip.device_kinds):
         return
     expected = f"{topology.devices} x {topology.chip.device_kinds[0]}"
     actual = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    slices = f" on each of {topology.slices} slices" if topology.slices > 1 else ""
+    each = f" on each of {topology.slices} slices" if topology.slices > 1 else ""
     raise UserError(
-        f"cluster.topology = {config.cluster.topology}{slices} is {expected}, and this run has {actual}: "
+        f"cluster.topology = {cluster.topology}{each} is {expected}, and this run has {actual}: "
         "train on that machine, or set cluster=null to train on these devices."
     )

@@ -107,12 +107,12 @@ def on_present(config: Config, here: Cluster) -> Config:
     return smaller
 
 
-def summary(asked: Config, config: Config, here: Cluster) -> str:
-    """One line: which hosts are absent, and how the mesh `asked` for changes."""
+def summary(asked: MeshConfig, smaller: MeshConfig, microbatches: tuple[int, int], here: Cluster) -> str:
+    """One line: which hosts are absent, and how the mesh `asked` for changes. `microbatches`: with all hosts, and without these."""
     devices = jax.device_count()
-    before, after = resolve_mesh(asked.mesh, devices * here.configured // len(here.hosts)), resolve_mesh(config.mesh, devices)
+    before, after = resolve_mesh(asked, devices * here.configured // len(here.hosts)), resolve_mesh(smaller, devices)
     axes = [f"mesh.{axis} {before[axis]} -> {after[axis]}" for axis in before if before[axis] != after[axis]]
-    parts = f"train.microbatches {asked.train.microbatches} -> {config.train.microbatches}"
+    parts = f"train.microbatches {microbatches[0]} -> {microbatches[1]}"
     return f"elastic: going on without {names(here.absent)}: {', '.join(axes)}, {parts}; the global batch and its samples are the same"
 
 

@@ -130,7 +130,7 @@ def open_run(context: RunContext, open_tasks: OpenTasks | None) -> OpenRun:
     with elastic.waiting_if_too_large(here):
         _check_machine(context)
     if here.absent and phases.primary:
-        context.say(elastic.summary(context.asked, config, here))
+        context.say(elastic.summary(context.asked.mesh, config.mesh, (context.asked.train.microbatches, config.train.microbatches), here))
     data = open_data_on_all_hosts(config, phases)
     context.follow()
     program = build_program(config, build_mesh(config))
@@ -185,7 +185,7 @@ def _check_machine(context: RunContext) -> None:
         agree.require_equal({**facts, "platform": " ".join(get_backend().platform_version.split())})
     phases.primary = jax.process_index() == 0
     progress_file.record(hosts=here.hosts)
-    check_devices(config, jax.devices())
+    check_devices(config.cluster, config.mesh.slices, jax.devices())
     fits.check(config, dict(build_mesh(config).shape), jax.devices(), here.local_processes)
 
 
@@ -269,7 +269,7 @@ def _first_state(program: Program, checkpoints: Checkpoints) -> tuple[Init, str]
 def _with_possible_checks(context: RunContext, program: Program) -> RunContext:
     """`context`, without checks that a mesh of fewer hosts cannot do. Raises ConfigError if the mesh of all hosts cannot."""
     try:
-        integrity.check_mesh(context.config, program.mesh)
+        integrity.check_mesh(program)
     except ConfigError as error:
         if not context.cluster.absent:
             raise

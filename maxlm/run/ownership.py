@@ -17,10 +17,12 @@ from orbax.checkpoint import v1 as ocp
 
 from maxlm.cluster import agree, deadline
 from maxlm.cluster.message_socket import own_name
-from maxlm.config import Config, directory_lock
+from maxlm.config import directory_lock
 from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.paths import check_regular, is_remote
+from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.elastic import ElasticConfig
+from maxlm.config.sections.run import RunConfig
 from maxlm.config.transient import is_storage_error, retried
 from maxlm.run import frozen
 from maxlm.run.open_run import OpenRun
@@ -75,32 +77,32 @@ class Ownership:
 
 
 @contextlib.contextmanager
-def locked(config: Config, say: Callable[[str], None]) -> Iterator[None]:
+def locked(run: RunConfig, checkpoint: CheckpointConfig, elastic: ElasticConfig | None, say: Callable[[str], None]) -> Iterator[None]:
     """Lock the directories that this run writes. A run that holds them and received a signal is given its grace time.
 
     Raises UserError in all processes alike: another run holds one, or one is not writable.
     """
-    directory = RunDirectory(Path(config.run.dir) / config.run.name, primary=jax.process_index() == 0)
+    directory = RunDirectory(Path(run.dir) / run.name, primary=jax.process_index() == 0)
     folders = {directory.path.resolve(): (directory.path, "run.dir")}
-    checkpoints = config.checkpoint.dir or str(directory.checkpoints)  # possibly the folder of another run, by a setting or link
+    checkpoints = checkpoint.dir or str(directory.checkpoints)  # possibly the folder of another run, by a setting or link
     if not is_remote(checkpoints):  # under two names it would wait for itself
-        field = "checkpoint.dir" if config.checkpoint.dir else "run.dir"
+        field = "checkpoint.dir" if checkpoint.dir else "run.dir"
         folders.setdefault(Path(checkpoints).resolve(), (Path(checkpoints), field))
     with contextlib.ExitStack() as locks:
 
         def lock() -> None:
-            seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(config.elastic)
+            seconds, taken = deadline.grace_seconds() + LOCK_MARGIN_SECONDS, _superseded(elastic)
             if directory.primary:
                 frozen.check_folder(directory)
             for folder, field in folders.values() if directory.primary else ():
                 try:
                     locks.enter_context(directory_lock.locked(folder, field, seconds, say, LOCK_FIX, taken)).watch()
                 except UserError as error:  # held, perhaps by a host that is about to be found lost
-                    if config.elastic is None:
+                    if elastic is None:
                         raise
                     raise UnavailableError(str(error)) from error
                 except OSError as error:
-                    place = config.run.dir if field == "run.dir" else str(folder)
+                    place = run.dir if field == "run.dir" else str(folder)
                     raise frozen.may_pass(unwritable(error, field, place)) from error
 
         agree.on_all(lock)

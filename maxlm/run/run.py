@@ -115,7 +115,7 @@ def run_training(
         watchdog = stack.enter_context(Watchdog(config.watchdog, here.group))
         log = stack.enter_context(RunLog())
         compilations = stack.enter_context(Compilations())
-        stack.enter_context(locked(config, say))
+        stack.enter_context(locked(config.run, config.checkpoint, config.elastic, say))
         stack.enter_context(fits.explain_out_of_memory("training"))
         context = RunContext(config, config, here, phases, goodput, watchdog, compilations, Observers([]))
         code = _run(context, print_samples, open_tasks, predictor, log)
@@ -185,8 +185,13 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
         active.append(FileObserver(directory))
         if config.run.tensorboard:
             active.append(TensorBoardObserver(directory))
-        given = {"directory": directory, "settings": config.model_dump(mode="json"), "report": lambda event: observers.on_event(event)}
-        active += build(config, "observers", **given, ended=lambda cause: progress_file.record(alerted=cause))
+
+        def report(event: Event) -> None:
+            observers.on_event(event)
+
+        ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
+        settings = config.model_dump(mode="json")
+        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers

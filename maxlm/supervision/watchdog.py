@@ -60,7 +60,7 @@ class Watchdog:
         self.fired = False
         self._settings, self._group = settings or WatchdogConfig(), group
         self._limits = Limits(self._settings)
-        self._primary = group is None or group.process == 0
+        self._primary = group is None or group.spec.process == 0
         self._followed: set[int] = set()  # processes that have reported an operation
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -87,7 +87,7 @@ class Watchdog:
         self._lengths: dict[str, float] = {}  # longest operations that process 0 has not learned from yet
         self._learned, self._kept, self._keeper = 0.0, time.monotonic(), threading.Thread()
         if self._group is not None:
-            self._group.follow(self)
+            self._group.watched = self
         deadline.limit_silence(self._settings.interpreter_seconds)
         self._thread = threading.Thread(target=self._watch, name="maxlm-watchdog", daemon=True)
         self._thread.start()
@@ -98,7 +98,7 @@ class Watchdog:
             return
         self._stopped.set()
         if self._group is not None:
-            self._group.follow(None)
+            self._group.watched = None
         deadline.limit_silence(float("inf"))
 
     def heartbeat(self) -> Mapping[str, Any]:

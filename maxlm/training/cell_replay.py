@@ -69,7 +69,7 @@ class CellReplay:
         """The compiled replay: (params, model state, step, batch, period, rotations) -> sums [cells, rotations, leaves, 2], replicated."""
         program, config = self._program, self._program.config
         objective = build_objective(config)
-        gradients = cast_frozen(objective.config, partial(in_one_pass, objective.loss))
+        gradients = cast_frozen(objective.config.model, objective.config.precision.compute, partial(in_one_pass, objective.loss))
         on_cell = partial(self._on_cell, gradients, objective.denominator)
 
         def sums(params: Parameters, model_state: Parameters, step: Any, batch: Any, period: Any, rotations: Any) -> jax.Array:
@@ -77,7 +77,7 @@ class CellReplay:
             batch = objective.with_randomness(batch, step)
             rows = P(tuple(axis for axis in mesh_axes("batch", program.mesh) if axis in self.axes))
             run = jax.shard_map(on_cell, in_specs=(P(), P(), rows, P()), out_specs=P(self.axes), axis_names=set(self.axes), check_vma=False)
-            return run(cast_matrices(objective.config, params), model_state, batch, rotations)
+            return run(cast_matrices(objective.config.model, objective.config.precision.compute, params), model_state, batch, rotations)
 
         whole = NamedSharding(program.mesh, P())
         state = program.abstract_state

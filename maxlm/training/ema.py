@@ -22,19 +22,15 @@ class MovingAverage(Transform):
 
     @classmethod
     def from_config(cls, ema: EmaConfig) -> Self:
-        """The average that the section `ema` asks for."""
         return cls(ema)
 
     def first(self, params: Parameters) -> tuple[Parameters, Parameters]:
-        """The average begins as the parameters."""
         return params, params
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
-        """Split as the parameters."""
         return params
 
     def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
-        """Move the average towards the updated parameters."""
         kept = kept_share(self._settings, state.step - state.skipped)
         return params, jax.tree.map(lambda old, new: kept * old + (1 - kept) * new, own, params)
 

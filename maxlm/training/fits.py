@@ -146,7 +146,7 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
 
     State that stays on the device, without moments and gradients of what is frozen; either all gradients, or what the backward pass of a
     microbatch starts from, which is one tensor as wide as the model a layer and the logits of one part of the loss; a sum of gradients
-    over microbatches is beside both. State is split evenly.
+    over microbatches comes on top of both. State is split evenly.
     """
     model, train = config.model, config.train
     number = FLOAT32 if config.precision.compute == "float32" else 2
@@ -167,15 +167,15 @@ def least(config: Config, sizes: dict[str, int]) -> tuple[Part, ...]:
         Part("activations kept for the backward pass", kept, _FEWER_ACTIVATIONS),
         Part("logits of one part of the loss", logits, "raise train.loss_chunks or train.microbatches, or lower model.vocab_size"),
     )
-    beside = Part("gradients", gradient * (numbers - far_gradients), smaller)
+    gradients = Part("gradients", gradient * (numbers - far_gradients), smaller)
     batch, ready = _batch_bytes(config) // math.prod(sizes.values()), min(config.data.prefetch, config.total_steps)
     batches = (
         Part("a batch", batch, f"lower {_longest(train, config.data.seq_len)}"),
         Part(f"{ready:,} batches ready", ready * batch, "lower data.prefetch"),
     )
     if train.microbatches > 1:
-        return (held, beside, *activations, *batches)
-    either = (beside,) if beside.bytes > kept + logits else activations
+        return (held, gradients, *activations, *batches)
+    either = (gradients,) if gradients.bytes > kept + logits else activations
     return (held, *either, *batches)
 
 

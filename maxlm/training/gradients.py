@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.kernels.collectives import scatter_sum
 from maxlm.memory.layer_stream import empty_on_host
 from maxlm.memory.pieces import add_up
@@ -45,6 +45,7 @@ def build_gradients(objective: Objective, sizes: Mapping[str, int], scan: Scan |
                (ZeRO stage 2); by the partitioner
     """
     config, axes = objective.config, reduction_axes(objective.config, sizes)
+    computed = config.model, config.precision.compute
     loss = partial(objective.loss, summed=axes, scan=scan)
     measured = (lambda grad_fn: grad_fn) if config.train.noise_scale is None else with_part_norms
     grad_fn: GradFn = measured(partial(in_one_pass, loss))
@@ -53,9 +54,9 @@ def build_gradients(objective: Objective, sizes: Mapping[str, int], scan: Scan |
     elif config.train.microbatches > 1:
         grad_fn = partial(accumulated, config.train.microbatches, grad_fn)
     elif config.mesh.zero == 2:
-        grad_fn = measured(partial(in_one_pass, with_layers_gathered(config, loss)))
+        grad_fn = measured(partial(in_one_pass, with_layers_gathered(*computed, loss)))
     apart = AXIS if compresses(config) else None
-    return cast_frozen(config, reduced_once(config, grad_fn, axes, apart=apart) if axes else grad_fn)
+    return cast_frozen(*computed, reduced_once(*computed, grad_fn, axes, apart=apart) if axes else grad_fn)
 
 
 # Several microbatches.
@@ -98,12 +99,14 @@ def compresses(config: Config) -> bool:
     return config.compression is not None and config.diloco is None
 
 
-def reduced_once(config: Config, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum, apart: str | None = None) -> GradFn:
-    """The gradient of the loss over the denominator: each device along the mesh axes `local` computes that of its own rows, and they are
-    reduced once, at the end. `add`: what sums a gradient over axes along which it is whole. `apart`: one of the axes, along which gradients
-    are not summed but stacked, in the dtype in which they would be: `compression.CompressedSums` sums them.
+def reduced_once(
+    model: ModelConfig, compute: str, grad_fn: GradFn, local: tuple[str, ...], add: Addition = jax.lax.psum, apart: str | None = None
+) -> GradFn:
+    """The gradient of the loss over the denominator: each device along the mesh axes `local` computes the gradient of its own rows, and
+    gradients are reduced once, at the end. `add`: sums a gradient over axes along which it is whole. `apart`: one of the axes, along
+    which gradients are not summed but stacked, in the dtype in which they would be: `compression.CompressedSums` sums them.
     """
-    axes = parameter_axes(config.model)
+    axes = parameter_axes(model)
 
     def on_device(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
         sums, grads = grad_fn(params, model_state, batch, denominator)
@@ -112,12 +115,12 @@ def reduced_once(config: Config, grad_fn: GradFn, local: tuple[str, ...], add: A
         return sums.over_devices(local), grads if apart is None else jax.tree.map(lambda g: g[None], grads)
 
     def gradients(params: Parameters, model_state: Parameters, batch: Any, denominator: jax.Array) -> tuple[Sums, Parameters]:
-        compute = cast_matrices(config, params)
+        cast = cast_matrices(model, compute, params)
         stacked = () if apart is None else (apart,)
         specs = _map(lambda names: P(*stacked, *("fsdp" if _scatters(name, local) else None for name in names)), axes)
         rows = P(tuple(axis for axis in mesh_axes("batch", jax.sharding.get_abstract_mesh()) if axis in local))
         run = jax.shard_map(on_device, in_specs=(P(), P(), rows, P()), out_specs=(P(), specs), axis_names=set(local), check_vma=False)
-        sums, grads = run(compute, model_state, batch, denominator)
+        sums, grads = run(cast, model_state, batch, denominator)
         return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params) if apart is None else grads
 
     return gradients
@@ -140,12 +143,12 @@ def _reduce(names: Axes, gradient: jax.Array, *, local: tuple[str, ...], add: Ad
 # ZeRO stage 2.
 
 
-def gather_layers(config: Config, params: Parameters, *, state: bool = False) -> Parameters:
+def gather_layers(model: ModelConfig, compute: str, params: Parameters, *, state: bool = False) -> Parameters:
     """ZeRO stage 2: the layers' weights (or frozen ones, with `state`) in the dtype of the matmuls, whole over `fsdp`; their gradients are
     scattered as they are formed. Embedding and unembedding are read once a microbatch anyway.
     """
-    axes = parameter_axes(config.model, state=state)
-    layers, others = split_layers(cast_matrices(config, params, state=state))
+    axes = parameter_axes(model, state=state)
+    layers, others = split_layers(cast_matrices(model, compute, params, state=state))
     return {**others, **_map(_gather, split_layers(axes)[0], layers)}
 
 
@@ -164,19 +167,19 @@ def _gather(names: Axes, weight: jax.Array) -> jax.Array:
 # Frozen weights (`model.lora`).
 
 
-def cast_frozen(config: Config, function: Callable[..., Any]) -> Callable[..., Any]:
+def cast_frozen(model: ModelConfig, compute: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of parameters, model state and more, with frozen matrices in the dtype of the matmuls: cast before they are gathered."""
-    if config.model.lora is None:
+    if model.lora is None:
         return function
-    return lambda params, state, *inputs, **options: function(params, cast_matrices(config, state, state=True), *inputs, **options)
+    return lambda params, state, *rest, **options: function(params, cast_matrices(model, compute, state, state=True), *rest, **options)
 
 
-def with_layers_gathered(config: Config, loss: LossFn) -> LossFn:
+def with_layers_gathered(model: ModelConfig, compute: str, loss: LossFn) -> LossFn:
     """`loss` with the layers' weights gathered before the first of them is read (ZeRO stage 2)."""
 
     def gathered(params: Parameters, state: Parameters, batch: Any) -> tuple[Float[Array, ""], Sums]:
-        frozen = state if config.model.lora is None else gather_layers(config, state, state=True)
-        return loss(gather_layers(config, params), frozen, batch)
+        frozen = state if model.lora is None else gather_layers(model, compute, state, state=True)
+        return loss(gather_layers(model, compute, params), frozen, batch)
 
     return gathered
 

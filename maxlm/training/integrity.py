@@ -13,12 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from maxlm.checkpoint.digest import digest
 from maxlm.cluster import agree
 from maxlm.config.errors import ConfigError
-from maxlm.config.schema import Config
 from maxlm.config.sections.integrity import IntegrityConfig, on_mesh, on_platform
 from maxlm.telemetry.observer import Event
 from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, erratic, judge_cells, wrong_work
@@ -183,11 +181,11 @@ def build_integrity(program: Program, hosts: Sequence[str], findings: Findings, 
     return Integrity(settings, replicas, replay, devices, findings, start, report)
 
 
-def check_mesh(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError if a check could compare nothing on this mesh."""
-    settings, gpu = config.integrity, mesh.devices.flat[0].platform == "gpu"
+def check_mesh(program: Program) -> None:
+    """Raise ConfigError if a check could compare nothing on the mesh of `program`."""
+    settings, gpu = program.config.integrity, program.mesh.devices.flat[0].platform == "gpu"
     if settings is not None:
-        for problem in (*on_mesh(config, settings, mesh.shape), *on_platform(settings, gpu=gpu)):
+        for problem in (*on_mesh(settings, program.mesh.shape, program.config.diloco), *on_platform(settings, gpu=gpu)):
             raise ConfigError(*problem)
 
 

@@ -67,15 +67,12 @@ class LayerFiguresOfUpdates(Transform):
 
     @classmethod
     def from_config(cls, health: HealthConfig, model: ModelConfig) -> Self | None:
-        """None without `health.layers`."""
         return None if health.layers is None else cls(model)
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, None]:
-        """Report the norm of the gradient of each layer."""
         return sums._replace(added={**sums.added, GRADIENT: jnp.sqrt(squares(self._model, gradient))}), gradient, None
 
     def figures(self, before: Parameters, after: Parameters) -> dict[str, Array]:
-        """Report the relative change of each layer."""
         return {RATIO: ratios(self._model, before, after)}
 
 

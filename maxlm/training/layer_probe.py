@@ -23,9 +23,10 @@ from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block
 from maxlm.parallel import constrain
 from maxlm.telemetry.metric import Metric
+from maxlm.training.by_size import BySize
 from maxlm.training.gradients import cast_frozen
 from maxlm.training.layer_figures import RATIO, layer_names, squares
-from maxlm.training.program import BySize, Program
+from maxlm.training.program import Program
 from maxlm.training.step import TrainState
 
 ACTIVATION, ENTROPY, WEIGHT, UPDATE = "layer_activation", "layer_entropy", "layer_weight", "layer_update"
@@ -83,7 +84,8 @@ class LayerProbe:
         whole = NamedSharding(program.mesh, PartitionSpec())
 
         def layer_probe(params: Parameters, model_state: Parameters, batch: Any) -> dict[str, Array]:
-            figures = cast_frozen(program.config, partial(_forward, program))(params, model_state, batch)
+            forward = cast_frozen(program.config.model, program.config.precision.compute, partial(_forward, program))
+            figures = forward(params, model_state, batch)
             return {ACTIVATION: figures.activation, ENTROPY: figures.entropy, WEIGHT: jnp.sqrt(squares(program.config.model, params))}
 
         with jax.set_mesh(program.mesh):
@@ -101,7 +103,7 @@ def _forward(program: Program, params: Parameters, model_state: Parameters, batc
     """Figures of every layer [L] in depth order, from the first sequence of each device."""
     config, objective = program.config, program.objective
     batch = objective.inputs(first_rows(dict(program.mesh.shape), batch), training=False)
-    model = bind(config.model, cast_matrices(config, params), model_state)
+    model = bind(config.model, cast_matrices(config.model, config.precision.compute, params), model_state)
     with jax.default_matmul_precision(config.precision.float32_matmul):
         x_BSD = model.embed(batch.tokens_BS, batch.positions_BS)
         layer = partial(_measured_layer, batch.positions_BS)

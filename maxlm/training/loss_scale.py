@@ -1,7 +1,8 @@
 """Dynamic loss scaling (Micikevicius 2018, arXiv 1710.03740), for matmuls in float16 (smallest number: 2^-24).
 
-Gradients are computed of the loss times a power of two, and divided by it in float32 before anything reads them. An update whose gradient
-overflowed is skipped as any that is not finite, and the scale is halved; after a number of updates without an overflow it is doubled.
+Gradients are computed of the loss times a power of two, and divided by it in float32 before anything reads them. If the gradient
+overflows, the update is skipped as any that is not finite, and the scale is halved. After a number of updates without an overflow the
+scale is doubled.
 """
 
 import math
@@ -48,15 +49,12 @@ class LossScaling(Transform):
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> Self | None:
-        """None where the loss is not scaled."""
         return None if precision.scaling is None else cls(precision.scaling)
 
     def first(self, params: Parameters) -> tuple[Parameters, LossScale]:
-        """The initial scale."""
         return params, LossScale(jnp.full((), self._settings.initial, jnp.float32), jnp.zeros((), jnp.int32))
 
     def loss_scale(self, own: LossScale) -> Array:
-        """The scale of this update."""
         return own.factor
 
     def reduce(self, state: TrainState, sums: Sums, gradient: Parameters) -> tuple[Sums, Parameters, LossScale]:

@@ -48,7 +48,6 @@ class PartNorms(Transform):
 
     @classmethod
     def from_config(cls, settings: NoiseScaleConfig) -> Self:
-        """The declaration for `train.noise_scale`."""
         return cls()
 
 

@@ -14,15 +14,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from maxlm.config.sections.offload_state import NvmeConfig, OffloadStateConfig
+from maxlm.config.sections.offload_state import OffloadStateConfig
 from maxlm.memory.disk import DiskArray, DiskState
 from maxlm.memory.pieces import bytes_on_device
 from maxlm.memory.spaces import is_on_host, on_device, to_device, to_host
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
-from maxlm.training.offloaded import Group, GroupUpdate, Offloaded, StreamedUpdate
+from maxlm.training.offloaded import Group, GroupUpdate, Offloaded
 from maxlm.training.program import Program
 from maxlm.training.state_paths import Leaves, Name, flat_params, flat_state, nested, path_of
 from maxlm.training.step import Metrics, Pending, TrainState, Update, build_train_step
@@ -33,14 +33,12 @@ class InFiles(Offloaded):
 
     @classmethod
     def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
-        """None where no state is in files."""
         return cls(program, settings) if settings.on_nvme else None
 
     @cached_property
     def nvme(self) -> "NvmeStep":
         """The step."""
-        program = self.program
-        return NvmeStep(self.run, program.abstract_state, program.mesh, program.compiler_options, self.settings.nvme)
+        return NvmeStep(self)
 
     @property
     def resident_bytes(self) -> int:  # type: ignore[override]
@@ -67,12 +65,9 @@ class InFiles(Offloaded):
 class NvmeStep:
     """(state, batch) -> (state, Metrics), as the compiled step of other states; its state is donated."""
 
-    def __init__(
-        self, streamed: StreamedUpdate, abstract: TrainState, mesh: Mesh, options: dict[str, Any], files: NvmeConfig | None
-    ) -> None:
-        self._streamed, self._abstract, self._mesh, self._options, self._files = streamed, abstract, mesh, options, files
-        self._config, self._groups = streamed.config, streamed.groups
-        self._filed = [{path for path in group.leaves if streamed.offloading.tier(path) == "nvme"} for group in self._groups]
+    def __init__(self, placement: Offloaded) -> None:
+        self._placement, self._groups, self._abstract = placement, placement.groups, placement.program.abstract_state
+        self._filed = [{path for path in group.leaves if placement.tier(path) == "nvme"} for group in self._groups]
         self._filed_paths = [path for group in self._groups for path in group.leaves if any(path in paths for paths in self._filed)]
         self._gradients: jax.stages.Compiled | None = None
         self._copies: Leaves = {}  # of masters in the file, in the dtype of the matmuls, on the device
@@ -83,16 +78,18 @@ class NvmeStep:
             return leaf
         self.disk.adopt({path: leaf})
         if path[0] == "params":
-            self._copies[path[1:]] = self._streamed.copy_of(path[1:], leaf)
+            self._copies[path[1:]] = self._placement.copy_of(path[1:], leaf)
         return self.disk.array(path)
 
     @cached_property
     def disk(self) -> DiskState:
         """The file. Made when the first state is: to compile the step needs none."""
         flat = flat_state(self._abstract)
-        assert self._files is not None, "a rule demands it"
+        assert self._placement.settings.nvme is not None, "a rule demands it"
         groups = zip(self._groups, self._filed, strict=True)
-        return DiskState([({path: flat[path] for path in g.leaves if path in paths}, g.pieces) for g, paths in groups], self._files)
+        return DiskState(
+            [({path: flat[path] for path in g.leaves if path in paths}, g.pieces) for g, paths in groups], self._placement.settings.nvme
+        )
 
     def with_gradients(self, compiled: jax.stages.Compiled) -> "NvmeStep":
         """This step, with gradients from `compiled` (see `lower`)."""
@@ -112,7 +109,7 @@ class NvmeStep:
 
     def _small(self, state: TrainState, params: Parameters) -> TrainState:
         """The state that gradients are computed from."""
-        large = [one.name for one in self._streamed.plain.transforms if one.by_parameter]
+        large = [one.name for one in self._placement.program.update.transforms if one.by_parameter]
         extra = {name: own for name, own in state.extra.items() if name not in large}
         return replace(state, params=params, opt_state=(), extra=extra)
 
@@ -144,12 +141,12 @@ class NvmeStep:
 
     def gradient(self, small: TrainState, batch: Any) -> tuple[Pending, Sums, jax.Array]:
         """The update that the gradients' program computes, for `build_train_step`."""
-        return self._streamed.gradient(small, self._streamed.compute_copy(small.params), batch)
+        return self._placement.gradient(small, self._placement.compute_copy(small.params), batch)
 
     def lower(self, train_step: Callable[[TrainState, Any], tuple[Pending, Metrics]], abstract_batch: Any) -> jax.stages.Lowered:
         """The gradients' program, from the step of `gradient`."""
         params = nested({name: self._read_as(name, leaf) for name, leaf in flat_params(self._abstract.params).items()})
-        small, whole = self._small(self._abstract, params), NamedSharding(self._mesh, PartitionSpec())
+        small, whole = self._small(self._abstract, params), NamedSharding(self._placement.program.mesh, PartitionSpec())
         after = jax.tree.map(lambda leaf: leaf.sharding, replace(small, params={}))
         grads = jax.tree.map(lambda leaf: on_device(leaf.sharding), params)
         out: Any = Pending(grads, whole, whole, after)  # type: ignore[arg-type]
@@ -157,9 +154,9 @@ class NvmeStep:
 
     def _read_as(self, name: Name, leaf: Any) -> jax.ShapeDtypeStruct:
         """A parameter as the gradients' program takes it: the copy, where the master is in the file."""
-        if self._streamed.offloading.tier(("params", *name)) != "nvme":
+        if self._placement.tier(("params", *name)) != "nvme":
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, self._config.precision.compute, sharding=on_device(leaf.sharding))
+        return jax.ShapeDtypeStruct(leaf.shape, self._placement.config.precision.compute, sharding=on_device(leaf.sharding))
 
     # The update.
 
@@ -210,10 +207,10 @@ class NvmeStep:
         here = [path for path in group.leaves if path not in filed]
         shardings = [on_device(flat[path].sharding) for path in group.leaves if path in filed]
         copies = [on_device(flat["params", *name].sharding) for name in group.names if ("params", *name) in filed]
-        whole = NamedSharding(self._mesh, PartitionSpec())
+        whole = NamedSharding(self._placement.program.mesh, PartitionSpec())
         out = shardings, [flat[path].sharding for path in here], copies, whole
-        run = partial(update_piece, self._streamed.plain, group, filed)
-        return jax.jit(run, out_shardings=out, donate_argnums=(1, 2, 3), compiler_options=self._options)
+        run = partial(update_piece, self._placement.program.update, group, filed)
+        return jax.jit(run, out_shardings=out, donate_argnums=(1, 2, 3), compiler_options=self._placement.program.compiler_options)
 
 
 def update_piece(

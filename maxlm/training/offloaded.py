@@ -74,55 +74,6 @@ class GroupUpdate:
         return [new[path] for path in self._group.leaves]
 
 
-class Offloading:
-    """Where the leaves of a state live, and the update of those that live elsewhere than on the device."""
-
-    def __init__(self, settings: OffloadStateConfig, model: ModelConfig, *, split: bool) -> None:
-        """`split`: masters are stored in two parts, of which matmuls read one."""
-        self._settings, self._model, self._split = settings, model, split
-        self._axes = flat_params(parameter_axes(model))
-
-    def shardings(self, shardings: TrainState) -> TrainState:
-        """`shardings` with the memory of every leaf: of matrices, those kinds of state that the settings name."""
-
-        def place(path: tuple[Any, ...], sharding: NamedSharding) -> NamedSharding:
-            return on_host(sharding) if self.tier(path_of(path)) is not None else sharding
-
-        return jax.tree_util.tree_map_with_path(place, shardings)
-
-    def tier(self, path: Name) -> str | None:
-        """Tier of the leaf at this path of the state: host, nvme or None for the device."""
-        masters = ("extra",) if self._split else ("extra", "params")
-        kind = self._settings.optimizer if path[0] == "opt_state" else self._settings.master if path[0] in masters else None
-        owner = owner_of(path, self._axes)
-        if path[0] == "params" and owner is not None and self.is_hosted(owner) and not self.is_copied(owner):
-            kind = self._settings.weights
-        return kind if kind is not None and owner is not None and is_matrix(self._axes[owner]) else None
-
-    def is_hosted(self, name: Name) -> bool:
-        """True for a matrix of layers with weights or gradients on the host."""
-        return self._settings.layers_on_host and name[0] == STACK and is_matrix(self._axes[name])
-
-    def is_copied(self, name: Name) -> bool:
-        """True for a parameter that matmuls read as a copy."""
-        return is_matrix(self._axes[name]) and not self._split
-
-    def groups(self, state: TrainState) -> list[Group]:
-        """The parameters of an abstract state in the order in which they are updated."""
-        names: dict[Name, list[Name]] = {}
-        for name in self._axes:
-            group = group_of(self._model, name)
-            names.setdefault(group.path if group is not None and group.stacked else (), []).append(name)
-        leaves = {path: leaf for path, leaf in flat_state(state).items() if path[0] != "model_state"}
-        owners = {path: owner_of(path, self._axes) for path in leaves}
-        found = []
-        for place, members in names.items():
-            paths = tuple(path for path, owner in owners.items() if owner in members)
-            pieces = pieces_of([leaves[path] for path in paths], whole=not place)  # the layers of a stack are independent
-            found.append(Group(tuple(members), paths, pieces))
-        return found
-
-
 class _HostedGradients(Update):
     """An update that computes gradients of layers in host memory."""
 
@@ -139,45 +90,84 @@ class _HostedGradients(Update):
         return jnp.sqrt(jnp.square(norm) + sum(far)) if far else norm
 
 
-class StreamedUpdate:
-    """`update` of a state of which parts are in host memory, as one program."""
+class Offloaded(Placement):
+    """Parts of the state in host memory (`memory.offload_state`): where its leaves live, and their update as one program."""
 
-    def __init__(self, update: Update, abstract: TrainState, offloading: Offloading, settings: OffloadStateConfig) -> None:
-        self.plain, self.config, self.offloading, self._settings = update, update.config, offloading, settings
-        self._abstract = abstract
+    on_device = False
 
-    @cached_property
-    def groups(self) -> list[Group]:
-        """All groups, in the order of their updates."""
-        return self.offloading.groups(self._abstract)
+    def __init__(self, program: Program, settings: OffloadStateConfig) -> None:
+        super().__init__(program)
+        self.config, self.settings, self.run = program.config, settings, self._update
+        self._axes = flat_params(parameter_axes(program.config.model))
+        self._split = difference_dtype(program.config.optimizer.state) is not None  # of two parts of a master, matmuls read one
+
+    @classmethod
+    def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
+        return None if settings.on_nvme else cls(program, settings)
+
+    # Where leaves live.
+
+    def shardings(self, shardings: TrainState) -> TrainState:
+        """Matrices of the kinds of state that the settings name are in host memory."""
+
+        def place(path: tuple[Any, ...], sharding: NamedSharding) -> NamedSharding:
+            return on_host(sharding) if self.tier(path_of(path)) is not None else sharding
+
+        return jax.tree_util.tree_map_with_path(place, shardings)
+
+    def tier(self, path: Name) -> str | None:
+        """Tier of the leaf at this path of the state: host, nvme or None for the device."""
+        masters = ("extra",) if self._split else ("extra", "params")
+        kind = self.settings.optimizer if path[0] == "opt_state" else self.settings.master if path[0] in masters else None
+        owner = owner_of(path, self._axes)
+        if path[0] == "params" and owner is not None and self._is_hosted(owner) and not self._is_copied(owner):
+            kind = self.settings.weights
+        return kind if kind is not None and owner is not None and is_matrix(self._axes[owner]) else None
+
+    def _is_hosted(self, name: Name) -> bool:
+        """True for a matrix of layers with weights or gradients on the host."""
+        return self.settings.layers_on_host and name[0] == STACK and is_matrix(self._axes[name])
+
+    def _is_copied(self, name: Name) -> bool:
+        """True for a parameter that matmuls read as a copy."""
+        return is_matrix(self._axes[name]) and not self._split
+
+    def create(self, make: Callable[..., TrainState], *given: Parameters) -> TrainState:
+        state: TrainState = create(make, self.program.state_shardings, *given, keep=self.keep)
+        return state
+
+    def keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        """The stand-in for a leaf of a state that is created: itself."""
+        return leaf
+
+    # Parameters as the forward pass reads them.
 
     def compute_copy(self, params: Parameters) -> Parameters:
         """Parameters as the forward pass reads them: matrices in `precision.compute`, on the device unless `weights` are on the host."""
         flat, dtype = flat_params(params), self.config.precision.compute
         pieces = {name: group.pieces for group in self.groups for name in group.names}
-        copied = {name: leaf for name, leaf in flat.items() if self.offloading.is_copied(name)}
+        copied = {name: leaf for name, leaf in flat.items() if self._is_copied(name)}
         far = [name for name in copied if self._computed_on_host(name)]
         copies = {name: copy_to_device(leaf, dtype, pieces[name]) for name, leaf in copied.items() if name not in far}
         copies |= dict(zip(far, copy_on_host([flat[name] for name in far], dtype), strict=True)) if far else {}
         return nested({name: copies.get(name, leaf) for name, leaf in flat.items()})
 
     def _computed_on_host(self, name: Name) -> bool:
-        return self._settings.weights is not None and self.offloading.is_hosted(name)
+        return self.settings.weights is not None and self._is_hosted(name)
 
-    @cached_property
-    def computed_shardings(self) -> Parameters:
-        """Shardings of the parameters as the forward pass reads them."""
-        flat = flat_params(self._abstract.params)
+    def read_shardings(self) -> Parameters:
+        """Shardings of parameters as the forward pass reads them."""
+        flat = flat_params(self.program.abstract_state.params)
         return nested({name: (on_host if self._computed_on_host(name) else on_device)(leaf.sharding) for name, leaf in flat.items()})
 
     def copy_of(self, name: Name, leaf: jax.Array) -> Any:
         """A master of this name as matmuls read it, on the device."""
         pieces = next(group.pieces for group in self.groups if name in group.names)
         copy = partial(copy_to_device, dtype=self.config.precision.compute, pieces=pieces)
-        return jax.jit(copy, out_shardings=on_device(flat_params(self._abstract.params)[name].sharding))(leaf)
+        return jax.jit(copy, out_shardings=on_device(flat_params(self.program.abstract_state.params)[name].sharding))(leaf)
 
     def readable(self, state: TrainState) -> TrainState:
-        """`state` with its parameters as the forward pass reads them: those that are elsewhere than on the device as `compute_copy`."""
+        """Parameters that are elsewhere than on the device become a `compute_copy`."""
         state = replace(state, params=load_all(state.params))
         if not any(map(is_on_host, jax.tree.leaves(state.params))):
             return state
@@ -185,15 +175,17 @@ class StreamedUpdate:
 
     @cached_property
     def _readable(self) -> Any:
-        return jax.jit(self.compute_copy, out_shardings=self.computed_shardings)
+        return jax.jit(self.compute_copy, out_shardings=self.read_shardings())
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
+    # The update.
+
+    def _update(self, state: TrainState, batch: Any) -> tuple[TrainState, Sums, Float[Array, ""]]:
         """As `Update`: every group of parameters is updated after the one before it."""
         pending, sums, norm = self.gradient(state, self.compute_copy(state.params), batch)
         leaves, grads = flat_state(state), flat_params(pending.gradient)
         new = leaves | flat_state(pending.after)
         for group in self.groups:
-            update = GroupUpdate(self.plain, group, leaves, pending)
+            update = GroupUpdate(self.program.update, group, leaves, pending)
             changed = stream(update, [leaves[path] for path in group.leaves], [grads[name] for name in group.names], group.pieces)
             new |= dict(zip(group.leaves, changed, strict=True))
             new |= update.shared if group.pieces == 1 else {}  # in a loop they are tracers of its body
@@ -207,76 +199,51 @@ class StreamedUpdate:
         A gradient is in the memory of what is differentiated. So where weights and gradients of the layers are in different memories,
         arrays that are never read stand for the weights in the tree of parameters, and the weights are passed apart.
         """
-        flat, gradients_on_host = flat_params(params), self._settings.gradients == "host"
-        apart = {name: leaf for name, leaf in flat.items() if self.offloading.is_hosted(name) and is_on_host(leaf) != gradients_on_host}
+        flat, gradients_on_host = flat_params(params), self.settings.gradients == "host"
+        apart = {name: leaf for name, leaf in flat.items() if self._is_hosted(name) and is_on_host(leaf) != gradients_on_host}
         flat |= {name: (jnp.zeros if is_on_host(leaf) else empty_on_host)(leaf.shape, leaf.dtype) for name, leaf in apart.items()}
-        plain, scan = self.plain, self.scan(apart)
+        plain, scan = self.program.update, self._scan(apart)
         gradients = build_gradients(plain.objective, jax.sharding.get_abstract_mesh().shape, scan)
         hosted = _HostedGradients(self.config, plain.objective, plain.optimizer, gradients, plain.transforms)
         pending, sums, norm = hosted.gradient(replace(state, params=nested(flat), opt_state=()), batch)
         layers, others = split_layers(pending.gradient)
         return pending._replace(gradient=layers | jax.tree.map(lambda g: g.astype(jnp.float32), others)), sums, norm
 
-    def scan(self, read: Leaves) -> Scan | None:
-        """Scan over layers in host memory, if they are. `read`: matrices that are read in place of parameters."""
+    @property
+    def scan(self) -> Scan | None:  # type: ignore[override]
+        """Scan over layers in host memory, if they are."""
+        return self._scan({})
+
+    def _scan(self, read: Leaves) -> Scan | None:
+        """`read`: matrices that are read in place of parameters."""
         inputs_on_host = "layer_input" in self.config.memory.offload
-        return layer_scan(self.config.model, read, inputs_on_host=inputs_on_host) if self._settings.layers_on_host else None
+        return layer_scan(self.config.model, read, inputs_on_host=inputs_on_host) if self.settings.layers_on_host else None
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The parameters in the order in which they are updated."""
+        names: dict[Name, list[Name]] = {}
+        for name in self._axes:
+            group = group_of(self.config.model, name)
+            names.setdefault(group.path if group is not None and group.stacked else (), []).append(name)
+        leaves = {path: leaf for path, leaf in flat_state(self.program.abstract_state).items() if path[0] != "model_state"}
+        owners = {path: owner_of(path, self._axes) for path in leaves}
+        found = []
+        for place, members in names.items():
+            paths = tuple(path for path, owner in owners.items() if owner in members)
+            pieces = pieces_of([leaves[path] for path in paths], whole=not place)  # the layers of a stack are independent
+            found.append(Group(tuple(members), paths, pieces))
+        return found
 
     def _counted(self, leaves: Leaves, pending: Pending) -> Leaves:
         """New counters alone, which depend on no parameter: XLA leaves out the rest of an update of zeros."""
         group = self.groups[0]
-        update = GroupUpdate(self.plain, group, leaves, pending)
+        update = GroupUpdate(self.program.update, group, leaves, pending)
         rows = [leaves[path].shape[0] // group.pieces for path in group.leaves]
         zeros = [jnp.zeros((row, *leaves[path].shape[1:]), leaves[path].dtype) for path, row in zip(group.leaves, rows, strict=True)]
         of_params = {path[1:]: zero for path, zero in zip(group.leaves, zeros, strict=True) if path[0] == "params"}
         update(zeros, [of_params[name] for name in group.names], 0)
         return update.shared
-
-
-class Offloaded(Placement):
-    """Parts of the state in host memory (`memory.offload_state`)."""
-
-    on_device = False
-
-    def __init__(self, program: Program, settings: OffloadStateConfig) -> None:
-        super().__init__(program)
-        self.settings = settings
-        self.offloading = Offloading(settings, program.config.model, split=difference_dtype(program.config.optimizer.state) is not None)
-
-    @classmethod
-    def from_config(cls, settings: OffloadStateConfig, program: Program) -> Self | None:
-        """None where some state is in files: `InFiles`."""
-        return None if settings.on_nvme else cls(program, settings)
-
-    @cached_property
-    def run(self) -> StreamedUpdate:  # type: ignore[override]
-        """The update, as one program."""
-        return StreamedUpdate(self.program.update, self.program.abstract_state, self.offloading, self.settings)
-
-    @property
-    def scan(self) -> Scan | None:  # type: ignore[override]
-        return self.run.scan({})
-
-    def shardings(self, shardings: TrainState) -> TrainState:
-        """Matrices of the kinds that the settings name are in host memory."""
-        return self.offloading.shardings(shardings)
-
-    def create(self, make: Callable[..., TrainState], *given: Parameters) -> TrainState:
-        """Create the state some leaves at a time."""
-        state: TrainState = create(make, self.program.state_shardings, *given, keep=self.keep)
-        return state
-
-    def keep(self, path: tuple[Any, ...], leaf: jax.Array) -> Any:
-        """The stand-in for a leaf of a state that is created: itself."""
-        return leaf
-
-    def readable(self, state: TrainState) -> TrainState:
-        """A copy of the parameters, as the forward pass reads them."""
-        return self.run.readable(state)
-
-    def read_shardings(self) -> Parameters:
-        """Shardings of this copy."""
-        return self.run.computed_shardings
 
 
 # Layers in host memory.

@@ -229,7 +229,7 @@ def learning_rate(config: Config) -> optax.Schedule:
     optimizer, ramped = config.optimizer, bool(config.train.batch_ramp)
     passed = _passed(config.batch_sizes, config.total_steps) if ramped else lambda step: step
     peak, end = optimizer.peak_lr, optimizer.peak_lr * optimizer.end_lr_fraction
-    steps = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
+    steps = config.warmup_steps
     total, warmup = passed(config.total_steps), passed(steps)
     after = max(total - warmup, 1)
     if optimizer.schedule == "cosine":

@@ -35,7 +35,7 @@ def gradients(
     assignment = StageAssignment(config.model, jax.sharding.get_abstract_mesh().shape["stage"], settings.chunks)
     schedule = Schedule(settings.schedule, assignment.stages, count, assignment.chunks)
     microbatches = jax.vmap(objective.inputs)(split(batch, count)), jnp.broadcast_to(denominator, (count,))
-    cast = cast_matrices(config, params)
+    cast = cast_matrices(config.model, config.precision.compute, params)
     layers = scatter_to_stages(assignment, cast)
     constants = scatter_to_stages(assignment, model_state, model_state_specs) if model_state else {}
     ends, end_state = (split_layers(tree, pattern=True)[1] for tree in (cast, model_state))

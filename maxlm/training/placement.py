@@ -18,7 +18,7 @@ Program = Any  # `training.program.Program`, which imports this module
 class Placement:
     """The state on the devices, and its update as one program."""
 
-    resident_bytes = 0  # of the state on a device, beside what the largest program holds
+    resident_bytes = 0  # of the state on a device that the largest program does not hold
     on_device = True  # all of the state, always
     scan: Scan | None = None  # over layers that are not on the device
     run: Any = None  # computes the update, where `Program.update` itself does not

@@ -1,7 +1,6 @@
 """A config turned into compiled functions on a mesh: chooses how an update is made, and how state and batch are split."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -21,8 +20,8 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
-from maxlm.telemetry.compilations import because
 from maxlm.telemetry.metric import Metric
+from maxlm.training.by_size import BySize
 from maxlm.training.gradients import build_gradients, cast_frozen
 from maxlm.training.optimizer import build_optimizer
 from maxlm.training.placement import Placement
@@ -53,32 +52,6 @@ def in_order(transforms: Sequence[Transform]) -> list[Transform]:
         if names.count(name) > 1:
             raise UserError(f"{kind}.name = {name!r} is the name of another transform, too: rename one of them.")
     return sorted(transforms, key=lambda one: phases.index(one.phase))
-
-
-class BySize:
-    """Programs for batches of several sizes (`train.batch_ramp`): called as one of them, with a batch as the last argument."""
-
-    def __init__(self, compiled: Callable[[int], jax.stages.Compiled], *first: int) -> None:
-        """`compiled` compiles the program of batches of a size; those of the sizes `first` at once."""
-        self._compile = compiled
-        self._compiled = {size: compiled(size) for size in first}
-
-    def __call__(self, *args: Any) -> Any:
-        size = len(args[-1].tokens_BS)
-        self.prepare((size,))
-        return self._compiled[size](*args)
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Compile the programs of these sizes, those that are not yet."""
-        for size in sizes:
-            if size not in self._compiled:
-                why = f"batches of {size:,} sequences, of which there were none before in this attempt"
-                with because(why) if self._compiled else nullcontext():
-                    self._compiled[size] = self._compile(size)
-
-    def memory_analysis(self) -> Any:
-        """XLA's figures of the program of the largest batches."""
-        return self._compiled[max(self._compiled)].memory_analysis()
 
 
 @dataclass(frozen=True)
@@ -124,7 +97,7 @@ class Program:
 
     @cached_property
     def probes(self) -> list[Any]:
-        """Programs that look at the model beside the step, now and then."""
+        """Programs apart from the step, which look at the model now and then."""
         return build(self.config, "probes", program=self)
 
     @cached_property
@@ -218,7 +191,7 @@ class Program:
         """The jitted evaluation of one held-out batch, (params, model state, batch) -> Sums; of a state that is readable."""
 
         def figures(params: Parameters, model_state: Parameters, batch: Any) -> Sums:
-            loss = cast_frozen(self.config, self.objective.loss)
+            loss = cast_frozen(self.config.model, self.config.precision.compute, self.objective.loss)
             return loss(params, model_state, batch, scan=self.placement.scan, training=False)[1]
 
         split = self.placement.read_shardings(), self.state_shardings.model_state, self.batch_sharding

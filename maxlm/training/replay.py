@@ -83,7 +83,9 @@ class Replay:
 
         def forward(params: Parameters, model_state: Parameters, batch: Any, step: jax.Array) -> Any:
             batch = program.objective.with_randomness(batch, step)
-            total, sums = cast_frozen(program.config, program.objective.loss)(params, model_state, batch)
+            total, sums = cast_frozen(program.config.model, program.config.precision.compute, program.objective.loss)(
+                params, model_state, batch
+            )
             return total, sums.added
 
         state = jax.eval_shape(program.placement.readable, program.abstract_state)

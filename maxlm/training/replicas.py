@@ -22,6 +22,7 @@ from maxlm.checkpoint.digest import leaf_sums
 from maxlm.checkpoint.tree_paths import named_leaves
 
 LARGEST = float(np.finfo(np.float32).max)
+CLEARLY = 4.0  # times the distance of the next copy from the right value, at which a copy is the wrong one
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,12 @@ def judge_copies(values: dict[int, Any]) -> Verdict:
     return Verdict(suspects=frozenset(alone or fewer or values))
 
 
-def judge_by(right: float, values: dict[int, float], times: float = 4.0) -> Verdict:
+def judge_by(right: float, values: dict[int, float]) -> Verdict:
     """Verdict on copies of one element, once the step was computed again and all copies then held `right`: a wrong copy changes the
-    gradient of all a little, so none need equal it, and the odd one is `times` further away than the next.
+    gradient of all a little, so none need equal it, and the odd one is `CLEARLY` times as far away as the next.
     """
     away = sorted(values, key=lambda position: abs(values[position] - right))
     furthest, next_one = (abs(values[position] - right) for position in (away[-1], away[-2]))
-    if furthest > times * next_one:
+    if furthest > CLEARLY * next_one:
         return Verdict(odd=frozenset(away[-1:]))
     return Verdict(suspects=frozenset(values))

@@ -153,7 +153,7 @@ class SavedRun:
         return found
 
     def sources(self, kind: str) -> set[str]:
-        """Names of the leaves of a checkpoint that weights of this kind are computed from, without those of the model state."""
+        """Names of the leaves of a checkpoint that weights of this kind are computed from, apart from the model state."""
         asked = self._asked(self._parameters(kind, None))
         return {".".join(path_of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(asked)[0]}
 

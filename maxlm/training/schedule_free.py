@@ -73,7 +73,6 @@ class AveragedPoint(StoredForm):
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, device_mesh: Mesh | None, model: ModelConfig) -> Self | None:
-        """None with another optimizer."""
         return cls(optimizer.beta1, model, device_mesh) if optimizer.name == NAME else None
 
     def asked(self, entries: Parameters) -> Parameters:

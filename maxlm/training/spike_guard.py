@@ -80,14 +80,11 @@ class SpikeGuard(Transform):
 
     @classmethod
     def from_config(cls, health: HealthConfig, diloco: DilocoConfig | None, total_steps: int) -> Self | None:
-        """None where spikes are not skipped."""
         return cls(health, None if diloco is None else total_steps) if health.spike == "skip" else None
 
     def first(self, params: Parameters) -> tuple[Parameters, Window]:
-        """An empty window."""
         return params, empty_window()
 
     def judge(self, own: Window, state: TrainState, loss: Array, norm: Array) -> tuple[Bool[Array, ""], Window]:
-        """Refuse a spike."""
         refused, window = judge(own, state.step, loss, norm, self._settings)
         return refused if self._last is None else refused & (state.step + 1 < self._last), window

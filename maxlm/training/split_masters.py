@@ -63,24 +63,19 @@ class SplitMasters(Transform, StoredForm):
 
     @classmethod
     def from_config(cls, settings: OptimizerStateConfig, model: ModelConfig, train_seed: int) -> Self | None:
-        """None where masters are float32."""
         return None if difference_dtype(settings) is None else cls(settings, model, train_seed)
 
     def first(self, params: Parameters) -> tuple[Parameters, Parameters]:
-        """The halves of the parameters, and the differences."""
         in_two = jax.tree.map(lambda matrix: matrix or None, matrices(self._model))
         return self._split(params, in_two, None, 0)
 
     def shardings(self, params: Parameters, mesh: Mesh) -> Parameters:
-        """Split as the parameters."""
         return jax.tree.map(lambda matrix, own: own if matrix else None, matrices(self._model), params)
 
     def read(self, params: Parameters, own: Any) -> Parameters:
-        """The float32 masters."""
         return join_all(params, own)
 
     def write(self, params: Parameters, own: Any, state: TrainState, first_row: Array | int) -> tuple[Parameters, Any]:
-        """Split the updated masters."""
         return self._split(params, own, state.step, first_row)
 
     def _split(

@@ -10,7 +10,7 @@ class StoredForm:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> "StoredForm | None":
-        """The form that a section asks for; None if it asks for none. Parameters as those of `Transform.from_config`; `device_mesh` is None
+        """The form that a section asks for; None if it asks for none. Parameters as in `Transform.from_config`; `device_mesh` is None
         for a checkpoint.
         """
         raise NotImplementedError

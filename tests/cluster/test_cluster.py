@@ -178,8 +178,8 @@ def test_a_crash_ends_the_process_also_if_nobody_reads_its_output(monkeypatch):
     class Group:
         spec, configured, hosts, codes_before = ProcessSpec(1, 0, "localhost:1", "a test"), (0,), ("h",), {}
 
-        def own_label(self):
-            return "h (process 0)"
+        def label(self, number):
+            return f"h (process {number})"
 
         def leave(self, reason, code):
             left.append((reason, code))

@@ -8,16 +8,15 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from extensions.swa import CAPABILITY
+from extensions.swa import CAPABILITY, StochasticAverage, SwaConfig
 from tiny import run_steps, tiny_batch, tiny_config, tiny_program
 from typer.testing import CliRunner
 
 import maxlm
 from maxlm.checkpoint import Checkpoints
 from maxlm.cli import app
-from maxlm.config import ConfigError, load, sections, table
+from maxlm.config import ConfigError, UserError, load, sections, table
 from maxlm.config.capability import Capability, load as load_object, value_of
-from maxlm.config.errors import UserError
 from maxlm.config.explain import sections_of
 from maxlm.config.loader import dump, saved_text
 from maxlm.config.sections.mesh import AXES
@@ -38,8 +37,7 @@ def registry(monkeypatch):
     monkeypatch.setattr(table, "_registered", [])
     yield
     monkeypatch.undo()
-    table.capabilities.cache_clear()
-    table.config_class.cache_clear()
+    table.clear()
 
 
 @pytest.fixture
@@ -48,11 +46,11 @@ def average(registry):
     maxlm.register(CAPABILITY)
 
 
-def fails(config, section):
+def fails(section):
     raise KeyError("oops")
 
 
-def yields_three(config, section):
+def yields_three(section):
     yield "mine.every", 1, "is wrong"
 
 
@@ -73,7 +71,7 @@ HERE = f"{__name__}:"
 RECORDS = {  # a record of a stranger that no config could use -> its error
     "known key": ({"key": "ema"}, "has ema already"),
     "a setting": ({"key": "train.steps"}, "has a setting of that name"),
-    "an attribute": ({"key": "total_steps"}, "is an attribute of Config"),
+    "a figure": ({"key": "total_steps"}, "has a setting of that name"),
     "in a section that may be absent": ({"key": "diloco.mine"}, "diloco is no section that every config has"),
     "no name": ({"key": "a\nb"}, r"key='a\\nb'\): its key is no setting"),
     "no text": ({"key": 5}, "is no setting"),
@@ -82,6 +80,7 @@ RECORDS = {  # a record of a stranger that no config could use -> its error
     "places as text": ({"transforms": "extensions.swa:StochasticAverage"}, "is no tuple of places"),
     "no place": ({"observers": ("extensions.swa",)}, "is no tuple of places"),
     "a rule alone": ({"rules": fails}, "rules is no tuple of functions"),
+    "a rule of an older form": ({"rules": (lambda config, section: iter(()),)}, "asks for section, which is no setting"),
     "known average": ({"average": "ema"}, "is taken"),
 }
 
@@ -100,12 +99,12 @@ def test_a_record_that_no_config_could_use_is_refused_and_changes_nothing(regist
     [
         ({"rules": (fails,)}, r"mine: rules fails failed: KeyError: 'oops' \(line \d+ of .*test_capabilities.py\); mend the package"),
         ({"rules": (yields_three,)}, "mine: rules yields_three failed: ValueError: not enough values"),
-        ({"identity": lambda config, mine: None}, "mine: identity failed: TypeError"),
-        ({"state": lambda config, mine, state, sizes: None}, "mine: state failed: AttributeError"),
+        ({"identity": lambda mine: None}, "mine: identity failed: TypeError"),
+        ({"state": lambda mine, state: None}, "mine: state failed: AttributeError"),
         ({"transforms": ("nowhere.x:Y",)}, "mine: transforms nowhere.x:Y failed: ModuleNotFoundError: No module named 'nowhere'"),
         ({"transforms": ("extensions.swa:Nope",)}, "mine: transforms extensions.swa:Nope failed: AttributeError: .* no attribute 'Nope'"),
         ({"transforms": (f"{HERE}fails",)}, "mine: transforms .*fails failed: AttributeError: .*no attribute 'from_config'"),
-        ({"transforms": (f"{HERE}Misspelt",)}, "mine: from_config .*parameter train_sede .* is no setting"),
+        ({"transforms": (f"{HERE}Misspelt",)}, "mine: from_config .*asks for train_sede, which is no setting"),
         ({"transforms": (f"{HERE}Other",)}, "Other is no transform of an update: derive it"),
     ],
 )
@@ -122,7 +121,7 @@ def test_code_of_a_package_that_fails_is_named_in_one_line(registry, fields, err
 def test_a_saved_run_names_the_section_that_no_package_registers_here(average, tmp_path):
     (tmp_path / "config.yml").write_text(saved_text(load("runs/quickstart", ["train.swa.every=3"]).config))
     table._registered.clear()
-    table._forget()
+    table.clear()
     with pytest.raises(
         UserError, match=r"train.swa = .*no such setting .* if a package registers train.swa, run the program that imports it"
     ):
@@ -213,8 +212,49 @@ def test_state_lies_where_masters_lie():
     assert vectors.bytes_in("host", "nvme") == 0 and vectors.bytes_in(None) == 4 + 8 + 4
 
 
+def test_a_rule_that_asks_for_no_setting_is_refused_when_it_is_registered(average):
+    def misspelled(swa, total_stops):
+        yield from ()
+
+    with pytest.raises(ValueError, match=r"lawa: misspelled asks for total_stops, which is no setting and no figure"):
+        maxlm.register(Capability(key="lawa", section=SwaConfig, rules=(misspelled,)))
+    assert "lawa" not in {one.key for one in table.capabilities()}
+
+
+def test_a_rule_gets_what_its_parameters_name(average):
+    seen = []
+
+    def reads(section, health_layers, mesh, precision_scaling, total_steps, microbatches_of):
+        seen.append((section, health_layers, mesh, precision_scaling, total_steps, microbatches_of(64, ONE)))
+        yield from ()
+
+    maxlm.register(Capability(key="lawa", section=SwaConfig, rules=(reads,)))
+    config = load("runs/quickstart", ["lawa={}", "health.layers=warn", "train.global_batch=64", "train.steps=70"]).config
+    assert seen == [(value_of(config, "lawa"), "warn", config.mesh, None, 70, 1)]
+    with pytest.raises(ConfigError, match=r"exactly one of train.steps and train.tokens"):
+        load("runs/quickstart", ["lawa={}", "train.steps=null"])
+    assert len(seen) == 1, "a rule on a length waits until there is one"
+
+
 @pytest.mark.parametrize("module", ["maxlm.config", "maxlm.config.rules", "maxlm.config.loader", "maxlm.hardware.xla_flags", "maxlm"])
 def test_configs_load_nothing_heavy(module):
     said = f"import sys, {module}; print(sorted({{'jax', 'flax', 'numpy', 'optax'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"), [(("phase", "last"), "'last' is no phase of an update"), (("name", "ema"), "'ema' is the name of")]
+)
+def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkeypatch, named, message):
+    monkeypatch.setattr(StochasticAverage, *named)
+    with pytest.raises(ValueError, match=message):
+        _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
+
+
+def test_sections_without_a_place_or_that_exclude_each_other_are_refused(average):
+    with pytest.raises(ValueError, match="samples is no section that every config has: choose another key for SwaConfig"):
+        maxlm.register(Capability(key="samples.swa", section=SwaConfig))
+    maxlm.register(Capability(key="local", section=SwaConfig, update=("maxlm.training.diloco:LocalUpdates",)))
+    with pytest.raises(UserError, match="LocalUpdates and LocalUpdates replace Update, each for a section"):
+        _ = tiny_program(1, diloco={"workers": 2, "every": 2}, local={}).update

@@ -33,6 +33,10 @@ HOLD = (
 )
 
 
+def lock(config):
+    return ownership.locked(config.run, config.checkpoint, config.elastic, print)
+
+
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds tmp_path/run."""
@@ -113,7 +117,7 @@ def test_a_run_whose_checkpoints_go_into_its_own_folder_by_another_name_does_not
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to("runs")
     config = tiny_config(run={"dir": str(tmp_path / "link"), "name": "a"}, checkpoint={"dir": str(tmp_path / "runs" / "a")})
-    with ownership.locked(config, print):
+    with lock(config):
         assert (tmp_path / "runs" / "a" / directory_lock.NAME).exists()
 
 
@@ -131,11 +135,17 @@ def test_two_runs_never_save_in_one_folder(tmp_path, monkeypatch, how):
         (runs / linked).mkdir(parents=True)
         (runs / linked / "checkpoints").symlink_to(runs / of / "checkpoints")
     for one, other in ((first, second), (second, first)):
-        with ownership.locked(one, print), pytest.raises(UserError, match=f"checkpoints: process {os.getpid()} on .* uses it; "):
-            ownership.locked(other, print).__enter__()
+        with (
+            lock(one),
+            pytest.raises(UserError, match=f"checkpoints: process {os.getpid()} on .* uses it; "),
+        ):
+            lock(other).__enter__()
         assert not list(tmp_path.rglob(directory_lock.NAME))
     alone = tiny_config(run={"dir": str(runs), "name": "c"})
-    with ownership.locked(first, print), ownership.locked(alone, print):
+    with (
+        lock(first),
+        lock(alone),
+    ):
         assert not Checkpoints(shared, first.checkpoint, {}).steps() + Checkpoints(shared, first.checkpoint, {}).strays()
 
 

@@ -14,9 +14,8 @@ from maxlm import __version__, cli
 from maxlm.config import UserError, load, loader
 from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, RUN_CONFIG, SHIPPED, dump, load_saved, saved_text
-from maxlm.config.rules import check_devices
+from maxlm.config.rules import check_devices, topology_of
 from maxlm.config.schema import Config, MemoryConfig, SamplesConfig
-from maxlm.config.sections.cluster import topology_of
 
 RUNS = sorted(str(path.relative_to(SHIPPED)) for path in (SHIPPED / "runs").glob("*.yml"))
 BASE = """

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load
-from maxlm.config.sections.cluster import topology_of
+from maxlm.config.rules import topology_of
 from maxlm.cost.advice import _not_calibrated
 from maxlm.cost.calibration import FIELD, calibrated, of_config, read
 from maxlm.cost.mesh_links import node_links

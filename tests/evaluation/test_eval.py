@@ -103,7 +103,7 @@ def test_generated_text_follows_the_token_that_a_published_tokenizer_adds(worksp
 def test_a_run_that_quantizes_what_travels_to_experts_is_evaluated_on_any_mesh(overrides):
     moe = {"n_experts": 4, "top_k": 2, "d_ff": 32}
     trained = tiny_config(model={"moe": moe}, mesh={"expert": 2}, precision={"dispatch": {"format": "int8"}})
-    config = opening._config(trained, overrides, 32)
+    config = opening._config(trained.model, trained.precision, overrides, 32)
     assert config.precision.dispatch == (trained.precision.dispatch if overrides else None)
 
 

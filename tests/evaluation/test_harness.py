@@ -140,7 +140,7 @@ def test_what_the_model_class_cannot_do_is_one_line(models, workspace):
 
     for arguments, wanted in (
         ({"contxt": 32}, "contxt is no argument of maxlm"),
-        ({"weights": "best"}, "weights=best is neither raw nor ema"),
+        ({"weights": "best"}, "weights=best is no kind of weights: use raw or ema"),
         ({"weights": "ema"}, "no moving average"),
         ({"train.steps": 3}, "settings of mesh and precision"),
     ):

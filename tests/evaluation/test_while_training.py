@@ -17,7 +17,7 @@ from maxlm.evaluation import language_model
 from maxlm.evaluation.opening import open_model
 from maxlm.evaluation.run_task import run_task
 from maxlm.evaluation.task import find_tasks
-from maxlm.evaluation.while_training import open_tasks
+from maxlm.evaluation.while_training import TrainingTasks
 from maxlm.interop.importing import import_model
 from maxlm.parallel import build_mesh
 from maxlm.run import open_run
@@ -40,7 +40,7 @@ def test_tasks_of_a_training_mesh_are_those_of_the_command_without_a_copy_of_the
     config = load("small.yml", overrides).config
     program = build_program(config, build_mesh(config))
     state = program.init()
-    tasks = open_tasks(config, program.mesh, tmp_path)
+    tasks = TrainingTasks(config, program.mesh, tmp_path)
     assert tasks.every == 2
     assert not list(tmp_path.iterdir())
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
@@ -78,7 +78,7 @@ def test_prompts_begin_as_those_of_the_model_that_the_run_starts_from(workspace,
     branch = f"train.branch_from={{path: {tmp_path / 'source'}, step: 1}}"
     for more, goes_on, opening in (([], False, 0), ([tuned], False, 1), ([branch], False, 1), ([], True, 1)):
         config = load("small.yml", [*settings, f"run.dir={tmp_path}", "run.name=source", *more]).config
-        tokenizer = open_tasks(config, build_mesh(config), None, goes_on=goes_on)._model({}, {}).tokenizer
+        tokenizer = TrainingTasks(config, build_mesh(config), None, goes_on=goes_on)._model({}, {}).tokenizer
         assert tokenizer.frame.opening == (tokenizer.end_of_document_id,) * opening
 
 
@@ -90,7 +90,7 @@ def test_a_wrong_task_is_refused_before_anything_is_compiled(workspace):
     config = load("small.yml", ["mesh.fsdp=1", "mesh.data=8", "evaluation.tasks=[wrong.yml]"]).config
     (workspace / "wrong.yml").write_text(json.dumps({**TASKS["choice"], "continuation": " {choice} {choice}" * 30}))
     with pytest.raises(UserError, match="above the context of 32"):
-        open_tasks(config, build_mesh(config), None)
+        TrainingTasks(config, build_mesh(config), None)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def greedy(workspace, monkeypatch):
 
     monkeypatch.setattr(language_model, "prepare", prepare)
     monkeypatch.setattr(language_model, "continue_ids", continue_ids)
-    return open_tasks(config, program.mesh, None), program.init(), prepared, groups
+    return TrainingTasks(config, program.mesh, None), program.init(), prepared, groups
 
 
 def test_a_task_that_generates_copies_the_weights_once_and_frees_the_copy(greedy, monkeypatch):
@@ -141,8 +141,8 @@ def test_memory_for_a_copy_of_the_weights_is_counted_at_the_start(workspace, mon
     state = fits.least(config, {**config.mesh.sizes(), "fsdp": 8})[0].bytes
     monkeypatch.setattr(fits, "memory_of_a_device", lambda device, processes: state + 100)
     with pytest.raises(UserError, match="generating needs"):
-        open_tasks(config, build_mesh(config), None)
-    open_tasks(config.model_copy(update={"evaluation": EvaluationConfig(tasks=("choice.yml",))}), build_mesh(config), None)
+        TrainingTasks(config, build_mesh(config), None)
+    TrainingTasks(config.model_copy(update={"evaluation": EvaluationConfig(tasks=("choice.yml",))}), build_mesh(config), None)
 
 
 def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
@@ -153,7 +153,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
     context, program = SimpleNamespace(config=config, primary=False), SimpleNamespace(mesh=build_mesh(config))
     for text in ("a", "b", "a"):
         (workspace / "own.jsonl").write_text(json.dumps({"q": text}))
-        open_run._open_tasks_on_all_hosts(open_tasks, context, program, goes_on=False)
+        open_run._TrainingTasks_on_all_hosts(TrainingTasks, context, program, goes_on=False)
     assert told[0] == told[2] != told[1]
     assert told[0][0].keys() == {"task own"}
 
@@ -161,7 +161,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
         raise PermissionError(13, "Permission denied", "own.jsonl")
 
     with pytest.raises(UserError):
-        open_run._open_tasks_on_all_hosts(away, context, program, goes_on=False)
+        open_run._TrainingTasks_on_all_hosts(away, context, program, goes_on=False)
     assert isinstance(told[3][1], UserError)
 
 
@@ -202,4 +202,4 @@ def test_a_wrong_setting_is_one_line(settings, wanted, workspace):
     with pytest.raises(UserError, match=wanted):
         config = load("small.yml", ["mesh.fsdp=8", *settings]).config
         open_data(config)
-        open_tasks(config, build_mesh(config), None)
+        TrainingTasks(config, build_mesh(config), None)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, State, keeps
+from maxlm.config.capability import Capability, Inert, Problems, State, keeps
 from maxlm.config.fields import Fraction, Positive, Section
 from maxlm.models import Parameters
 from maxlm.training.step import TrainState, Transform
@@ -43,12 +43,12 @@ class StochasticAverage(Transform):
         return params, jax.tree.map(lambda mean, new: mean + share * (new - mean), own, params)
 
 
-def _problems(config: Config, swa: SwaConfig) -> Problems:
-    if swa.every > config.total_steps:
-        yield "train.swa.every", swa.every, f"is above the {config.total_steps} updates of the run", "lower it"
+def _problems(swa: SwaConfig, total_steps: int) -> Problems:
+    if swa.every > total_steps:
+        yield "train.swa.every", swa.every, f"is above the {total_steps} updates of the run", "lower it"
 
 
-def _state(config: Config, swa: SwaConfig, state: State, sizes: Sizes) -> State:
+def _state(swa: SwaConfig, state: State) -> State:
     return state.add("swa", 4, along="masters")
 
 
@@ -57,7 +57,7 @@ CAPABILITY = Capability(
     section=SwaConfig,
     rules=(_problems,),
     identity=keeps("train.swa.every"),
-    inert=lambda config, swa: iter([Inert("train.swa.share", "every is 1", "raise it")] if swa.every == 1 else []),
+    inert=lambda swa: iter([Inert("train.swa.share", "every is 1", "raise it")] if swa.every == 1 else []),
     state=_state,
     average="swa",
     transforms=("extensions.swa:StochasticAverage",),

@@ -10,7 +10,7 @@ from test_plan import run
 
 from maxlm.compiler import gpu_compiler
 from maxlm.config.loader import load
-from maxlm.config.sections.cluster import topology_of
+from maxlm.config.rules import topology_of
 from maxlm.hardware.prices import LIST_PRICES
 from maxlm.hardware.topologies import parse
 from maxlm.planning import choose_topology

@@ -27,18 +27,22 @@ def devices(kind: str, count: int):
     return [SimpleNamespace(device_kind=kind)] * count
 
 
+def check(config, found):
+    check_devices(config.cluster, config.mesh.slices, found)
+
+
 def test_the_machine_that_is_promised_is_taken():
-    check_devices(config("v5p:2x2x1"), devices("TPU v5", 4))
-    check_devices(config("v5p:2x2x1", slices=2), devices("TPU v5", 8))
-    check_devices(config("tpu7x:2x2x1"), devices("TPU7x", 8))
-    check_devices(config("h200:1x8"), devices("NVIDIA H200", 8))
-    check_devices(config(None), devices("cpu", 1))
+    check(config("v5p:2x2x1"), devices("TPU v5", 4))
+    check(config("v5p:2x2x1", slices=2), devices("TPU v5", 8))
+    check(config("tpu7x:2x2x1"), devices("TPU7x", 8))
+    check(config("h200:1x8"), devices("NVIDIA H200", 8))
+    check(config(None), devices("cpu", 1))
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cpu", 1), ("cpu", 4), ("TPU v5", 8), ("TPU v6 lite", 4), ("NVIDIA H100 80GB HBM3", 4)])
 def test_another_machine_is_refused(kind, count):
     with pytest.raises(UserError, match=rf"v5p:2x2x1 is 4 x TPU v5, and this run has {count} x {kind}: .*cluster=null") as told:
-        check_devices(config("v5p:2x2x1"), devices(kind, count))
+        check(config("v5p:2x2x1"), devices(kind, count))
     assert told.value.exit_code == 2
 
 

@@ -187,13 +187,13 @@ def test_a_restart_does_not_begin_a_saved_run_anew_where_its_folder_is_away(tmp_
     for event, away in ((Event("start", 0), False), (Event("save", 10), True)):
         directory.events.write_text(event.to_json() + "\n")
         observer.on_event(event)
-        with ownership.locked(config, print):
+        with ownership.locked(config.run, config.checkpoint, config.elastic, print):
             pass
         (tmp_path / "mount").rename(tmp_path / "elsewhere")
         expected = pytest.raises(UnavailableError, match="is its file system mounted") if away else contextlib.nullcontext()
-        with expected, ownership.locked(config, print):
+        with expected, ownership.locked(config.run, config.checkpoint, config.elastic, print):
             pass
         assert not (tmp_path / "mount").exists()
         (tmp_path / "elsewhere").rename(tmp_path / "mount")
-    with ownership.locked(config, print):
+    with ownership.locked(config.run, config.checkpoint, config.elastic, print):
         pass

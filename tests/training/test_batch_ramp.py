@@ -10,8 +10,8 @@ from tiny import SEQ_LEN, first_state, tiny_batch, tiny_config, tiny_program
 from maxlm.config.table import identity
 from maxlm.objectives import build_objective
 from maxlm.training import meter
+from maxlm.training.by_size import BySize
 from maxlm.training.optimizer import learning_rate
-from maxlm.training.program import BySize
 from maxlm.training.step import Metrics
 
 RAMP = [{"global_batch": 4, "until_tokens": 8 * SEQ_LEN}, {"global_batch": 8, "until_tokens": 32 * SEQ_LEN}]

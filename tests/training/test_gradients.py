@@ -77,7 +77,7 @@ def test_what_adds_gradients_up_can_be_chosen():
 
     program = program_of({"data": 2, "fsdp": 2}, "float32")
     form = partial(in_one_pass, partial(program.objective.loss, summed=("data",)))
-    gradients = reduced_once(program.config, form, ("data",), in_bfloat16)
+    gradients = reduced_once(program.config.model, program.config.precision.compute, form, ("data",), in_bfloat16)
     with jax.set_mesh(program.mesh):
         text = jax.jit(gradients).lower(program.abstract_state.params, {}, program.abstract_batch, jnp.float32(1)).as_text()
     dtypes = [dtype for _, dtype in REDUCTION.findall(text)]

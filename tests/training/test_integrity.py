@@ -306,10 +306,10 @@ def test_cells_are_the_devices_at_one_place_along_the_axes_of_batches():
 def test_a_check_that_can_compare_nothing_is_refused(mesh, section, said):
     program = tiny_program(math.prod(mesh.values()), mesh=mesh, integrity=section)
     if said is None:
-        check_mesh(program.config, program.mesh)
+        check_mesh(program)
     else:
         with pytest.raises(ConfigError, match=said):
-            check_mesh(program.config, program.mesh)
+            check_mesh(program)
 
 
 def test_a_record_that_cannot_be_read_is_begun_anew(tmp_path):

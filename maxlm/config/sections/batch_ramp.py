@@ -1,7 +1,11 @@
 """Batches that grow in the course of a run."""
 
-from maxlm.config.capability import Capability, Config, Problems, Sizes, refuse
+from collections.abc import Callable
+
+from maxlm.config.capability import Capability, Problems, Sizes
 from maxlm.config.fields import Positive, Section, Tokens
+
+Ramp = tuple["BatchStageConfig", ...]
 
 
 class BatchStageConfig(Section):
@@ -11,10 +15,16 @@ class BatchStageConfig(Section):
     until_tokens: Tokens  # of the whole run, rounded up to whole updates
 
 
-def _problems(config: Config, ramp: tuple[BatchStageConfig, ...]) -> Problems:
+def _problems(
+    ramp: Ramp,
+    train_global_batch: int,
+    total_tokens: int,
+    diloco: object,
+    memory_offload_state_on_nvme: bool | None,
+    integrity_replay_every: int | None,
+) -> Problems:
     """Batches that grow, and what has no place for batches of several sizes."""
-    train, total = config.train, config.total_tokens
-    sizes = [*(stage.global_batch for stage in ramp), train.global_batch]
+    sizes = [*(stage.global_batch for stage in ramp), train_global_batch]
     for number, stage in enumerate(ramp):
         field, larger = f"train.batch_ramp.{number}", sizes[number + 1]
         if stage.global_batch >= larger:
@@ -24,29 +34,40 @@ def _problems(config: Config, ramp: tuple[BatchStageConfig, ...]) -> Problems:
         if stage.until_tokens <= before:
             rule = f"is not after token {before}, at which the size before it ends"
             yield f"{field}.until_tokens", stage.until_tokens, rule, "count the tokens from the beginning of the run"
-        if stage.until_tokens >= total:
-            yield f"{field}.until_tokens", stage.until_tokens, f"is not before the end of the run, {total} tokens", "lower it"
-    offload = config.memory.offload_state
-    others = {"diloco": "has workers with a share of every batch, all of one size"}
-    others |= {"memory.offload_state": "keeps files open for one compiled program"} if offload is not None and offload.on_nvme else {}
-    others |= {"integrity.replay_every": "repeats work by a program for one size"}
-    yield from refuse(config, others, ", and train.batch_ramp changes it")
+        if stage.until_tokens >= total_tokens:
+            yield f"{field}.until_tokens", stage.until_tokens, f"is not before the end of the run, {total_tokens} tokens", "lower it"
+    others = {
+        "diloco": (diloco, "has workers with a share of every batch, all of one size"),
+        "memory.offload_state": (memory_offload_state_on_nvme, "keeps files open for one compiled program"),
+        "integrity.replay_every": (integrity_replay_every, "repeats work by a program for one size"),
+    }
+    for name, (value, rule) in others.items():
+        if value:
+            yield name, "set", f"{rule}, and train.batch_ramp changes it", "remove one of them"
 
 
-def _on_mesh(config: Config, ramp: tuple[BatchStageConfig, ...], sizes: Sizes) -> Problems:
+def _on_mesh(
+    ramp: Ramp,
+    sizes: Sizes,
+    model_balances_microbatches: bool,
+    train_global_batch: int,
+    train_microbatches: int,
+    train_noise_scale: object,
+    microbatches_of: Callable[[int, Sizes], int | None],
+) -> Problems:
     """Sizes of batches that a mesh does not divide."""
-    train, shards, staged = config.train, sizes["data"] * sizes["fsdp"] * sizes["expert"], sizes["stage"] > 1
+    shards, staged = sizes["data"] * sizes["fsdp"] * sizes["expert"], sizes["stage"] > 1
     for number, stage in enumerate(ramp):
         size = stage.global_batch
-        if config.microbatches_of(size, sizes) is not None:
+        if microbatches_of(size, sizes) is not None:
             continue
-        if config.model.balances_microbatches:
+        if model_balances_microbatches:
             rule = f"does not split over the {shards} shards of mesh data x fsdp x expert in the microbatches of any mesh, each of which"
-            found = (f"use {n}" for n in range(size + 1, train.global_batch) if config.microbatches_of(n, sizes) is not None)
+            found = (f"use {n}" for n in range(size + 1, train_global_batch) if microbatches_of(n, sizes) is not None)
             fix = f"{next(found, 'use fewer shards')}, or model.moe.router.balance_over=sequence"
             yield f"train.batch_ramp.{number}.global_batch", size, f"{rule} model.moe.router.balance_over = batch balances", fix
         else:
-            least = train.microbatches if staged else 1 if train.noise_scale is None else 2
+            least = train_microbatches if staged else 1 if train_noise_scale is None else 2
             multiple = shards * least
             parts = f"{least} microbatches of {'the pipeline' if staged else 'train.noise_scale'} times " if least > 1 else ""
             rule = f"is not a multiple of {multiple}: {parts}the {shards} shards of mesh data x fsdp x expert"
@@ -54,8 +75,9 @@ def _on_mesh(config: Config, ramp: tuple[BatchStageConfig, ...], sizes: Sizes) -
             yield f"train.batch_ramp.{number}.global_batch", size, rule, fix
 
 
-def _identity(config: Config, ramp: tuple[BatchStageConfig, ...]) -> dict[str, str]:
-    return {"train.batch_ramp": ", ".join(f"{stage.global_batch} until {stage.until_tokens}" for stage in ramp)}
-
-
-CAPABILITY = Capability(key="train.batch_ramp", rules=(_problems,), mesh_rules=(_on_mesh,), identity=_identity)
+CAPABILITY = Capability(
+    key="train.batch_ramp",
+    rules=(_problems,),
+    mesh_rules=(_on_mesh,),
+    identity=lambda ramp: {"train.batch_ramp": ", ".join(f"{stage.global_batch} until {stage.until_tokens}" for stage in ramp)},
+)

@@ -1,7 +1,8 @@
 """A run that continues another run's checkpoint."""
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import LocalPath, Positive, Section
+from maxlm.config.sections.optimizer import OptimizerConfig
 
 
 class BranchFromConfig(Section):
@@ -14,22 +15,24 @@ class BranchFromConfig(Section):
     step: Positive  # of its checkpoint
 
 
-def _problems(config: Config, branch: BranchFromConfig) -> Problems:
+def _problems(
+    branch: BranchFromConfig, total_steps: int, decay_steps: int, optimizer: OptimizerConfig, objective_kind: str | None
+) -> Problems:
     """A run that continues another's checkpoint, and its decay."""
-    total, decay = config.total_steps, config.decay_steps
-    if branch.step >= total:
-        rule = f"is not before the end of this run, step {total}, which counts the updates before the branch too"
+    if branch.step >= total_steps:
+        rule = f"is not before the end of this run, step {total_steps}, which counts the updates before the branch too"
         yield "train.branch_from.step", branch.step, rule, f"use train.steps={branch.step} plus the updates of the branch"
-    if decay and total - decay < branch.step < total:
-        rule = f"is after step {total - decay}, at which a decay of {decay} updates begins in a run of {total}: the rate would jump"
-        fix = f"use optimizer.decay_steps={total - branch.step} at most, or an earlier checkpoint"
+    if decay_steps and total_steps - decay_steps < branch.step < total_steps:
+        rule = f"is after step {total_steps - decay_steps}, at which a decay of {decay_steps} updates begins in a run of {total_steps}"
+        rule += ": the rate would jump"
+        fix = f"use optimizer.decay_steps={total_steps - branch.step} at most, or an earlier checkpoint"
         yield "train.branch_from.step", branch.step, rule, fix
-    rises = config.optimizer.ademamix is None or config.optimizer.ademamix.warmup_steps is None
-    if config.optimizer.name == "ademamix" and rises:
+    rises = optimizer.ademamix is None or optimizer.ademamix.warmup_steps is None
+    if optimizer.name == "ademamix" and rises:
         rule = "is not set, so that beta3 and alpha rise over the whole run, and a branch has another length"
         fix = "set it in the stable run and in the branch, to the same number"
         yield "optimizer.ademamix.warmup_steps", None, rule, fix
-    if config.objective is not None and config.objective.kind == "dpo":
+    if objective_kind == "dpo":
         rule = "has no reference of its own: that of objective.kind = dpo is the model which a run starts from"
         yield "train.branch_from", "set", rule, "use train.start_from"
 

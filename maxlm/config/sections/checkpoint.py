@@ -1,6 +1,6 @@
 """Schedule of checkpoints, and how many of them stay."""
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Positive, Section, StoredPath
 
 
@@ -13,7 +13,7 @@ class CheckpointConfig(Section):
     keep_every: Positive | None = None  # checkpoints of multiples of so many steps are never deleted
 
 
-def _problems(config: Config, saved: CheckpointConfig) -> Problems:
+def _problems(saved: CheckpointConfig) -> Problems:
     if saved.keep_every is not None and saved.keep_every % saved.every_steps:
         rule = f"is not a multiple of checkpoint.every_steps = {saved.every_steps}, so it would keep nothing"
         yield "checkpoint.keep_every", saved.keep_every, rule, "use a multiple"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from maxlm.config.capability import Capability, Config, Inert, Problems
+from maxlm.config.capability import Capability, Inert, Problems
 from maxlm.config.errors import ConfigError
 from maxlm.config.fields import PositiveFloat, Section, Text
 from maxlm.hardware import topologies
@@ -34,23 +34,22 @@ class ClusterConfig(Section):
         return values
 
 
-def topology_of(config: Config, source: str = "") -> Topology:
-    """The machine of the `cluster` section, all slices. Raises ConfigError for a topology that does not exist."""
-    assert config.cluster is not None, "asked about a cluster that the config does not name"
+def topology_of(cluster: ClusterConfig, slices: int, source: str = "") -> Topology:
+    """The machine of this section, all slices. Raises ConfigError for a topology that does not exist."""
     try:
-        topology = topologies.parse(config.cluster.topology, config.mesh.slices)
+        topology = topologies.parse(cluster.topology, slices)
     except TopologyError as error:
-        raise ConfigError("cluster.topology", config.cluster.topology, error.rule, error.fix, source) from None
-    network = config.cluster.network_gbit_per_s
+        raise ConfigError("cluster.topology", cluster.topology, error.rule, error.fix, source) from None
+    network = cluster.network_gbit_per_s
     if network is None:
         return topology
     return replace(topology, chip=replace(topology.chip, dcn_bytes_per_s=network * 1e9 / 8))
 
 
-def _accelerator(config: Config, cluster: ClusterConfig) -> Problems:
+def _accelerator(cluster: ClusterConfig, mesh_slices: int) -> Problems:
     if cluster.accelerator is None:
         return
-    name, topology = cluster.accelerator, topology_of(config)
+    name, topology = cluster.accelerator, topology_of(cluster, mesh_slices)
     try:
         machine = topologies.parse(name)
     except TopologyError as error:
@@ -63,8 +62,8 @@ def _accelerator(config: Config, cluster: ClusterConfig) -> Problems:
         yield "cluster.accelerator", name, rule, f"use {right}, or null" if right is not None else "use null"
 
 
-def _inert(config: Config, cluster: ClusterConfig) -> Iterator[Inert]:
-    topology = topologies.parse(cluster.topology, config.mesh.slices)
+def _inert(cluster: ClusterConfig, mesh_slices: int) -> Iterator[Inert]:
+    topology = topologies.parse(cluster.topology, mesh_slices)
     if (topology.slices if topology.is_tpu else topology.hosts) == 1:
         unit = "slice" if topology.is_tpu else "node"
         yield Inert("cluster.network_gbit_per_s", f"{topology.name} is one {unit}, which no network leaves", f"name several {unit}s")

@@ -4,8 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State, refuse
+from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, excludes
 from maxlm.config.fields import Count, Float, Positive, Section
+from maxlm.config.sections.mesh import MeshConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 
 
 class Int8Compression(Section):
@@ -55,24 +57,28 @@ class TopKCompression(Section):
 CompressionConfig = Annotated[Int8Compression | SignCompression | TopKCompression, Field(discriminator="kind")]
 
 
-def _problems(config: Config, settings: CompressionConfig) -> Problems:
-    """Settings of `compression`, and what does not go together with it."""
-    optimizer = config.optimizer
-    if config.diloco is None and config.mesh.slices == 1:
+def _links(settings: CompressionConfig, mesh: MeshConfig, diloco: object) -> Problems:
+    """Links that are slow enough to compress what crosses them."""
+    if diloco is None and mesh.slices == 1:
         rule = "is for links between slices or between workers of local updates, and here are neither (mesh.slices = 1, no diloco)"
         yield "compression", "set", rule, "remove it, or set mesh.slices or diloco"
-    elif config.diloco is None and config.mesh.across_slices != "data":
+    elif diloco is None and mesh.across_slices != "data":
         rule = "sends more than gradients between slices, and compression is of gradients"
-        yield "mesh.across_slices", config.mesh.across_slices, rule, "use data, or remove compression"
-    others = {
-        "model.lora": "trains adapters, whose gradients are small",
-        "elastic": "changes the number of devices along mesh.data, each of which has feedback of its own",
-    }
-    yield from refuse(config, others, ", and compression is set")
-    if config.health is not None and config.health.layers is not None:
+        yield "mesh.across_slices", mesh.across_slices, rule, "use data, or remove compression"
+
+
+EXCLUDED = {
+    "model.lora": "trains adapters, whose gradients are small",
+    "elastic": "changes the number of devices along mesh.data, each of which has feedback of its own",
+}
+
+
+def _moments(settings: CompressionConfig, health_layers: str | None, diloco: object, optimizer: OptimizerConfig) -> Problems:
+    """Gradients of layers, and second moments that stay as they are after the warm-up."""
+    if health_layers is not None:
         rule = "compares the gradients of layers, which are not summed before they are compressed"
-        yield "health.layers", config.health.layers, rule, "remove it, or compression"
-    frozen = settings.kind != "int8" and config.diloco is None
+        yield "health.layers", health_layers, rule, "remove it, or compression"
+    frozen = settings.kind != "int8" and diloco is None
     if frozen and optimizer.name != "adamw":
         rule = f"has no second moments that compression.kind = {settings.kind} could keep as they are after its warm-up"
         yield "optimizer.name", optimizer.name, rule, "use adamw, or compression.kind=int8"
@@ -81,53 +87,47 @@ def _problems(config: Config, settings: CompressionConfig) -> Problems:
         if frozen and value != "float32":
             rule = f"is not float32, in which compression.kind = {settings.kind} reads and keeps the moments of Adam"
             yield f"optimizer.state.{name}", value, rule, "remove it, or use compression.kind=int8"
-    yield from _phases(config, settings, frozen=frozen)
 
 
-def _phases(config: Config, settings: CompressionConfig, *, frozen: bool) -> Problems:
-    """Warm-up and ramp of `compression`. `frozen`: Adam's second moments are, after the warm-up."""
-    warmup = config.steps_of(config.optimizer.warmup_steps, config.optimizer.warmup_tokens, 0)
+def _phases(settings: CompressionConfig, diloco: object, total_steps: int, warmup_steps: int) -> Problems:
+    """Warm-up and ramp, with Adam's second moments as they are after the warm-up."""
+    frozen = settings.kind != "int8" and diloco is None
     field, steps = "compression.warmup_steps", settings.warmup_steps
-    if steps >= config.total_steps:
-        yield field, steps, f"leaves none of the {config.total_steps} updates of the run to compress", "lower it, or remove compression"
-    elif frozen and steps < warmup:
-        rule = f"is below the {warmup} updates in which the learning rate rises, and second moments are kept as they are then"
-        yield field, steps, rule, f"use {warmup} or more; a fifth of the run is usual"
-    if settings.kind == "top_k" and steps + settings.ramp_steps > config.total_steps:
-        rule = f"and compression.warmup_steps = {steps} do not fit in the {config.total_steps} updates of the run"
+    if steps >= total_steps:
+        yield field, steps, f"leaves none of the {total_steps} updates of the run to compress", "lower it, or remove compression"
+    elif frozen and steps < warmup_steps:
+        rule = f"is below the {warmup_steps} updates in which the learning rate rises, and second moments are kept as they are then"
+        yield field, steps, rule, f"use {warmup_steps} or more; a fifth of the run is usual"
+    if settings.kind == "top_k" and steps + settings.ramp_steps > total_steps:
+        rule = f"and compression.warmup_steps = {steps} do not fit in the {total_steps} updates of the run"
         yield "compression.ramp_steps", settings.ramp_steps, rule, "shorten one of them"
 
 
-def _on_mesh(config: Config, settings: CompressionConfig, sizes: Sizes) -> Problems:
+def _on_mesh(settings: CompressionConfig, sizes: Sizes, mesh_slices: int, diloco: object) -> Problems:
     """Devices along `data`, between which gradients or changes are compressed."""
-    data, slices = sizes["data"], config.mesh.slices
-    if config.diloco is not None and data == 1:
+    data = sizes["data"]
+    if diloco is not None and data == 1:
         yield "compression", "set", "has no link to compress: all workers are on the same devices (mesh.data = 1)", "raise mesh.data"
-    elif config.diloco is None and slices > 1 and data != slices:
-        rule = f"must be mesh.slices = {slices} with compression: a slice is one replica, which fsdp splits"
-        yield "mesh.data", data, rule, f"use {slices}, and a larger mesh.fsdp (mesh.zero=1 keeps weights whole)"
+    elif diloco is None and mesh_slices > 1 and data != mesh_slices:
+        rule = f"must be mesh.slices = {mesh_slices} with compression: a slice is one replica, which fsdp splits"
+        yield "mesh.data", data, rule, f"use {mesh_slices}, and a larger mesh.fsdp (mesh.zero=1 keeps weights whole)"
 
 
-def _identity(config: Config, settings: CompressionConfig) -> dict[str, Any]:
+def _identity(settings: CompressionConfig, mesh_slices: int, diloco: object, optimizer_beta2: float) -> dict[str, Any]:
     kept: dict[str, Any] = {"compression.kind": settings.kind, "compression.warmup_steps": settings.warmup_steps}
-    if config.diloco is None:
-        kept["mesh.slices"] = config.mesh.slices  # each has feedback of its own
+    if diloco is None:
+        kept["mesh.slices"] = mesh_slices  # each has feedback of its own
         if settings.kind != "int8":
-            kept["optimizer.beta2"] = config.optimizer.beta2  # second moments stay those of the warm-up, whose weights sum to what it says
+            kept["optimizer.beta2"] = optimizer_beta2  # second moments stay those of the warm-up, whose weights sum to what it says
     return kept
-
-
-def _state(config: Config, settings: CompressionConfig, state: State, sizes: Sizes) -> State:
-    """Feedback of matrices: errors, and velocities."""
-    kinds = 2 if settings.kind == "top_k" and config.diloco is None else 1
-    return state.add("feedback", kinds * FLOAT32, matrices=True)
 
 
 CAPABILITY = Capability(
     key="compression",
-    rules=(_problems,),
+    rules=(_links, excludes(EXCLUDED, ", and compression is set"), _moments, _phases),
     mesh_rules=(_on_mesh,),
     identity=_identity,
-    state=_state,
+    # Errors, and velocities of top_k.
+    state=lambda one, state, diloco: state.add("feedback", (1 + (one.kind == "top_k" and diloco is None)) * FLOAT32, matrices=True),
     transforms=("maxlm.training.compression:CompressedSums",),
 )

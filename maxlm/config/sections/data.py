@@ -5,10 +5,11 @@ import re
 from pydantic import ConfigDict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Config, Problems, keeps
+from maxlm.config.capability import Capability, Problems, keeps
 from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
 from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.config.sections.prepare import PrepareConfig
+from maxlm.config.sections.run import RunConfig
 
 
 class SkipConfig(Section):
@@ -57,7 +58,7 @@ class DataConfig(Section):
         return tuple(dict.fromkeys(filter(None, (self.store, *named))))
 
 
-def _problems(config: Config, data: DataConfig) -> Problems:
+def _problems(data: DataConfig, run: RunConfig, checkpoint_dir: str | None, model_max_seq_len: int | None) -> Problems:
     if (data.store is None) == (data.mixture is None):
         fix = (
             "set one of them" if data.store is None else "write data.mixture=null to train on the store, or data.store=null on the mixture"
@@ -68,16 +69,16 @@ def _problems(config: Config, data: DataConfig) -> Problems:
     if data.prepare is not None and data.prepare.conversations is not None and data.prepare.tokenizer.path is None:
         rule = "conversations are read with the tokenizer of the model that is fine-tuned"
         yield "data.prepare.tokenizer.path", None, rule, "name its tokenizer.json, as in runs/NAME/tokenizer/tokenizer.json"
-    written = {"run.dir": f"{config.run.dir.rstrip('/')}/{config.run.name}", "checkpoint.dir": config.checkpoint.dir}
+    written = {"run.dir": f"{run.dir.rstrip('/')}/{run.name}", "checkpoint.dir": checkpoint_dir}
     for field, place in written.items():
         store = next((store for store in data.stores if place and paths.is_inside(place, store)), None)
         if store is not None:
             yield field, place, f"is inside the token store {store}, where nothing else is written", "name another folder"
     for store in data.stores:
-        if config.checkpoint.dir and paths.is_inside(store, config.checkpoint.dir):
-            rule = f"is inside checkpoint.dir = {config.checkpoint.dir}, which holds checkpoints only"
+        if checkpoint_dir and paths.is_inside(store, checkpoint_dir):
+            rule = f"is inside checkpoint.dir = {checkpoint_dir}, which holds checkpoints only"
             yield "data.store", store, rule, "name another folder"
-    limit = config.model.max_seq_len
+    limit = model_max_seq_len
     if limit is not None and data.seq_len > limit:
         yield "data.seq_len", data.seq_len, f"is above model.learned_positions.max_seq_len = {limit}", "shorten it or lengthen the table"
 

@@ -1,6 +1,6 @@
 """Local updates: workers that train on their own, and share their changes now and then."""
 
-from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State, keeps
+from maxlm.config.capability import FLOAT32, Capability, Problems, Sizes, keeps
 from maxlm.config.fields import BELOW_ONE, Fraction, Positive, PositiveFloat, Section
 
 
@@ -20,25 +20,20 @@ def shards_of(diloco: DilocoConfig | None, sizes: Sizes) -> int:
     return (sizes["data"] if diloco is None else diloco.workers) * sizes["fsdp"] * sizes["expert"]
 
 
-def _problems(config: Config, diloco: DilocoConfig) -> Problems:
-    train = config.train
-    if train.global_batch % (diloco.workers * train.microbatches):
-        parts = f"diloco.workers = {diloco.workers} times train.microbatches = {train.microbatches}"
-        yield "train.global_batch", train.global_batch, f"is not a multiple of {parts}", "change one of them"
+def _problems(diloco: DilocoConfig, train_global_batch: int, train_microbatches: int) -> Problems:
+    if train_global_batch % (diloco.workers * train_microbatches):
+        parts = f"diloco.workers = {diloco.workers} times train.microbatches = {train_microbatches}"
+        yield "train.global_batch", train_global_batch, f"is not a multiple of {parts}", "change one of them"
     if diloco.momentum >= BELOW_ONE:
         yield "diloco.momentum", diloco.momentum, "must be below 1 in float32, or the average never moves", "use 0.9"
-
-
-def _state(config: Config, diloco: DilocoConfig, state: State, sizes: Sizes) -> State:
-    """A state for each worker of the device, the shared weights and their momentum."""
-    return state.times(-(-diloco.workers // sizes["data"])).add("shared weights and momentum", 2 * FLOAT32)
 
 
 CAPABILITY = Capability(
     key="diloco",
     rules=(_problems,),
     identity=keeps("diloco.workers"),
-    state=_state,
+    # A state for each worker of the device, the shared weights and their momentum.
+    state=lambda one, state, sizes: state.times(-(-one.workers // sizes["data"])).add("shared weights and momentum", 2 * FLOAT32),
     unplanned="local updates (diloco)",
     update=("maxlm.training.diloco:LocalUpdates",),
 )

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import PositiveFloat, Section
+from maxlm.config.sections.mesh import MeshConfig
 
 
 class ElasticConfig(Section):
@@ -17,12 +18,12 @@ class ElasticConfig(Section):
     grow_after_s: PositiveFloat = 600.0  # that a smaller run is left alone before hosts that came back may join it
 
 
-def _problems(config: Config, elastic: ElasticConfig) -> Problems:
+def _problems(elastic: ElasticConfig, model_balances_microbatches: bool, mesh: MeshConfig) -> Problems:
     """Settings that would change the losses, or leave no smaller mesh, when hosts are lost."""
-    if config.model.balances_microbatches:
+    if model_balances_microbatches:
         rule = "is a loss of a whole microbatch, and with elastic there are more and smaller ones while hosts are absent"
         yield "model.moe.router.balance_over", "batch", rule, "use sequence, or remove elastic"
-    if config.mesh.slices > 1 and config.mesh.across_slices == "stage":
+    if mesh.slices > 1 and mesh.across_slices == "stage":
         rule = "leaves no part of the model to do without, so the loss of a slice ends the run as without elastic"
         yield "mesh.across_slices", "stage", rule, "use data or fsdp, or remove elastic"
 

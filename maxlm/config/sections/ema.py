@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State
+from maxlm.config.capability import FLOAT32, Capability, Problems
 from maxlm.config.fields import BELOW_ONE, Float, Section
 
 
@@ -14,28 +14,19 @@ class EmaConfig(Section):
     decay: Annotated[Float, Field(gt=0, lt=1)] = 0.999  # share of its old value that an update leaves, in the end
 
 
-def _problems(config: Config, ema: EmaConfig) -> Problems:
+def _problems(ema: EmaConfig, diloco: object) -> Problems:
     if ema.decay >= BELOW_ONE:
         yield "ema.decay", ema.decay, "must be below 1 in float32, or the average never moves", "use 0.99 to 0.9999"
-    if config.diloco is not None:
+    if diloco is not None:
         rule = "averages parameters after every update, and with diloco they move once in diloco.every"
         yield "ema", "set", rule, "remove one of them, or average checkpoints (`maxlm average`)"
-
-
-def _identity(config: Config, ema: EmaConfig) -> dict[str, str]:
-    """Its decay may change."""
-    return {"ema": "set"}
-
-
-def _state(config: Config, ema: EmaConfig, state: State, sizes: Sizes) -> State:
-    return state.add("average", FLOAT32, along="masters")
 
 
 CAPABILITY = Capability(
     key="ema",
     rules=(_problems,),
-    identity=_identity,
-    state=_state,
+    identity=lambda ema: {"ema": "set"},  # its decay may change
+    state=lambda ema, state: state.add("average", FLOAT32, along="masters"),
     average="ema",
     transforms=("maxlm.training.ema:MovingAverage",),
 )

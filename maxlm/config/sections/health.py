@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from maxlm.config.capability import Capability, Config, Inert, Problems
+from maxlm.config.capability import Capability, Inert, Problems
 from maxlm.config.fields import AtLeastOne, Count, Positive, Section
 
 
@@ -30,15 +30,15 @@ class HealthConfig(Section):
     leave_out: tuple[Count, ...] = ()  # numbers of batches, from 0, that are not trained on
 
 
-def _problems(config: Config, health: HealthConfig) -> Problems:
-    if config.diloco is not None and health.layers is not None:
+def _problems(health: HealthConfig, diloco: object) -> Problems:
+    if diloco is not None and health.layers is not None:
         rule = "compares parameters before and after every update, and with diloco they move once in diloco.every"
         yield "health.layers", health.layers, rule, "remove one of them"
     if len(set(health.leave_out)) < len(health.leave_out):
         yield "health.leave_out", list(health.leave_out), "names a batch twice", "name it once"
 
 
-def _inert(config: Config, health: HealthConfig) -> Iterator[Inert]:
+def _inert(health: HealthConfig) -> Iterator[Inert]:
     if health.layers is None:
         yield Inert("health.activations_every", "health.layers is not set", "set health.layers=warn")
 

@@ -1,8 +1,7 @@
 """Checks for silent corruption by a device."""
 
-from maxlm.config.capability import Capability, Config, Problems, Sizes
+from maxlm.config.capability import Capability, Problems, Sizes
 from maxlm.config.fields import Positive, Section
-from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import is_tpu
 
 
@@ -14,9 +13,9 @@ class IntegrityConfig(Section):
     repeat_every: Positive | None = None  # steps after which an update is computed twice, from a copy of the state; None: never
 
 
-def on_mesh(config: Config, settings: IntegrityConfig, sizes: Sizes) -> Problems:
+def on_mesh(settings: IntegrityConfig, sizes: Sizes, diloco: object) -> Problems:
     """Checks that find nothing to compare on a mesh of these `sizes`. A run that has lost hosts goes on without them on such a mesh."""
-    copied = (sizes["data"] > 1 and config.diloco is None) or sizes["context"] > 1 or sizes["tensor"] > 1
+    copied = (sizes["data"] > 1 and diloco is None) or sizes["context"] > 1 or sizes["tensor"] > 1
     cells = sizes["data"] * sizes["stage"] * sizes["fsdp"]
     if settings.replay_every is not None and cells == 1:
         rule = "needs several devices along mesh.data, mesh.stage or mesh.fsdp, which repeat each other's work"
@@ -33,8 +32,8 @@ def on_platform(settings: IntegrityConfig, *, gpu: bool) -> Problems:
         yield "integrity.repeat_every", settings.repeat_every, rule, "leave it out"
 
 
-def _on_chip(config: Config, settings: IntegrityConfig, chip: Chip) -> Problems:
-    return on_platform(settings, gpu=not is_tpu(chip))
-
-
-CAPABILITY = Capability(key="integrity", chip_rules=(_on_chip,), full_mesh_rules=(on_mesh,))
+CAPABILITY = Capability(
+    key="integrity",
+    chip_rules=(lambda settings, chip: on_platform(settings, gpu=not is_tpu(chip)),),
+    full_mesh_rules=(on_mesh,),
+)

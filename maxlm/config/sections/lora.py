@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import FLOAT32, Capability, Config, Problems, Sizes, State, StateEntry
+from maxlm.config.capability import FLOAT32, Capability, Problems, StateEntry
 from maxlm.config.fields import Positive, PositiveFloat, Section
 
 LoraMatrix = Literal["query", "key", "value", "out", "query_down", "kv_down", "kv", "gate", "up", "down"]
@@ -21,36 +21,37 @@ class LoraConfig(Section):
     matrices: Annotated[tuple[LoraMatrix, ...], Field(min_length=1)] | None = None
 
 
-def _problems(config: Config, lora: LoraConfig) -> Problems:
+def _problems(
+    lora: LoraConfig, model_adaptable: tuple[str, ...], model_moe: object, model_d_model: int, optimizer_name: str, diloco: object
+) -> Problems:
     """Settings of `model.lora`, and what does not go together with a frozen model."""
-    model, names = config.model, config.model.adaptable
-    if other := [name for name in lora.matrices or () if name not in names]:
-        experts = " (experts are not adapted)" if model.moe is not None else ""
-        yield "model.lora.matrices", list(lora.matrices or ()), f"this model has no `{other[0]}`{experts}", f"it has {', '.join(names)}"
-    if lora.rank > model.d_model:
-        yield "model.lora.rank", lora.rank, f"is above model.d_model = {model.d_model}, the rank of a whole matrix", "use 4 to 64"
-    if config.optimizer.name in ("muon", "soap"):
-        yield "optimizer.name", config.optimizer.name, "is for whole matrices, and model.lora trains none", "use adamw"
-    if config.diloco is not None:
+    if other := [name for name in lora.matrices or () if name not in model_adaptable]:
+        experts = " (experts are not adapted)" if model_moe is not None else ""
+        yield (
+            "model.lora.matrices",
+            list(lora.matrices or ()),
+            f"this model has no `{other[0]}`{experts}",
+            f"it has {', '.join(model_adaptable)}",
+        )
+    if lora.rank > model_d_model:
+        yield "model.lora.rank", lora.rank, f"is above model.d_model = {model_d_model}, the rank of a whole matrix", "use 4 to 64"
+    if optimizer_name in ("muon", "soap"):
+        yield "optimizer.name", optimizer_name, "is for whole matrices, and model.lora trains none", "use adamw"
+    if diloco is not None:
         rule = "gives every worker a state of its own, with the frozen model of model.lora"
         yield "diloco", "set", rule, "remove one of them: adapters are small, so reductions cost little"
 
 
-def _adapted_at_random(config: Config, lora: LoraConfig) -> Problems:
-    if config.train.start_from is None:
+def _adapted_at_random(lora: LoraConfig, train_start_from: object) -> Problems:
+    if train_start_from is None:
         rule = "model.lora freezes the model that training starts from, and without one frozen weights would be random"
         yield "train.start_from", None, rule, "set train.start_from.path to a run or an imported model"
-
-
-def _state(config: Config, lora: LoraConfig, state: State, sizes: Sizes) -> State:
-    """A float32 number of the frozen model. Of adapters there are few."""
-    return replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False)
 
 
 CAPABILITY = Capability(
     key="model.lora",
     rules=(_problems,),
     written_rules=(_adapted_at_random,),
-    state=_state,
+    state=lambda lora, state: replace(state, entries={"frozen parameters": StateEntry(FLOAT32)}, trained=False),  # adapters are few
     unplanned="a frozen model (model.lora)",
 )

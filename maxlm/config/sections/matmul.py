@@ -5,7 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, Strict
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Bool, Count, Section
 from maxlm.config.sections.model import ModelConfig
 from maxlm.hardware.chips import WORTH, Chip, MatmulFormat
@@ -73,12 +73,7 @@ class Sides(NamedTuple):
     source: str
 
 
-def _problems(config: Config, quantized: QuantizedConfig) -> Problems:
-    yield from (*_format(quantized), *_scales(config, quantized), *_rotation(config.model, quantized))
-    yield from (*_skip(config, quantized), *_loss(quantized))
-
-
-def _on_chip(config: Config, quantized: QuantizedConfig, chip: Chip) -> Problems:
+def _on_chip(quantized: QuantizedConfig, chip: Chip, precision_compute: str) -> Problems:
     """A format that is no faster than bfloat16 on this chip, unless it is forced."""
     if quantized.force or quantized.weights_only:
         return
@@ -88,7 +83,7 @@ def _on_chip(config: Config, quantized: QuantizedConfig, chip: Chip) -> Problems
     use = f"use {faster[0]}" if faster else "remove the section"
     fix = f"{use}, or set {FIELD}.force=true"
     if quantized.tile_size is not None:
-        rule = f"has a scale for every {quantized.tile_size} numbers, which is emulated in {config.precision.compute}"
+        rule = f"has a scale for every {quantized.tile_size} numbers, which is emulated in {precision_compute}"
         rule += f": no faster on {chip.name}"
         yield f"{FIELD}.{'format' if quantized.format == 'mxfp8' else 'scaling'}", _named(quantized), rule, fix
     elif speeds[quantized.format] < WORTH:
@@ -114,7 +109,7 @@ def _format(quantized: QuantizedConfig) -> Problems:
         yield f"{FIELD}.stochastic_rounding", True, rule, f"remove it, or set {FIELD}.gradients"
 
 
-def _scales(config: Config, quantized: QuantizedConfig) -> Problems:
+def _scales(quantized: QuantizedConfig, model: ModelConfig, data_seq_len: int) -> Problems:
     scaling, tile = quantized.scaling, quantized.tile
     if quantized.format == "mxfp8":
         if scaling not in (None, "tile"):
@@ -128,8 +123,8 @@ def _scales(config: Config, quantized: QuantizedConfig) -> Problems:
         return
     field = f"{FIELD}.tile" if tile is not None else f"{FIELD}.{'format' if quantized.format == 'mxfp8' else 'scaling'}"
     value = tile if tile is not None else _named(quantized)
-    tokens = [] if quantized.gradient_element is None else [("tokens", Sides(config.data.seq_len, size, "data.seq_len"))]
-    for name, (inputs, outputs, source) in (*quantized_matrices(config.model, quantized), *tokens):
+    tokens = [] if quantized.gradient_element is None else [("tokens", Sides(data_seq_len, size, "data.seq_len"))]
+    for name, (inputs, outputs, source) in (*quantized_matrices(model, quantized), *tokens):
         sides = (inputs,) if quantized.gradient_element is None else (inputs, outputs)
         if wrong := [side for side in sides if side % size]:
             rule = f"needs tiles of {size} that divide {wrong[0]}, a side of `{name}` ({source})"
@@ -138,7 +133,7 @@ def _scales(config: Config, quantized: QuantizedConfig) -> Problems:
             return
 
 
-def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Problems:
+def _rotation(quantized: QuantizedConfig, model: ModelConfig) -> Problems:
     size = quantized.hadamard
     if size is None:
         return
@@ -154,8 +149,8 @@ def _rotation(model: ModelConfig, quantized: QuantizedConfig) -> Problems:
             return
 
 
-def _skip(config: Config, quantized: QuantizedConfig) -> Problems:
-    model, skip = config.model, quantized.skip
+def _skip(quantized: QuantizedConfig, model: ModelConfig) -> Problems:
+    skip = quantized.skip
     known = tuple(dict.fromkeys(name for name, _ in matrices(model)))
     if other := [name for name in skip if name not in known]:
         yield f"{FIELD}.skip", list(skip), f"this model has no `{other[0]}`", f"it has {', '.join(known)}"
@@ -163,7 +158,6 @@ def _skip(config: Config, quantized: QuantizedConfig) -> Problems:
         yield f"{FIELD}.skip", list(skip), "names a matrix twice", "name it once"
     elif not set(known) - set(skip):
         yield f"{FIELD}.skip", list(skip), "leaves no matrix to quantize", f"take one out, or remove {FIELD}"
-    yield from _layers_kept(config, quantized)
 
 
 def _loss(quantized: QuantizedConfig) -> Problems:
@@ -181,8 +175,8 @@ def _loss(quantized: QuantizedConfig) -> Problems:
         yield f"{FIELD}.unembedding", True, rule, "remove one of them"
 
 
-def _layers_kept(config: Config, quantized: QuantizedConfig) -> Problems:
-    model, period = config.model, len(config.model.layer_pattern)
+def _layers_kept(quantized: QuantizedConfig, model: ModelConfig, mesh_stage: int) -> Problems:
+    period = len(model.layer_pattern)
     tail = (model.n_layers - model.n_dense) % period
     for name, count, apart, where in (
         ("first_layers", quantized.first_layers, model.n_dense, "dense layers at the beginning"),
@@ -190,8 +184,8 @@ def _layers_kept(config: Config, quantized: QuantizedConfig) -> Problems:
     ):
         if count == 0:
             continue
-        if config.mesh.stage != 1:
-            yield f"{FIELD}.{name}", count, f"all stages of a pipeline run one program (mesh.stage = {config.mesh.stage})", "use 0"
+        if mesh_stage != 1:
+            yield f"{FIELD}.{name}", count, f"all stages of a pipeline run one program (mesh.stage = {mesh_stage})", "use 0"
         elif count < apart or (count - apart) % period:
             beside = f" beside the {apart} {where}" if apart else ""
             fix = f"use {apart + max(count - apart, 0) // period * period or period}"
@@ -233,4 +227,4 @@ def matrices(model: ModelConfig) -> Iterator[tuple[str, Sides]]:
         yield "experts", Sides(moe.d_ff, width, "model.moe.d_ff x d_model")
 
 
-CAPABILITY = Capability(key="precision.matmul", rules=(_problems,), chip_rules=(_on_chip,))
+CAPABILITY = Capability(key="precision.matmul", rules=(_format, _scales, _rotation, _skip, _layers_kept, _loss), chip_rules=(_on_chip,))

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Bool, Section
+from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.offload_state import OffloadStateConfig
 
 RematName = Literal["layer_input", "query", "key", "value", "attention", "attention_out", "gate", "up", "mlp_out"]
@@ -26,14 +27,14 @@ class MemoryConfig(Section):
         return self.offload_state is not None and self.offload_state.layers_on_host
 
 
-def _problems(config: Config, memory: MemoryConfig) -> Problems:
+def _problems(memory: MemoryConfig, model: ModelConfig) -> Problems:
     if memory.offload and isinstance(memory.remat, str) and memory.remat != "full":
         rule = f"contradicts memory.remat = {memory.remat}, which keeps tensors on the device"
         yield "memory.offload", list(memory.offload), rule, "use remat: full or a list of names"
     named = {"remat": () if isinstance(memory.remat, str) else memory.remat, "offload": memory.offload}
     for field, names in named.items():
-        if "gate" in names and not config.model.gated:
-            yield f"memory.{field}", list(names), f"model.activation = {config.model.activation} has no gate to keep", "take `gate` out"
+        if "gate" in names and not model.gated:
+            yield f"memory.{field}", list(names), f"model.activation = {model.activation} has no gate to keep", "take `gate` out"
     both = set(named["offload"]) & set(named["remat"])
     if both:
         yield "memory.offload", sorted(both), "these names are in memory.remat too", "keep a tensor on the device or on the host, not both"

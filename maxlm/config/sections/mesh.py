@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, divisors_text
+from maxlm.config.capability import Capability, Inert, Problems, Sizes, divisors_text
 from maxlm.config.fields import Few, Int, Section, whole
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.pipeline import PipelineConfig
@@ -36,7 +36,7 @@ class MeshConfig(Section):
         return {axis: getattr(self, axis) for axis in AXES}
 
 
-def _problems(config: Config, mesh: MeshConfig) -> Problems:
+def _problems(mesh: MeshConfig) -> Problems:
     sizes = mesh.sizes()
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -46,16 +46,16 @@ def _problems(config: Config, mesh: MeshConfig) -> Problems:
         yield f"mesh.{free[1]}", -1, f"only one axis may be -1, and mesh.{free[0]} is", "give one of them a size"
 
 
-def _experts(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
-    if config.model.moe is None and sizes["expert"] > 1:
+def _experts(mesh: MeshConfig, sizes: Sizes, model_moe: object) -> Problems:
+    if model_moe is None and sizes["expert"] > 1:
         yield "mesh.expert", sizes["expert"], "the model has no experts to split", "use 1, or set model.moe"
 
 
-def _context(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
+def _context(mesh: MeshConfig, sizes: Sizes, data_seq_len: int, model_n_kv_heads: int, train_loss_chunks: int) -> Problems:
     context, tensor = sizes["context"], sizes["tensor"]
     if context == 1:
         return
-    seq_len, groups, ulysses = config.data.seq_len, config.model.n_kv_heads, mesh.context_attention == "ulysses"
+    seq_len, groups, ulysses = data_seq_len, model_n_kv_heads, mesh.context_attention == "ulysses"
     if ulysses and groups % (context * tensor):
         most = max((n for n in range(1, context) if groups % (n * tensor) == 0), default=1)
         rule = f"ulysses splits key/value heads: context x tensor = {context * tensor} does not divide model.n_kv_heads = {groups}"
@@ -66,19 +66,26 @@ def _context(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
         chunks = "" if ulysses else ": each device has two chunks of the sequence"
         rule = f"needs data.seq_len = {seq_len} to be a multiple of {parts}{chunks}"
         yield "mesh.context", context, rule, f"use data.seq_len={-(-seq_len // parts) * parts}, or a smaller axis"
-    elif own % config.train.loss_chunks:
+    elif own % train_loss_chunks:
         rule = f"does not divide the {own} tokens of a sequence that each of mesh.context = {context} devices has"
-        yield "train.loss_chunks", config.train.loss_chunks, rule, f"use {divisors_text(own)}"
+        yield "train.loss_chunks", train_loss_chunks, rule, f"use {divisors_text(own)}"
 
 
-def _stages(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
+def _stages(
+    mesh: MeshConfig,
+    sizes: Sizes,
+    model: ModelConfig,
+    pipeline: PipelineConfig | None,
+    train_microbatches: int,
+    memory_offload: tuple[str, ...],
+) -> Problems:
     """Stages of a pipeline, or its section without one."""
-    model, train, stage = config.model, config.train, sizes["stage"]
+    stage = sizes["stage"]
     if stage == 1:
-        if config.pipeline is not None:
+        if pipeline is not None:
             yield "pipeline", "set", "mesh.stage = 1 makes no pipeline", "remove it, or raise mesh.stage"
         return
-    chunks = (config.pipeline or PipelineConfig()).chunks
+    chunks = (pipeline or PipelineConfig()).chunks
     period = len(model.layer_pattern)
     periods = math.ceil((model.n_layers - model.n_dense) / period)
     held = f"{periods} periods of {period} layers" if period > 1 else f"{periods} layers"
@@ -89,15 +96,15 @@ def _stages(config: Config, mesh: MeshConfig, sizes: Sizes) -> Problems:
     elif stage * chunks > periods:
         rule = f"makes {stage * chunks} parts with mesh.stage = {stage}, of {held}"
         yield "pipeline.chunks", chunks, rule, f"use {periods // stage} at most"
-    if chunks > 1 and train.microbatches % stage:
+    if chunks > 1 and train_microbatches % stage:
         rule = f"is not a multiple of mesh.stage = {stage}, and pipeline.chunks > 1 takes them in rounds of as many"
-        yield "train.microbatches", train.microbatches, rule, f"use {math.ceil(train.microbatches / stage) * stage}"
+        yield "train.microbatches", train_microbatches, rule, f"use {math.ceil(train_microbatches / stage) * stage}"
     if model.lora is not None and not set(model.lora.matrices or model.adaptable) & set(_of_pattern(model).adaptable):
         rule = f"divides layers of which model.lora.matrices = {list(model.lora.matrices or ())} adapts none"
         yield "mesh.stage", stage, rule, "adapt matrices of attention, too, or use 1"
-    if config.memory.offload:
+    if memory_offload:
         rule = f"does not work with mesh.stage = {stage}: what waits for its backward pass stays on the device"
-        yield "memory.offload", list(config.memory.offload), rule, "use [], and recompute (memory.remat) instead"
+        yield "memory.offload", list(memory_offload), rule, "use [], and recompute (memory.remat) instead"
 
 
 def _of_pattern(model: ModelConfig) -> ModelConfig:
@@ -105,7 +112,7 @@ def _of_pattern(model: ModelConfig) -> ModelConfig:
     return model if model.moe is None else model.model_copy(update={"moe": model.moe.model_copy(update={"n_dense": 0})})
 
 
-def _inert(config: Config, mesh: MeshConfig) -> Iterator[Inert]:
+def _inert(mesh: MeshConfig) -> Iterator[Inert]:
     if mesh.slices == 1:
         yield Inert("mesh.across_slices", "mesh.slices = 1, so no axis crosses slices", "raise mesh.slices")
     if mesh.context == 1:

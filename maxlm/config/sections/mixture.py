@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from maxlm.config import conditions, paths
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, StoredPath, Text, Tokens
 
 
@@ -50,8 +50,7 @@ class MixtureConfig(Section):
 FIELD = "data.mixture"
 
 
-def _problems(config: Config, mixture: MixtureConfig) -> Problems:
-    yield from _sources(mixture)
+def _stages(mixture: MixtureConfig) -> Problems:
     before = 0
     for number, stage in enumerate(mixture.stages):
         field = f"{FIELD}.stages.{number}"
@@ -60,10 +59,12 @@ def _problems(config: Config, mixture: MixtureConfig) -> Problems:
             yield f"{field}.from_tokens", stage.from_tokens, rule, "order stages by their beginning"
         before = stage.from_tokens
         yield from _stage(mixture, stage, field)
-    total = _total_tokens(config)
-    late = next((number for number, stage in enumerate(mixture.stages) if total is not None and stage.from_tokens >= total), None)
+
+
+def _late(mixture: MixtureConfig, total_tokens: int) -> Problems:
+    late = next((number for number, stage in enumerate(mixture.stages) if stage.from_tokens >= total_tokens), None)
     if late is not None:
-        rule = f"is not before the end of training at {total:,} tokens"
+        rule = f"is not before the end of training at {total_tokens:,} tokens"
         yield f"{FIELD}.stages.{late}.from_tokens", mixture.stages[late].from_tokens, rule, "begin it earlier, or remove it"
 
 
@@ -108,9 +109,4 @@ def _stage(mixture: MixtureConfig, stage: StageConfig, field: str) -> Problems:
         yield f"{field}.temperature", stage.temperature, rule, "remove it, or the weights"
 
 
-def _total_tokens(config: Config) -> int | None:
-    """Tokens of the whole run; None if its length is not set, which another rule refuses."""
-    return None if config.train.steps is None and config.train.tokens is None else config.total_tokens
-
-
-CAPABILITY = Capability(key="data.mixture", rules=(_problems,))
+CAPABILITY = Capability(key="data.mixture", rules=(_sources, _stages, _late))

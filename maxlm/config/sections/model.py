@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from maxlm.config.capability import Capability, Config, Problems, divisors_text
+from maxlm.config.capability import Capability, Problems, divisors_text
 from maxlm.config.fields import Bool, Positive, PositiveFloat, Section, flatten
 from maxlm.config.layer_parts import PatternEntry, ResidualRule
 from maxlm.config.sections.lora import LoraConfig
@@ -216,7 +216,7 @@ class ModelConfig(Section):
         return {**{name: value for name, value in derived.items() if value is not None}, **given}
 
 
-def _problems(config: Config, model: ModelConfig) -> Problems:
+def _problems(model: ModelConfig) -> Problems:
     if model.head_dim == 0:
         yield "model.d_model", model.d_model, f"is not a multiple of model.n_heads = {model.n_heads}", "change one, or set model.head_dim"
     for name, rows in (("vocab_size", model.vocab_size), ("learned_positions.max_seq_len", model.max_seq_len or 0)):
@@ -227,13 +227,6 @@ def _problems(config: Config, model: ModelConfig) -> Problems:
         yield "model.n_kv_heads", model.n_kv_heads, rule, f"use {divisors_text(model.n_heads)}"
     if model.latent is None and model.learned_positions is None and model.head_dim % 2:
         yield "model.head_dim", model.head_dim, "must be even, since RoPE turns pairs", "use an even head_dim"
-    yield from _latent(model)
-    yield from _windows(model)
-    if model.clamp is not None and model.activation != "swiglu_clamped":
-        rule = f"is read by swiglu_clamped alone, and model.activation = {model.activation}"
-        yield "model.clamp", "set", rule, "remove it, or use model.activation=swiglu_clamped"
-    if len(model.layer_pattern) > model.n_layers:
-        yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
 
 
 def _latent(model: ModelConfig) -> Problems:
@@ -271,9 +264,17 @@ def _windows(model: ModelConfig) -> Problems:
             yield f"model.{name}", value, rule, "add `local` layers or remove it"
 
 
-def _identity(config: Config, model: ModelConfig) -> dict[str, Any]:
+def _pattern(model: ModelConfig) -> Problems:
+    if model.clamp is not None and model.activation != "swiglu_clamped":
+        rule = f"is read by swiglu_clamped alone, and model.activation = {model.activation}"
+        yield "model.clamp", "set", rule, "remove it, or use model.activation=swiglu_clamped"
+    if len(model.layer_pattern) > model.n_layers:
+        yield "model.layer_pattern", list(model.layer_pattern), f"is longer than model.n_layers = {model.n_layers}", "shorten it"
+
+
+def _identity(model: ModelConfig) -> dict[str, Any]:
     """All but weights of losses."""
     return {f"model.{key}": value for key, value in flatten(model.model_dump(mode="json")) if key != "mtp.loss_weight"}
 
 
-CAPABILITY = Capability(key="model", rules=(_problems,), identity=_identity)
+CAPABILITY = Capability(key="model", rules=(_problems, _latent, _windows, _pattern), identity=_identity)

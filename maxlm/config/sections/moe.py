@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from maxlm.config.capability import Capability, Config, Inert, Problems, divisors_text
+from maxlm.config.capability import Capability, Inert, Problems, divisors_text
 from maxlm.config.fields import Bool, Count, Fraction, NonNegative, Positive, PositiveFloat, Section
 
 
@@ -40,17 +40,15 @@ class MoeConfig(Section):
     router: RouterConfig = RouterConfig()
 
 
-def _problems(config: Config, moe: MoeConfig) -> Problems:
-    """Settings of `model.moe` among themselves and with the model."""
-    model = config.model
+def _problems(moe: MoeConfig, model_n_layers: int, model_gated: bool, model_activation: str) -> Problems:
+    """Settings of `model.moe` with the model."""
     if moe.top_k > moe.n_experts:
         yield "model.moe.top_k", moe.top_k, f"is above model.moe.n_experts = {moe.n_experts}", f"use {moe.n_experts} at most"
-    if moe.n_dense >= model.n_layers:
-        rule = f"leaves none of model.n_layers = {model.n_layers} with experts"
+    if moe.n_dense >= model_n_layers:
+        rule = f"leaves none of model.n_layers = {model_n_layers} with experts"
         yield "model.moe.n_dense", moe.n_dense, rule, "lower it, or remove model.moe"
-    if not model.gated:
-        yield "model.activation", model.activation, "experts are gated (model.moe)", "use swiglu, geglu, geglu_exact or swiglu_clamped"
-    yield from _router(moe)
+    if not model_gated:
+        yield "model.activation", model_activation, "experts are gated (model.moe)", "use swiglu, geglu, geglu_exact or swiglu_clamped"
 
 
 def _router(moe: MoeConfig) -> Problems:
@@ -78,17 +76,17 @@ def _router(moe: MoeConfig) -> Problems:
         yield f"{name}.balance_over", "sequence", f"{name}.balance_loss = 0 computes no shares", "remove it, or raise balance_loss"
 
 
-def _untrained_router(config: Config, moe: MoeConfig) -> Problems:
+def _untrained_router(moe: MoeConfig) -> Problems:
     """A router that only its auxiliary losses would train."""
     if moe.top_k == 1 < moe.n_experts and moe.router.normalize and moe.router.choice == "token":
         rule = "gives the one expert of a token (model.moe.top_k = 1) a weight of 1, so no gradient of the loss reaches the router"
         yield "model.moe.router.normalize", True, rule, "use false, as Switch Transformers do, or a larger top_k"
 
 
-def _inert(config: Config, moe: MoeConfig) -> Iterator[Inert]:
+def _inert(moe: MoeConfig) -> Iterator[Inert]:
     router = "model.moe.router"
     if moe.router.groups > 1 and moe.router.top_groups == moe.router.groups:
         yield Inert(f"{router}.groups", f"{router}.top_groups = {moe.router.top_groups} are all of them", "lower top_groups")
 
 
-CAPABILITY = Capability(key="model.moe", rules=(_problems,), written_rules=(_untrained_router,), inert=_inert)
+CAPABILITY = Capability(key="model.moe", rules=(_problems, _router), written_rules=(_untrained_router,), inert=_inert)

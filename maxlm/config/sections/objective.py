@@ -1,12 +1,14 @@
 """The loss: next-token prediction, supervised fine-tuning, direct preference optimization."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Float, PositiveFloat, Section
+from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.moe import MoeConfig
+from maxlm.config.sections.train import TrainConfig
 
 
 class NextTokenConfig(Section):
@@ -32,14 +34,14 @@ class DpoConfig(Section):
 ObjectiveConfig = Annotated[NextTokenConfig | SftConfig | DpoConfig, Field(discriminator="kind")]  # rows of maxlm.objectives.OBJECTIVES
 
 
-def _problems(config: Config, objective: ObjectiveConfig) -> Problems:
+def _problems(objective: ObjectiveConfig, model: ModelConfig, data_mask_documents: bool, train: TrainConfig) -> Problems:
     """Fine-tuning on conversations: rows are packed, and the loss is a mean over responses or pairs."""
-    moe = config.model.moe
+    moe = model.moe
     if objective.kind == "next_token":
         return
     kind = f"objective.kind = {objective.kind}"
     yield from _packed_router(moe, objective.kind)
-    if not config.data.mask_documents:
+    if not data_mask_documents:
         yield "data.mask_documents", False, f"{kind} packs conversations, and attention stays inside each", "use true"
     for name in ("balance_loss", "z_loss") if moe is not None else ():
         if value := getattr(moe.router if moe else None, name):
@@ -47,11 +49,11 @@ def _problems(config: Config, objective: ObjectiveConfig) -> Problems:
             yield f"model.moe.router.{name}", value, rule, "use 0, which may differ from the source's"
     if objective.kind != "dpo":
         return
-    if config.train.start_from is None:
+    if train.start_from is None:
         yield "train.start_from", None, f"{kind} needs the model that is its reference and its beginning", "set train.start_from.path"
-    if config.train.z_loss:
-        yield "train.z_loss", config.train.z_loss, f"{kind} compares log-probabilities, and adds nothing to them", "use 0"
-    if config.model.mtp is not None:
+    if train.z_loss:
+        yield "train.z_loss", train.z_loss, f"{kind} compares log-probabilities, and adds nothing to them", "use 0"
+    if model.mtp is not None:
         yield "model.mtp", "set", f"{kind} has no loss of tokens further ahead", "fine-tune with objective.kind=sft"
 
 
@@ -71,9 +73,8 @@ def _packed_router(moe: MoeConfig | None, kind: str) -> Problems:
         yield f"{name}.jitter", router.jitter, rule, "use 0, which may differ from the source's"
 
 
-def _identity(config: Config, objective: ObjectiveConfig) -> dict[str, Any]:
-    """The kind; the absent section is next-token prediction."""
-    return {} if objective.kind == "next_token" else {"objective.kind": objective.kind}
-
-
-CAPABILITY = Capability(key="objective", rules=(_problems,), identity=_identity)
+CAPABILITY = Capability(
+    key="objective",
+    rules=(_problems,),
+    identity=lambda one: {} if one.kind == "next_token" else {"objective.kind": one.kind},  # as the absent section
+)

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Config, Problems, Sizes, State, refuse
+from maxlm.config.capability import Capability, Problems, State, excludes
 from maxlm.config.fields import LocalPath, Section
+from maxlm.config.sections.mesh import MeshConfig
 from maxlm.config.sections.optimizer_state import HALVES
 
 COPY = "copy that matmuls read"
@@ -62,45 +63,53 @@ class OffloadStateConfig(Section):
         return self
 
 
-def _problems(config: Config, tiers: OffloadStateConfig) -> Problems:
-    """Sections that read the state on the device between updates, and settings that need all layers there."""
-    others = {
-        "diloco": "has workers whose states are updated where they lie",
-        "health.layers": "compares parameters before and after every update on the device",
-        "integrity": "compares copies of the state on the devices",
-        "memory_checkpoints": "copies the state on the devices",
-        "compression": "has feedback on the devices",
-    }
-    yield from refuse(config, others, ", and memory.offload_state keeps it elsewhere")
-    if tiers.layers_on_host:
-        yield from _layers_on_host(config, tiers)
+ON_DEVICE = {  # what reads the state on the device between updates
+    "diloco": "has workers whose states are updated where they lie",
+    "health.layers": "compares parameters before and after every update on the device",
+    "integrity": "compares copies of the state on the devices",
+    "memory_checkpoints": "copies the state on the devices",
+    "compression": "has feedback on the devices",
+}
 
 
-def _layers_on_host(config: Config, tiers: OffloadStateConfig) -> Problems:
+def _layers_on_host(
+    tiers: OffloadStateConfig,
+    mesh: MeshConfig,
+    memory_remat: str | tuple[str, ...],
+    memory_unroll: bool,
+    memory_offload: tuple[str, ...],
+    precision_matmul: object,
+    model_lora: object,
+    train_noise_scale: object,
+    samples: object,
+    evaluation: object,
+) -> Problems:
     """Settings that need all layers on the device at once."""
-    memory, mesh, weights = config.memory, config.mesh, tiers.weights is not None
+    if not tiers.layers_on_host:
+        return
+    weights = tiers.weights is not None
     which = "memory.offload_state.weights" if weights else "memory.offload_state.gradients"
-    others = set(memory.offload) - {"layer_input"}
+    others = set(memory_offload) - {"layer_input"}
     stages, zero = "divides the layers into stages that run by themselves", "gathers or reduces all layers at once"
     frozen, remove = "has no gradients of matrices, and frozen weights that stay on the device", "remove one of them"
     problems = (
         ("mesh.stage", mesh.stage, mesh.stage != 1, stages, "use 1, and a larger mesh.fsdp"),
         ("mesh.zero", mesh.zero, mesh.zero != 3, zero, "use 3"),
-        ("precision.matmul", "set", config.precision.matmul is not None, "quantizes all layers before the first is computed", remove),
-        ("model.lora", "set", config.model.lora is not None, frozen, remove),
-        ("train.noise_scale", "set", config.train.noise_scale is not None, "reads the gradient of every microbatch on the device", remove),
-        ("memory.remat", memory.remat, memory.remat != "full", "keeps more of a layer than its input", "use full"),
-        ("memory.unroll", True, memory.unroll, "computes all layers without a loop", "use false"),
-        ("memory.offload", list(memory.offload), bool(others), "keeps more of a layer than its input", "use [layer_input] or []"),
-        ("samples", "set", weights and config.samples is not None, "generates text with all layers on the device", remove),
-        ("evaluation", "set", weights and config.evaluation is not None, "computes likelihoods with all layers on the device", remove),
+        ("precision.matmul", "set", precision_matmul is not None, "quantizes all layers before the first is computed", remove),
+        ("model.lora", "set", model_lora is not None, frozen, remove),
+        ("train.noise_scale", "set", train_noise_scale is not None, "reads the gradient of every microbatch on the device", remove),
+        ("memory.remat", memory_remat, memory_remat != "full", "keeps more of a layer than its input", "use full"),
+        ("memory.unroll", True, memory_unroll, "computes all layers without a loop", "use false"),
+        ("memory.offload", list(memory_offload), bool(others), "keeps more of a layer than its input", "use [layer_input] or []"),
+        ("samples", "set", weights and samples is not None, "generates text with all layers on the device", remove),
+        ("evaluation", "set", weights and evaluation is not None, "computes likelihoods with all layers on the device", remove),
     )
     for field, value, refused, rule, fix in problems:
         if refused:
             yield field, value, f"{rule}, and with {which} = host they pass through it one by one", fix
 
 
-def _state(config: Config, tiers: OffloadStateConfig, state: State, sizes: Sizes) -> State:
+def _state(tiers: OffloadStateConfig, state: State) -> State:
     """State of matrices in its tiers; the copy of masters that matmuls read is on the device, or half of each master."""
     if not state.matrix:
         return state
@@ -112,7 +121,7 @@ def _state(config: Config, tiers: OffloadStateConfig, state: State, sizes: Sizes
 
 CAPABILITY = Capability(
     key="memory.offload_state",
-    rules=(_problems,),
+    rules=(excludes(ON_DEVICE, ", and memory.offload_state keeps it elsewhere"), _layers_on_host),
     state=_state,
     placement=("maxlm.training.offloaded:Offloaded", "maxlm.training.nvme_step:InFiles"),
 )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Config, Inert, Problems, refuse
+from maxlm.config.capability import Capability, Inert, Problems, excludes
 from maxlm.config.fields import (
     BELOW_ONE,
     AtLeastOne,
@@ -104,7 +104,7 @@ NAMED = "optimizer.name = schedule_free"
 LEAST_BETA1 = 0.1  # the average is divided by it: errors of float32 grow tenfold
 
 
-def _problems(config: Config, optimizer: OptimizerConfig) -> Problems:
+def _problems(optimizer: OptimizerConfig) -> Problems:
     for name in ("warmup", "decay"):
         steps, tokens = getattr(optimizer, f"{name}_steps"), getattr(optimizer, f"{name}_tokens")
         if steps is not None and tokens is not None:
@@ -124,12 +124,16 @@ def _problems(config: Config, optimizer: OptimizerConfig) -> Problems:
     if optimizer.name == "ademamix" and optimizer.ademamix is not None and optimizer.ademamix.beta3 <= optimizer.beta1:
         rule = f"is not above optimizer.beta1 = {optimizer.beta1:g}, so the slow average would be the faster one"
         yield "optimizer.ademamix.beta3", optimizer.ademamix.beta3, rule, "use 0.999 to 0.9999"
-    total = config.total_steps
-    warmup = config.steps_of(optimizer.warmup_steps, optimizer.warmup_tokens, 0)
-    decay = config.decay_steps
+
+
+def _lengths(
+    optimizer: OptimizerConfig, train_steps: int | None, train_tokens: int | None, total_steps: int, warmup_steps: int, decay_steps: int
+) -> Problems:
+    """Warm-up and decay, and the counter of updates."""
+    total, warmup, decay = total_steps, warmup_steps, decay_steps
     if total > MOST_STEPS:
-        field = "steps" if config.train.steps is not None else "tokens"
-        yield f"train.{field}", getattr(config.train, field), f"makes {total} steps, above {MOST_STEPS}, what the counter holds", "lower it"
+        field, value = ("steps", train_steps) if train_steps is not None else ("tokens", train_tokens)
+        yield f"train.{field}", value, f"makes {total} steps, above {MOST_STEPS}, what the counter holds", "lower it"
     if warmup and warmup >= total:
         field = "warmup_steps" if optimizer.warmup_steps is not None else "warmup_tokens"
         yield f"optimizer.{field}", getattr(optimizer, field), f"warm-up must end before the run does, at step {total}", "shorten it"
@@ -139,7 +143,7 @@ def _problems(config: Config, optimizer: OptimizerConfig) -> Problems:
         yield f"optimizer.{field}", getattr(optimizer, field), rule, "shorten one of them"
 
 
-def _schedule_free(config: Config, optimizer: OptimizerConfig) -> Problems:
+def _schedule_free(optimizer: OptimizerConfig) -> Problems:
     """Settings that contradict the average, or that would evaluate another point."""
     if optimizer.name != "schedule_free":
         return
@@ -156,15 +160,17 @@ def _schedule_free(config: Config, optimizer: OptimizerConfig) -> Problems:
     if state is not None and state.masters != FLOAT32:
         rule = f"stores weights in two parts, and the average of {NAMED} is computed from float32"
         yield "optimizer.state.masters", state.masters, rule, "use float32"
-    others = {
-        "ema": "averages parameters, as is done already by",
-        "diloco": "takes the mean of workers' parameters, and leaves behind the points z of",
-        "memory.offload_state": "keeps state off the device, where evaluations compute the average of",
-    }
-    yield from refuse(config, others, f" {NAMED}", "remove it, or use optimizer.name=adamw")
 
 
-def _inert(config: Config, optimizer: OptimizerConfig) -> Iterator[Inert]:
+EXCLUDED = {
+    "ema": "averages parameters, as is done already by",
+    "diloco": "takes the mean of workers' parameters, and leaves behind the points z of",
+    "memory.offload_state": "keeps state off the device, where evaluations compute the average of",
+}
+_alone = excludes(EXCLUDED, f" {NAMED}", "remove it, or use optimizer.name=adamw", when=lambda one: one.name == "schedule_free")
+
+
+def _inert(optimizer: OptimizerConfig) -> Iterator[Inert]:
     name = optimizer.name
     for rule in ("muon", "soap", "ademamix", "adafactor"):
         if name != rule:
@@ -178,7 +184,7 @@ def _inert(config: Config, optimizer: OptimizerConfig) -> Iterator[Inert]:
         yield Inert("optimizer.end_lr_fraction", "optimizer.schedule = constant never decays", "use another schedule")
 
 
-def _identity(config: Config, optimizer: OptimizerConfig) -> dict[str, Any]:
+def _identity(optimizer: OptimizerConfig) -> dict[str, Any]:
     """The rule, and what says which numbers its state has, or what they mean."""
     found: dict[str, Any] = {"optimizer.name": optimizer.name}
     if optimizer.name == "soap" and optimizer.soap is not None and optimizer.soap.largest != SoapConfig().largest:
@@ -188,7 +194,7 @@ def _identity(config: Config, optimizer: OptimizerConfig) -> dict[str, Any]:
 
 CAPABILITY = Capability(
     key="optimizer",
-    rules=(_problems, _schedule_free),
+    rules=(_problems, _lengths, _schedule_free, _alone),
     inert=_inert,
     identity=_identity,
     stored=("maxlm.training.schedule_free:AveragedPoint",),

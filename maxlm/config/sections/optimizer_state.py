@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from maxlm.config.capability import Capability, Config, Inert, Problems, Sizes, State
+from maxlm.config.capability import Capability, Inert, Problems, State
 from maxlm.config.fields import Section
 
 MomentFormat = Literal["float32", "bfloat16", "int8"]
@@ -36,9 +36,9 @@ class OptimizerStateConfig(Section):
         return self.rounding == "stochastic" if self.rounding is not None else format != "int8"
 
 
-def _problems(config: Config, state: OptimizerStateConfig) -> Problems:
+def _problems(state: OptimizerStateConfig, optimizer_name: str, precision_compute: str, diloco: object, model_lora: object) -> Problems:
     """Formats of the optimizer's state that contradict the optimizer, and masters that contradict what reads them."""
-    name, field = config.optimizer.name, "optimizer.state"
+    name, field = optimizer_name, "optimizer.state"
     if name == "adafactor" and state.moments != "float32":
         yield f"{field}.moments", state.moments, "optimizer.name = adafactor has no first moment", "remove it, or use optimizer.name=adamw"
     if name == "adafactor" and state.second_moment is not None:
@@ -51,29 +51,29 @@ def _problems(config: Config, state: OptimizerStateConfig) -> Problems:
         rule = f"optimizer.name = {name} has no second moment{which}"
         yield f"{field}.second_moment", "factored", rule, "use bfloat16 or int8, or optimizer.name=adamw"
     if state.masters != "float32":
-        if config.precision.compute != "bfloat16":
-            rule = f"stores the bfloat16 half that matmuls read, and precision.compute = {config.precision.compute}"
+        if precision_compute != "bfloat16":
+            rule = f"stores the bfloat16 half that matmuls read, and precision.compute = {precision_compute}"
             yield f"{field}.masters", state.masters, rule, "use float32, or precision.compute=bfloat16"
-        if config.diloco is not None:
+        if diloco is not None:
             rule = "keeps no float32 weights whose mean over workers diloco could take"
             yield f"{field}.masters", state.masters, rule, "use float32, or remove diloco"
-        if config.model.lora is not None:
+        if model_lora is not None:
             rule = "is for weights that are trained, and model.lora trains few numbers"
             yield f"{field}.masters", state.masters, rule, "use float32"
 
 
-def _inert(config: Config, state: OptimizerStateConfig) -> Iterator[Inert]:
+def _inert(state: OptimizerStateConfig) -> Iterator[Inert]:
     if not {state.moments, state.second, state.masters} & {"bfloat16", "int8", "split24"}:
         yield Inert("optimizer.state.rounding", "optimizer.state stores nothing that would be rounded", "set optimizer.state.moments")
 
 
-def _identity(config: Config, state: OptimizerStateConfig) -> dict[str, str]:
+def _identity(state: OptimizerStateConfig) -> dict[str, str]:
     """Formats that change the leaves of the state."""
     formats = {"moments": state.moments, "second_moment": state.second, "masters": state.masters}
     return {f"optimizer.state.{name}": value for name, value in formats.items() if value != FLOAT32}
 
 
-def _state(config: Config, settings: OptimizerStateConfig, state: State, sizes: Sizes) -> State:
+def _state(settings: OptimizerStateConfig, state: State) -> State:
     """Masters of matrices in two parts: halves that matmuls read, and the rest."""
     if settings.masters == FLOAT32 or not state.matrix:
         return state

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Positive, Section
 
 
@@ -37,25 +37,31 @@ FIELD = "model.parametrization"
 OPTIMIZERS = ("adamw", "muon")  # rules with a known dependence of the rate on the width: see `maxlm.training.parametrized`
 
 
-def _problems(config: Config, chosen: ParametrizationConfig) -> Problems:
+def _problems(
+    chosen: ParametrizationConfig,
+    model_attention_scale: float | None,
+    model_lora: object,
+    optimizer_name: str,
+    compression_kind: str | None,
+    diloco: object,
+) -> Problems:
     """Problems of the section itself, and of what does not go together with it."""
-    model = config.model
     if chosen.kind == "completep" and chosen.base_depth is None:
         rule = f"is not set, and {FIELD}.kind = completep reads it"
         yield f"{FIELD}.base_depth", None, rule, "set the n_layers of the model whose settings were tuned, or use kind=mup"
     if chosen.kind == "mup" and chosen.base_depth is not None:
         rule = f"does nothing with {FIELD}.kind = mup, which is about widths"
         yield f"{FIELD}.base_depth", chosen.base_depth, rule, "remove it, or use kind=completep"
-    if chosen.base_head_dim is not None and model.attention_scale is not None:
-        rule = f"would change model.attention_scale = {model.attention_scale:g}, which is set"
+    if chosen.base_head_dim is not None and model_attention_scale is not None:
+        rule = f"would change model.attention_scale = {model_attention_scale:g}, which is set"
         yield f"{FIELD}.base_head_dim", chosen.base_head_dim, rule, "remove one of them"
-    if config.optimizer.name not in OPTIMIZERS:
+    if optimizer_name not in OPTIMIZERS:
         rule = f"has no known rule of {FIELD}: how its rate should depend on the width is not derived here"
-        yield "optimizer.name", config.optimizer.name, rule, f"use {' or '.join(OPTIMIZERS)}, or remove {FIELD}"
-    if config.compression is not None and config.compression.kind in ("sign", "top_k") and config.diloco is None:
+        yield "optimizer.name", optimizer_name, rule, f"use {' or '.join(OPTIMIZERS)}, or remove {FIELD}"
+    if compression_kind in ("sign", "top_k") and diloco is None:
         rule = f"sends Adam's momentum, which {FIELD} keeps in the units of its factors of epsilon"
-        yield "compression.kind", config.compression.kind, rule, f"use compression.kind=int8, or remove {FIELD}"
-    if model.lora is not None:
+        yield "compression.kind", compression_kind, rule, f"use compression.kind=int8, or remove {FIELD}"
+    if model_lora is not None:
         rule = "trains adapters, whose rates depend on the width in another way (LoRA+, arXiv 2402.12354)"
         fix = f"train all parameters, or `maxlm export` the model, which folds {FIELD} into its weights, and start from its import"
         yield "model.lora", "set", f"{rule} than {FIELD} says", fix

@@ -1,9 +1,9 @@
 """dtypes of the computation, of tokens on their way to experts, and the loss scale of float16."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
-from maxlm.config.capability import Capability, Config, Inert, Problems, refuse
+from maxlm.config.capability import Capability, Inert, Problems, excludes
 from maxlm.config.fields import Positive, Section
 from maxlm.config.sections.matmul import FIELD, ElementFormat, QuantizedConfig
 from maxlm.hardware import topologies
@@ -62,16 +62,16 @@ class PrecisionConfig(Section):
         return (self.loss_scale or LossScaleConfig()) if self.compute == "float16" else None
 
 
-def _problems(config: Config, precision: PrecisionConfig) -> Problems:
-    dispatch, scaling = precision.dispatch, precision.scaling
-    if dispatch is not None and config.model.moe is None:
+def _dispatch(precision: PrecisionConfig, model_moe: object) -> Problems:
+    dispatch = precision.dispatch
+    if dispatch is not None and model_moe is None:
         yield "precision.dispatch.format", dispatch.format, "the model has no experts (model.moe)", "remove precision.dispatch"
-    if scaling is not None:
-        yield from _float16(config, scaling)
 
 
-def _float16(config: Config, scale: LossScaleConfig) -> Problems:
-    """Settings of the loss's scale, and what hands gradients on in float16 after they are divided by it."""
+def _loss_scale(precision: PrecisionConfig) -> Problems:
+    scale = precision.scaling
+    if scale is None:
+        return
     for name in ("initial", "smallest"):
         value = getattr(scale, name)
         if value & (value - 1) or value > LARGEST_SCALE:
@@ -81,44 +81,45 @@ def _float16(config: Config, scale: LossScaleConfig) -> Problems:
     if scale.smallest > scale.initial:
         rule = f"is above precision.loss_scale.initial = {scale.initial}"
         yield "precision.loss_scale.smallest", scale.smallest, rule, f"use {scale.initial} at most"
-    vanish = ", and in float16 those that the loss's scale has been taken out of would vanish"
-    others = {
-        "memory.offload_state": f"hands gradients on in precision.compute{vanish}",
-        "compression": f"sums gradients in precision.compute while it warms up{vanish}",
-        "diloco": "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting",
-    }
-    yield from refuse(config, others, fix="remove it, or use precision.compute=bfloat16 or float32")
-    quantized = config.precision.matmul
-    if quantized is not None and quantized.tile_size is not None:
+
+
+VANISH = ", and in float16 those that the loss's scale has been taken out of would vanish"
+EXCLUDED = {
+    "memory.offload_state": f"hands gradients on in precision.compute{VANISH}",
+    "compression": f"sums gradients in precision.compute while it warms up{VANISH}",
+    "diloco": "has workers meet after the last update, and in float16 an overflow of that one would skip the meeting",
+}
+FIX = "remove it, or use precision.compute=bfloat16 or float32"
+_float16 = excludes(EXCLUDED, fix=FIX, when=lambda precision: precision.scaling is not None)
+
+
+def _tiles(precision: PrecisionConfig) -> Problems:
+    quantized = precision.matmul
+    if precision.scaling is not None and quantized is not None and quantized.tile_size is not None:
         rule = "has tiles, which are emulated by powers of two that float16 does not hold"
         yield FIELD, "set", rule, f"use another {FIELD}.scaling, or precision.compute=bfloat16"
 
 
-def _on_chip(config: Config, precision: PrecisionConfig, chip: Chip) -> Problems:
+def _on_chip(precision: PrecisionConfig, chip: Chip) -> Problems:
     if precision.compute == "float16" and topologies.is_tpu(chip):
         yield "precision.compute", "float16", f"is for GPUs without bfloat16, and {chip.name} multiplies in bfloat16", "remove it"
 
 
-def _inert(config: Config, precision: PrecisionConfig) -> Iterator[Inert]:
+def _inert(precision: PrecisionConfig, mesh_expert: int, model_moe: object) -> Iterator[Inert]:
     compute = precision.compute
     if compute != "float32":
         yield Inert("precision.float32_matmul", f"it is for float32, and precision.compute = {compute}", "use precision.compute=float32")
     if compute != "float16":
         yield Inert("precision.loss_scale", f"it is for float16, and precision.compute = {compute}", "use precision.compute=float16")
-    if config.mesh.expert == 1 and config.model.moe is not None:
+    if mesh_expert == 1 and model_moe is not None:
         yield Inert("precision.dispatch", "mesh.expert = 1, so that no token travels", "raise mesh.expert")
-
-
-def _identity(config: Config, precision: PrecisionConfig) -> dict[str, Any]:
-    """The loss scale is part of the state."""
-    return {} if precision.scaling is None else {"precision.compute": precision.compute}
 
 
 CAPABILITY = Capability(
     key="precision",
-    rules=(_problems,),
+    rules=(_dispatch, _loss_scale, _float16, _tiles),
     chip_rules=(_on_chip,),
     inert=_inert,
-    identity=_identity,
+    identity=lambda one: {} if one.scaling is None else {"precision.compute": one.compute},  # the loss scale is part of the state
     transforms=("maxlm.training.loss_scale:LossScaling",),
 )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, Strict
 
-from maxlm.config.capability import Capability, Config, Inert, Problems
+from maxlm.config.capability import Capability, Inert, Problems
 from maxlm.config.fields import Float, Positive, ReadPath, Section, Text
 from maxlm.hardware.topologies import either
 
@@ -77,9 +77,9 @@ class PrepareConfig(Section):
 STDLIB = "python-stdlib"  # the one source of data.prepare that is no file  # the one source of data.prepare that is no file
 
 
-def _objective_of_store(config: Config, prepare: PrepareConfig) -> Problems:
+def _objective_of_store(prepare: PrepareConfig, objective_kind: str | None) -> Problems:
     """An objective that would refuse the store once it is prepared, which may take hours."""
-    kind = "next_token" if config.objective is None else config.objective.kind
+    kind = objective_kind or "next_token"
     name, made = "data.prepare.conversations", prepare.conversations.kind if prepare.conversations is not None else None
     read: dict[str, tuple[str | None, ...]] = {"next_token": (None,), "sft": ("prompt_response", "chat"), "dpo": ("preferences",)}
     if made not in read[kind]:
@@ -90,7 +90,7 @@ def _objective_of_store(config: Config, prepare: PrepareConfig) -> Problems:
         yield "objective.kind", kind, f"does not read the store that {store}", f"use {reader}, or {fix}"
 
 
-def _inert(config: Config, prepare: PrepareConfig) -> Iterator[Inert]:
+def _inert(prepare: PrepareConfig) -> Iterator[Inert]:
     if prepare.tokenizer.path is not None:
         for name in ("vocab_size", "train_bytes"):
             field = f"data.prepare.tokenizer.{name}"

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field, Strict, model_validator
 
 from maxlm.config import paths
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Positive, Section
 
 
@@ -25,9 +25,9 @@ class ProfileConfig(Section):
         return self
 
 
-def _problems(config: Config, settings: ProfileConfig) -> Problems:
-    if settings.at[-1] + settings.steps >= config.total_steps:
-        rule = f"with {settings.steps} steps a trace must end before the run does, at step {config.total_steps}"
+def _problems(settings: ProfileConfig, total_steps: int) -> Problems:
+    if settings.at[-1] + settings.steps >= total_steps:
+        rule = f"with {settings.steps} steps a trace must end before the run does, at step {total_steps}"
         yield "run.profile.at", list(settings.at), rule, "trace earlier steps, or fewer"
 
 

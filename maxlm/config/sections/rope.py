@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Config, Inert, Problems
+from maxlm.config.capability import Capability, Inert, Problems
 from maxlm.config.fields import AtLeastOne, Bool, Float, Positive, PositiveFloat, Section
 
 
@@ -90,21 +90,25 @@ class RopeConfig(Section):
         return head_dim if self.share is None else int(head_dim * self.share)
 
 
-def _problems(config: Config, section: RopeConfig) -> Problems:
+def _problems(
+    section: RopeConfig,
+    model_rope_local: RopeConfig | None,
+    model_learned_positions: object,
+    model_latent_rope_dim: int | None,
+    model_head_dim: int,
+) -> Problems:
     """Settings of `model.rope` and `model.rope_local`."""
-    model = config.model
-    for name in ("rope", "rope_local"):
-        rope: RopeConfig | None = getattr(model, name)
+    for name, rope in (("rope", section), ("rope_local", model_rope_local)):
         if rope is None or rope == RopeConfig():
             continue
-        if model.learned_positions is not None:
+        if model_learned_positions is not None:
             yield f"model.{name}", "set", "positions are learned, so nothing is rotated", "remove it, or model.learned_positions"
-        if rope.share is not None and model.latent is not None:
+        if rope.share is not None and model_latent_rope_dim is not None:
             yield f"model.{name}.share", rope.share, "has no meaning with model.latent, whose rope_dim says what is turned", "remove it"
-        elif rope.share is not None and (dims := rope.rotary_dims(model.head_dim)) % 2 + (dims == 0):
-            rule = f"turns {dims} of model.head_dim = {model.head_dim} dims, and RoPE turns pairs"
+        elif rope.share is not None and (dims := rope.rotary_dims(model_head_dim)) % 2 + (dims == 0):
+            rule = f"turns {dims} of model.head_dim = {model_head_dim} dims, and RoPE turns pairs"
             yield f"model.{name}.share", rope.share, rule, "use one that makes an even number, such as 0.5"
-        scaling, dims = rope.scaling, rope.rotary_dims(model.latent.rope_dim if model.latent else model.head_dim)
+        scaling, dims = rope.scaling, rope.rotary_dims(model_latent_rope_dim or model_head_dim)
         factors = {"short_factor": scaling.short_factor, "long_factor": scaling.long_factor} if isinstance(scaling, LongRopeScaling) else {}
         for field, values in factors.items():
             if len(values) != dims // 2:
@@ -120,11 +124,12 @@ def _problems(config: Config, section: RopeConfig) -> Problems:
             yield f"model.{name}.scaling.beta_fast", scaling.beta_fast, rule, "the paper has 32 and 1"
 
 
-def _inert(config: Config, rope: RopeConfig) -> Iterator[Inert]:
-    model = config.model
-    if "global" not in model.layer_pattern and model.rope_local is not None and not model.mtp_depth:
+def _inert(
+    rope: RopeConfig, model_layer_pattern: tuple[str, ...], model_rope_local: object, model_mtp: object, model_learned_positions: object
+) -> Iterator[Inert]:
+    if "global" not in model_layer_pattern and model_rope_local is not None and model_mtp is None:
         yield Inert("model.rope", "model.layer_pattern has no global layer, and model.rope_local is set", "add `global` layers")
-    if model.learned_positions is not None:
+    if model_learned_positions is not None:
         yield Inert("model.rope", "positions are learned", "remove model.learned_positions")
         yield Inert("model.rope_local", "positions are learned", "remove model.learned_positions")
 

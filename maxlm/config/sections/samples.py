@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Config, Problems
+from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Bool, Positive, Section, Text
+from maxlm.config.sections.model import ModelConfig
 
 
 class SamplesConfig(Section):
@@ -19,16 +20,15 @@ class SamplesConfig(Section):
 GENERATED = 8  # times data.seq_len: the longest text that is generated with RoPE
 
 
-def most_generated(config: Config) -> int:
-    """Tokens of a prompt and its continuation at most."""
-    limit = config.model.max_seq_len
-    return limit if limit is not None else max(GENERATED * config.data.seq_len, 4096)
+def most_generated(model: ModelConfig, seq_len: int) -> int:
+    """Tokens of a prompt and its continuation at most, of a model that is trained on sequences of `seq_len` tokens."""
+    return model.max_seq_len if model.max_seq_len is not None else max(GENERATED * seq_len, 4096)
 
 
-def _problems(config: Config, samples: SamplesConfig) -> Problems:
-    limit = most_generated(config)
+def _problems(samples: SamplesConfig, model: ModelConfig, data_seq_len: int) -> Problems:
+    limit = most_generated(model, data_seq_len)
     if samples.tokens >= limit:
-        of = "model.learned_positions.max_seq_len" if config.model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
+        of = "model.learned_positions.max_seq_len" if model.max_seq_len else f"{GENERATED} times data.seq_len, or 4096"
         rule = f"leaves nothing for a prompt of the {limit} tokens that are allowed ({of})"
         yield "samples.tokens", samples.tokens, rule, f"use for example {limit // 2}"
 

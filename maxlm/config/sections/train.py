@@ -5,11 +5,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from maxlm.config.capability import Capability, Config, Problems, Sizes, divisors_text, keeps
+from maxlm.config.capability import Capability, Problems, Sizes, divisors_text, keeps
 from maxlm.config.fields import Count, LocalPath, NonNegative, Positive, Section, Seed, Tokens
 from maxlm.config.sections.batch_ramp import BatchStageConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
-from maxlm.config.sections.diloco import shards_of
+from maxlm.config.sections.data import HeldOutConfig
+from maxlm.config.sections.diloco import DilocoConfig, shards_of
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 
 
@@ -40,8 +41,7 @@ class TrainConfig(Section):
     eval_batches: Count = 8  # 0: no evaluation
 
 
-def _problems(config: Config, train: TrainConfig) -> Problems:
-    seq_len = config.data.seq_len
+def _problems(train: TrainConfig, data_seq_len: int, data_eval: HeldOutConfig | None) -> Problems:
     if train.steps is None and train.tokens is None:
         yield "train.steps", None, "exactly one of train.steps and train.tokens must be set", "set one of them"
     if train.steps is not None and train.tokens is not None:
@@ -50,17 +50,17 @@ def _problems(config: Config, train: TrainConfig) -> Problems:
     if train.global_batch % train.microbatches:
         rule = f"is not a multiple of train.microbatches = {train.microbatches}"
         yield "train.global_batch", train.global_batch, rule, "change one of them"
-    if seq_len % train.loss_chunks:
-        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {seq_len}", f"use {divisors_text(seq_len)}"
+    if data_seq_len % train.loss_chunks:
+        yield "train.loss_chunks", train.loss_chunks, f"does not divide data.seq_len = {data_seq_len}", f"use {divisors_text(data_seq_len)}"
     if train.eval_every is not None and train.eval_batches == 0:
         yield "train.eval_every", train.eval_every, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
-    if config.data.eval is not None and train.eval_batches == 0:
-        yield "data.eval", config.data.eval.stores, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
+    if data_eval is not None and train.eval_batches == 0:
+        yield "data.eval", data_eval.stores, "train.eval_batches = 0 turns evaluation off", "remove it, or raise eval_batches"
 
 
-def _batch(config: Config, train: TrainConfig, sizes: Sizes) -> Problems:
+def _batch(train: TrainConfig, sizes: Sizes, diloco: DilocoConfig | None) -> Problems:
     """Rows of a microbatch, which workers that train apart share first."""
-    shards, by = shards_of(config.diloco, sizes), "mesh data" if config.diloco is None else "diloco.workers"
+    shards, by = shards_of(diloco, sizes), "mesh data" if diloco is None else "diloco.workers"
     if train.global_batch // train.microbatches % shards:
         good = math.ceil(train.global_batch // train.microbatches / shards) * shards * train.microbatches
         parts = f"each of its {train.microbatches} microbatches" if train.microbatches > 1 else "it"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, cut
+from maxlm.corpus.decontaminate.frequencies import CHUNK, PIECE, chunks
 from maxlm.corpus.decontaminate.index import SAME_SHARE, EvalIndex
-from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, clean, words
+from maxlm.corpus.decontaminate.tokens import F64, I64, HashTable, Words, words
 from maxlm.corpus.document import Document, Removed, Value, groups
 
 STAGE = "decontaminate"
@@ -54,7 +54,7 @@ class Decontaminator:
         """One result for each document, in order."""
         matches: dict[int, list[Match]] = {}
         if len(self.index.grams):
-            for owners, texts in self._chunks(documents):
+            for owners, texts in chunks((document.text for document in documents), self._piece, self._overlap):
                 for text, match in self._search(words(texts)):
                     matches.setdefault(owners[text], []).append(match)
         results: list[Document | Removed] = list(documents)
@@ -64,21 +64,6 @@ class Decontaminator:
             shown = example(self.index.texts[best.item], best.passage)
             results[number] = Removed(documents[number].id, STAGE, REASON, shown, detail)
         return results
-
-    def _chunks(self, documents: Sequence[Document]) -> Iterator[tuple[list[int], list[str]]]:
-        """Texts to hash at once, with the number of each one's document. ASCII is hashed faster, and apart from other text."""
-        groups: dict[bool, tuple[list[int], list[str]]] = {True: ([], []), False: ([], [])}
-        sizes = {True: 0, False: 0}
-        for number, document in enumerate(documents):
-            kind = document.text.isascii()
-            for piece in cut(clean(document.text), self._piece, self._overlap):
-                groups[kind][0].append(number)
-                groups[kind][1].append(piece)
-                sizes[kind] += len(piece)
-                if sizes[kind] >= CHUNK:
-                    yield groups[kind]
-                    groups[kind], sizes[kind] = ([], []), 0
-        yield from (group for group in groups.values() if group[0])
 
     def _search(self, found: Words) -> Iterator[tuple[int, Match]]:
         """Items that texts hold, with the text's number."""
@@ -107,21 +92,14 @@ class Decontaminator:
             if number != before:
                 begin, end = np.searchsorted(found.owner_T, [number, number + 1])
                 before, present = number, frozenset(found.hash_T[begin:end].tolist())
-            if not self._may_hold(present, one):
+            words = slice(int(index.bound_K[one]), int(index.bound_K[one + 1]))
+            there = [word in present for word in index.hash_W[words].tolist()]  # wherever they stand: most of many items with one stem go
+            if index.weight_W[words][there].sum() < (index.required_K[one] - 1e-5) * index.evidence_K[one]:
                 continue
             mine = order[start:stop]
             match = self._compare(found, number, one, place[mine], value[mine])
             if match is not None:
                 yield number, match
-
-    def _may_hold(self, present: frozenset[int], item: int) -> bool:
-        """False for a text, of the words `present`, that lacks too many of an item's words wherever they stand: most of many items with one
-        stem.
-        """
-        index = self.index
-        begin, end = int(index.bound_K[item]), int(index.bound_K[item + 1])
-        there = [word in present for word in index.hash_W[begin:end].tolist()]
-        return bool(index.weight_W[begin:end][there].sum() >= (index.required_K[item] - 1e-5) * index.evidence_K[item])
 
     def _compare(self, found: Words, text: int, item: int, place: I64, value: F64) -> Match | None:
         """The best match of an item in windows of a text that start at one of `place`, sorted, where runs of weight `value` are."""

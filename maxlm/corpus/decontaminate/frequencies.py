@@ -54,11 +54,9 @@ class Frequencies:
         sample = (document for document, state in hashed if int.from_bytes(state.digest(), "little") < limit)
         for texts in ([document.text for document in group] for group in groups(sample, CHUNK - 1, each=1)):
             number += len(texts)
-            pieces = [(owner, piece) for owner, text in enumerate(texts) for piece in cut(clean(text), PIECE, 64)]
             seen = []
-            for start, stop in _groups([len(piece) for _, piece in pieces]):
-                found = words([piece for _, piece in pieces[start:stop]])
-                owners = np.array([owner for owner, _ in pieces[start:stop]])
+            for numbers, pieces in chunks(texts, PIECE, 64):
+                found, owners = words(pieces), np.array(numbers)
                 grams, first = found.grams(settings.ngram)
                 for hashes, first_T in ((found.hash_T, found.owner_T), (grams, found.owner_T[first])):
                     position, key = table.find(hashes)
@@ -100,23 +98,23 @@ def item_words(items: list[Item]) -> Words:
     return words([text for item in items for text in item.question] + [text for item in items for text in item.options])
 
 
-def cut(text: str, size: int, overlap: int) -> list[str]:
-    """Pieces of at most `size` characters, each of which repeats the last `overlap` of the one before."""
-    if len(text) <= size:
-        return [text]
-    return [text[start : start + size] for start in range(0, len(text) - overlap, size - overlap)]
-
-
-def _groups(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Bounds of runs of about CHUNK characters."""
-    start = total = 0
-    for number, size in enumerate(sizes):
-        total += size
-        if total >= CHUNK:
-            yield start, number + 1
-            start, total = number + 1, 0
-    if start < len(sizes):
-        yield start, len(sizes)
+def chunks(texts: Iterable[str], size: int, overlap: int) -> Iterator[tuple[list[int], list[str]]]:
+    """Pieces of `texts` to hash at once, with the number of each one's text: of at most `size` characters, each of which repeats the last
+    `overlap` of the one before. ASCII is hashed faster, and apart from other text.
+    """
+    groups: dict[bool, tuple[list[int], list[str]]] = {True: ([], []), False: ([], [])}
+    sizes = {True: 0, False: 0}
+    for number, text in enumerate(texts):
+        kind, plain = text.isascii(), clean(text)
+        for start in range(0, len(plain) - overlap, size - overlap) if len(plain) > size else (0,):
+            piece = plain[start : start + size]
+            groups[kind][0].append(number)
+            groups[kind][1].append(piece)
+            sizes[kind] += len(piece)
+            if sizes[kind] >= CHUNK:
+                yield groups[kind]
+                groups[kind], sizes[kind] = ([], []), 0
+    yield from (group for group in groups.values() if group[0])
 
 
 def save_arrays(path: Path, about: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Words of texts and stable 64-bit hashes of them and of their n-grams, in numpy.
+"""Words of texts and stable 64-bit hashes of them and of their n-grams.
 
 A word is a run of letters, digits and marks, without case and accents; a character of a script that writes no spaces between words is a
 word by itself. T words, U a run of characters.
@@ -12,8 +12,10 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from maxlm.corpus.dedup.compiled import hash_ngrams, locate_words
+
 VERSION = f"2/{unicodedata.unidata_version}"  # of the hashes and kinds: part of every digest
-BASE = 0x9E6D62D06F6A9A9B  # odd, so that it has an inverse modulo 2**64
+BASE = 0x9E6D62D06F6A9A9B  # odd
 GRAM_BASE = 0xD1342543DE82EF95
 SEPARATOR = "\n"
 SINGLE = 1 << 31  # flag of a character that is a word by itself
@@ -73,27 +75,9 @@ def clean(text: str) -> str:
 
 
 def words(texts: Sequence[str]) -> Words:
-    """Words of `texts`, which `clean` has seen. Takes about 40 bytes of memory for a character."""
+    """Words of `texts`, which `clean` has seen. Takes about 30 bytes of memory for a character."""
     text = SEPARATOR.join(texts)
-    value_U = _values(text)
-    is_word_U = value_U != 0
-    before_U = np.zeros_like(is_word_U)
-    before_U[1:] = is_word_U[:-1]
-    first_U, last_U = is_word_U & ~before_U, before_U & ~is_word_U
-    if not text.isascii():
-        single_U = (value_U & SINGLE) != 0
-        if single_U.any():
-            alone_U = single_U.copy()
-            alone_U[1:] |= single_U[:-1]
-            first_U = is_word_U & (alone_U | ~before_U)
-            last_U = before_U & (alone_U | ~is_word_U)
-    start_T, end_T = np.flatnonzero(first_U), np.flatnonzero(last_U)
-    if len(end_T) < len(start_T):
-        end_T = np.append(end_T, len(value_U))
-    power_U, inverse_U = _powers(1 << max(16, len(value_U).bit_length()))
-    sums_U = np.zeros(len(value_U) + 1, np.uint64)
-    np.cumsum(value_U * power_U[: len(value_U)], out=sums_U[1:])
-    hash_T = _mix((sums_U[end_T] - sums_U[start_T]) * inverse_U[start_T])
+    hash_T, start_T, end_T = locate_words(_values(text), np.uint32(0), np.uint32(SINGLE), np.uint32(UNKNOWN), np.uint64(BASE), np.uint64(0))
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     begins = np.cumsum(lengths + 1) - lengths - 1
     counts = np.diff(np.append(np.searchsorted(start_T, begins), len(start_T)))
@@ -113,22 +97,11 @@ def kinds(found: Words, at: I64, lower: U64) -> I64:
 
 def gram_hashes(hash_T: U64, n: int) -> U64:
     """Hashes of all runs of `n` words, one for each first word."""
-    count = max(0, len(hash_T) - n + 1)
-    total = np.zeros(count, np.uint64)
-    for offset in range(n):
-        total *= np.uint64(GRAM_BASE)
-        total += hash_T[offset : offset + count]
-    return _mix(total)
+    factors = np.array([pow(GRAM_BASE, n - 1 - place, 1 << 64) for place in range(n)], np.uint64)
+    return hash_ngrams(hash_T, np.array([0, len(hash_T)]), factors, np.uint64(0))[0]
 
 
-def _mix(hashes: U64) -> U64:
-    """Spread 64 bits (finaliser of splitmix64, Steele et al. 2014)."""
-    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return hashes ^ (hashes >> np.uint64(31))
-
-
-def _values(text: str) -> U64:
+def _values(text: str) -> NDArray[np.uint32]:
     """A number for each character, the same for all cases of a letter; 0 between words."""
     if text.isascii():
         return np.take(_ascii_values(), np.frombuffer(text.encode(), np.uint8))
@@ -140,7 +113,7 @@ def _values(text: str) -> U64:
         for code in np.unique(code_U[unknown_U]).tolist():
             table[code] = _value(code)
         value_U = np.take(table, code_U)
-    return value_U.astype(np.uint64)
+    return value_U
 
 
 def _value(code: int) -> int:
@@ -154,8 +127,8 @@ def _value(code: int) -> int:
 
 
 @cache
-def _ascii_values() -> U64:
-    return np.array([_value(code) for code in range(128)], np.uint64)
+def _ascii_values() -> NDArray[np.uint32]:
+    return np.array([_value(code) for code in range(128)], np.uint32)
 
 
 @cache
@@ -169,17 +142,6 @@ def _table() -> NDArray[np.uint32]:
     table = np.full(0x110000, UNKNOWN, np.uint32)
     table[:128] = _ascii_values()
     return table
-
-
-@cache
-def _powers(length: int) -> tuple[U64, U64]:
-    """Powers of BASE and of its inverse modulo 2**64."""
-    both = []
-    for base in (BASE, pow(BASE, -1, 1 << 64)):
-        powers = np.full(length, base, np.uint64)
-        powers[0] = 1
-        both.append(np.cumprod(powers, dtype=np.uint64))
-    return both[0], both[1]
 
 
 class HashTable:

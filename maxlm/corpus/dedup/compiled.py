@@ -124,22 +124,29 @@ def chain_rows(table: Hashes, bands: int, offset: np.uint64) -> Hashes:
 
 
 @njit(cache=True, nogil=True)
-def locate_words(characters: np.ndarray, flag: np.uint32, offset: np.uint64) -> tuple[Hashes, Offsets]:
-    """Hashes of the words of one document, as split_words() has them, and the place of the first character of each."""
-    hashes, starts = np.empty(characters.size, np.uint64), np.empty(characters.size, np.int64)
+def locate_words(
+    characters: np.ndarray, separator: np.uint32, flag: np.uint32, mask: np.uint32, base: np.uint64, offset: np.uint64
+) -> tuple[Hashes, Offsets, Offsets]:
+    """Hashes of the words of one text, and the places of the first character of each and after its last.
+
+    A character with `flag` is a word by itself. The hash is mixed() of the sum over the characters, each without bits outside `mask`, of
+    character * base^place: as split_words() has it.
+    """
+    hashes = np.empty(characters.size, np.uint64)
+    starts, ends = np.empty(characters.size, np.int64), np.empty(characters.size, np.int64)
     n_words, power, value, inside = 0, np.uint64(1), np.uint64(0), False
-    for i in range(characters.size):
-        character = np.uint32(characters[i])
-        single = character != SPACE and character >= flag
-        if inside and (character == SPACE or single):
-            hashes[n_words], n_words, inside = mixed(value, offset), n_words + 1, False
-        if character == SPACE:
+    for i in range(characters.size + 1):
+        character = np.uint32(characters[i]) if i < characters.size else separator
+        single = character != separator and character >= flag
+        if inside and (character == separator or single):
+            hashes[n_words], ends[n_words], n_words, inside = mixed(value, offset), i, n_words + 1, False
+        if character == separator:
             continue
-        plain = np.uint64(character & np.uint32(flag - np.uint32(1)))
+        plain = np.uint64(character & mask)
         if single:
-            hashes[n_words], starts[n_words], n_words = mixed(plain, offset), i, n_words + 1
+            hashes[n_words], starts[n_words], ends[n_words], n_words = mixed(plain, offset), i, i + 1, n_words + 1
         elif inside:
-            value, power = value + plain * power, power * BASE
+            value, power = value + plain * power, power * base
         else:
-            starts[n_words], value, power, inside = i, plain, BASE, True
-    return hashes[:n_words].copy(), starts[:n_words].copy()
+            starts[n_words], value, power, inside = i, plain, base, True
+    return hashes[:n_words].copy(), starts[:n_words].copy(), ends[:n_words].copy()

@@ -58,7 +58,25 @@ def write_occurrences(
     count = 0
     with parquet(path, OCCURRENCES, compression={"id": "zstd"}, use_dictionary=False) as writer:
         for group in groups(documents, GROUP_CHARS, each=64):
-            writer.write_table(_occurrences(group, count, settings, unit, priority).cast(OCCURRENCES))
+            texts: list[str] = []
+            positions: list[list[int]] = []
+            for document in group:
+                parts = [part.strip() for part in split(document.text, unit)]
+                positions.append([number for number, part in enumerate(parts) if len(part) >= settings.min_length])
+                texts += [parts[number] for number in positions[-1]]
+            hashes = np.zeros((len(texts), 2), np.uint64)
+            for places, words in hash_words(texts):
+                hashes[places] = words.exact
+            found = lists([np.array(numbers, np.int32) for numbers in positions], np.int32)
+            columns = {
+                "row": np.arange(count, count + len(group)),
+                "id": pa.array([document.id for document in group], pa.string()),
+                "priority": np.array([priority(document) for document in group], np.int64),
+                "positions": found,
+                "lo": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 0])),
+                "hi": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 1])),
+            }
+            writer.write_table(pa.table(columns).cast(OCCURRENCES))
             count += len(group)
 
 
@@ -98,26 +116,3 @@ def find_repeated(
                 f"JOIN documents USING (shard, row) WHERE shard = {shard} GROUP BY removed.row ORDER BY removed.row"
             )
             database.write(query, REMOVED_LINES, path)
-
-
-def _occurrences(group: list[Document], start: int, settings: RepeatSettings, unit: Unit, priority: Priority) -> pa.Table:
-    texts: list[str] = []
-    positions: list[list[int]] = []
-    for document in group:
-        parts = [part.strip() for part in split(document.text, unit)]
-        positions.append([number for number, part in enumerate(parts) if len(part) >= settings.min_length])
-        texts += [parts[number] for number in positions[-1]]
-    hashes = np.zeros((len(texts), 2), np.uint64)
-    for places, words in hash_words(texts):
-        hashes[places] = words.exact
-    found = lists([np.array(numbers, np.int32) for numbers in positions], np.int32)
-    return pa.table(
-        {
-            "row": np.arange(start, start + len(group)),
-            "id": pa.array([document.id for document in group], pa.string()),
-            "priority": np.array([priority(document) for document in group], np.int64),
-            "positions": found,
-            "lo": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 0])),
-            "hi": pa.ListArray.from_arrays(found.offsets, pa.array(hashes[:, 1])),
-        }
-    )

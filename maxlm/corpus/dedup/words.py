@@ -62,7 +62,10 @@ def hash_words(texts: Sequence[str]) -> Iterator[tuple[list[int], Words]]:
         characters, offsets = _fold(block)
         flag = np.uint32(SINGLE_ASCII if block.ascii else SINGLE)
         kept, lengths, hashes, bounds = split_words(characters, offsets, flag, np.uint64(scalar_mix(1)))
-        words = Words(hashes, bounds, _exact_hashes(kept, lengths, block.ascii))
+        ends = np.cumsum(lengths)
+        pieces = (kept[end - length : max(end - 1, end - length)] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True))
+        exact = [hashlib.blake2b(piece.data if block.ascii else _utf8(piece), digest_size=16).digest() for piece in pieces]
+        words = Words(hashes, bounds, np.frombuffer(b"".join(exact), "<u8").astype(np.uint64).reshape(-1, 2))
         for index in np.flatnonzero(np.diff(words.offsets) == 0).tolist():
             if index not in digests:
                 digests[index] = hashlib.blake2b(
@@ -93,8 +96,11 @@ def locate_by_pieces(text: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         piece = text[done:end]
         plain = piece.isascii()
         characters, _ = _fold(_Block([0], [piece], plain))
-        found = compiled.locate_words(characters, np.uint32(SINGLE_ASCII if plain else SINGLE), np.uint64(scalar_mix(1)))
-        yield found[0], found[1] + done
+        flag = SINGLE_ASCII if plain else SINGLE
+        hashes, starts, _ = compiled.locate_words(
+            characters, np.uint32(SPACE), np.uint32(flag), np.uint32(flag - 1), BASE, np.uint64(scalar_mix(1))
+        )
+        yield hashes, starts + done
         done = end
 
 
@@ -151,16 +157,6 @@ def _digest(text: str) -> bytes:
             space_waits = piece.endswith(b" ")
             digest.update(piece.removesuffix(b" "))
     return digest.digest()
-
-
-def _exact_hashes(kept: np.ndarray, lengths: np.ndarray, is_ascii: bool) -> np.ndarray:
-    digests, start, data = [], 0, kept.data
-    for length in lengths.tolist():
-        end = start + max(length - 1, 0)  # without the last space
-        text = data[start:end] if is_ascii else _utf8(kept[start:end])
-        digests.append(hashlib.blake2b(text, digest_size=16).digest())
-        start += length
-    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64).reshape(-1, 2)
 
 
 def _utf8(points: np.ndarray) -> bytes:

@@ -1,8 +1,7 @@
 """Keys and tensors that many families share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.families.keys import MOST, Choice, Json, Key, Keys, Row, Section
@@ -134,15 +133,11 @@ class AttentionScale(Row):
         return {self.key: round(value) if whole else value}
 
 
-def _is_odd_width(values: Mapping[str, Any]) -> bool:
-    return values.get("hidden_size", 0) % values.get("num_attention_heads", 1) != 0
-
-
 # From the `validate_architecture` of configuration_*.py and the masks of modeling_*.py, transformers 5.24.
 WHOLE_HEADS = Limit(
     "hidden_size",
     "model.d_model",
-    _is_odd_width,
+    lambda values: values.get("hidden_size", 0) % values.get("num_attention_heads", 1) != 0,
     "the library wants num_attention_heads to divide it: use another model.d_model or model.n_heads",
 )
 ANY_WINDOW = Limit(

@@ -17,7 +17,7 @@ class _SecondName(Row):
 
 
 class _Layers3(Row):
-    """Windows and rotary positions of Gemma 3, whose two kinds of layers have a `rope_parameters` each."""
+    """Windows and rotary positions of Gemma 3: each of its two kinds of layers has a `rope_parameters`."""
 
     def read(self, keys: Keys, section: Section) -> None:
         kinds = {GLOBAL, LOCAL}

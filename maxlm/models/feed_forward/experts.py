@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from maxlm import kernels
-from maxlm.config.schema import ModelConfig, PrecisionConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.models.feed_forward.dense import Mlp, gated
 from maxlm.models.feed_forward.router import Choice, RouterOutput, Routing, route
 from maxlm.models.layers import BETWEEN, BlockContext, matrix_size, parameter, state_constant, with_bias_gradient
@@ -26,8 +26,8 @@ from maxlm.precision import ExpertWeight, grouped_dot
 
 
 class Moe(nnx.Module):
-    """Weighted sum of the outputs of `top_k` of many gated feed-forward layers (Shazeer 2017, arXiv 1701.06538), plus that of
-    shared experts, which every token passes (arXiv 2401.06066).
+    """Weighted sum of the outputs of `top_k` of many gated feed-forward layers (Shazeer 2017, arXiv 1701.06538), plus the output
+    of shared experts, which every token passes (arXiv 2401.06066).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -55,6 +55,7 @@ class Moe(nnx.Module):
         routed_BS = context.segment_ids_BS != 0
         x_BSD = constrain(x_BSD, *BETWEEN)
         bias_E = None if self.balancing_E is None else self.balancing_E[...]
+        dispatch = context.precision.dispatch  # formats in which rows travel to experts of other devices and back
         choice, penalty, routing = route(self.config, self.logits(x_BSD, context), bias_E, routed_BS, context)
         named = {name: getattr(self, name) for name in ("gate_DEF", "up_DEF", "down_DEF", "gate_bias_EF", "up_bias_EF")}
         parameters = {name: parameter for name, parameter in named.items() if parameter is not None}
@@ -66,7 +67,7 @@ class Moe(nnx.Module):
             choice.experts_BSK,
             choice.weights_BSK,
             self.config.n_experts,
-            _dispatched(context.precision),
+            RowFormats() if dispatch is None else RowFormats(dispatch.element, dispatch.output_element, dispatch.gradient_element),
         )
         if self.down_bias_ED is not None:
             y_BSD += self._biases(choice).astype(y_BSD.dtype)
@@ -166,9 +167,3 @@ def _grouped_linear(
         assert w_KG.transposed == transposed, "it is quantized along what is summed"
         return grouped_dot(x, w_KG, group_sizes_E)
     return kernels.grouped_matmul(x, w_KG, group_sizes_E, transposed=transposed)
-
-
-def _dispatched(precision: PrecisionConfig) -> RowFormats:
-    """Formats in which rows travel to experts of other devices and back."""
-    settings = precision.dispatch
-    return RowFormats() if settings is None else RowFormats(settings.element, settings.output_element, settings.gradient_element)

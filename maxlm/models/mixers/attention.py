@@ -221,9 +221,11 @@ class Attention(AttentionBase):
 
     @property
     def rewritten(self) -> int:
+        """Numbers a token of queries and keys, which QK-norm writes again; 0 without it."""
         return super().rewritten if self.query_norm is not None else 0
 
     def matmuls(self) -> tuple[Matmul, ...]:
+        """Matmuls in the order in which they run."""
         weights = {"query": self.query_DHK, "key": self.key_DGK, "value": self.value_DGK}
         return *(matmul_by(name, w, "out") for name, w in weights.items()), matmul_by("attention_out", self.out_HKD, "in", 2, matrix="out")
 

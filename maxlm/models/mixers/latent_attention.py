@@ -35,6 +35,7 @@ class LatentAttention(AttentionBase):
 
     @classmethod
     def head_dims(cls, config: ModelConfig) -> tuple[int, int, int]:
+        """Dims of a head: of a query and key, of the rotary part of them, of a value."""
         latent = _latent(config)
         return latent.nope_dim + latent.rope_dim, latent.rope_dim, latent.value_dim
 
@@ -99,6 +100,7 @@ class LatentAttention(AttentionBase):
         )
 
     def saved_tensors(self) -> dict[str, int]:
+        """Numbers a token of the tensors that a remat policy may keep."""
         saved = super().saved_tensors()
         return {**saved, "key": saved["query"]}  # with the rotated part, which heads share
 
