@@ -129,7 +129,9 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
         read, write = os.pipe()
         if (between := os.fork()) == 0:
             if (pid := os.fork()) == 0:
-                os.close(read), os.close(write), connection.close()
+                for end in (read, write):
+                    os.close(end)
+                connection.close()
                 while os.getppid() != request["parent"]:  # until the process between has ended
                     time.sleep(0.0005)
                 _take_place(request, fds)
