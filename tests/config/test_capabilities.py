@@ -248,7 +248,7 @@ def test_configs_load_nothing_heavy(module):
 )
 def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkeypatch, named, message):
     monkeypatch.setattr(StochasticAverage, *named)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
 
 
