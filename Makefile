@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off
 
-.PHONY: help train test lint soak gpu-compiler clean
+.PHONY: help train test suite lint soak gpu-compiler clean
 help:
 	@echo "make train   train a small model on this machine, or go on where it stopped"
-	@echo "make test    all checks: lint, then every test that is not a soak; ARGS='tests/x -k y': those tests alone"
+	@echo "make test    all checks: lint, and every test that is not a soak; ARGS='tests/x -k y': those tests alone"
 	@echo "make lint    ruff, mypy, the layering contracts and shellcheck"
 	@echo "make soak    the slow tests, also in fourteen parts (tools/soaks.py); ARGS as for test"
 	@echo "make gpu-compiler   what compiles kernels and steps for GPUs where there is none (make test does it, too)"
@@ -15,8 +15,12 @@ help:
 train: .venv/installed
 	@$(BIN)/maxlm train runs/quickstart $(ARGS)
 
-# Three workers for two cores: many tests wait for processes that they have started. With ARGS (`make test ARGS="tests/x -k y"`) those tests alone, in this process and without lint: they start in seconds.
-test: $(if $(ARGS),,lint) .venv/gpu-compiler
+# Lint uses one core, and runs beside the tests. With ARGS (`make test ARGS="tests/x -k y"`) those tests alone, in this process and without lint: they start in seconds.
+test: .venv/gpu-compiler
+	@$(MAKE) --no-print-directory -j2 $(if $(ARGS),,lint) suite
+
+# Three workers for two cores: many tests wait for processes that they have started.
+suite:
 	$(BIN)/python -m pytest -m "not soak" $(or $(ARGS),-n 3 --dist worksteal --durations=20)
 
 soak: .venv/gpu-compiler

@@ -541,7 +541,7 @@ def profile(
     if rest:
         raise UserError(f"{shorten(rest[0])}: a run is profiled as it is configured; only coordinator= and the like can be set.")
     from maxlm.cluster import cluster
-    from maxlm.cost.by_part import predict
+    from maxlm.cost.prediction import predict
     from maxlm.diagnostics.profile_command import profile_run
     from maxlm.run.jax_setup import select_platform
     from maxlm.telemetry.formatting import percent

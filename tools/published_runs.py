@@ -1,4 +1,4 @@
-"""Copy the rows of three pages to maxlm/hardware/published_runs.py, from which estimates state their correction.
+"""Copy the rows of three pages to maxlm/hardware/published_runs.toml, from which estimates state their correction.
 
     python tools/published_runs.py      after tools/truth.py, truth_gpu.py or truth_tpu7x.py; also writes the table in docs/truth.md
 
@@ -15,11 +15,11 @@ from ruamel.yaml import YAML
 
 from maxlm.hardware import topologies
 from maxlm.hardware.chips import CHIPS, MatmulFormat
-from maxlm.hardware.published_runs import PublishedRun, correction
+from maxlm.hardware.published_runs import ROWS, PublishedRun, correction
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-MODULE, PAGE = REPOSITORY / "maxlm" / "hardware" / "published_runs.py", REPOSITORY / "docs" / "truth.md"
-MODULE_MARKS = "RUNS: tuple[PublishedRun, ...] = (\n", "    # end of rows\n"
+PAGE = REPOSITORY / "docs" / "truth.md"
+ROWS_MARKS = "run = [\n", "]\n"
 PAGE_MARKS = "<!-- tools/published_runs.py writes from here -->\n", "<!-- to here -->\n"
 PAGES = {"truth.md": "truth_rows.yml", "truth_gpu.md": "truth_gpu_rows.yml", "low_precision_speed.md": "truth_tpu7x_rows.yml"}
 FORMATS = {"fp8_full": "fp8", "int8": "int8"}  # MaxText's names
@@ -64,11 +64,12 @@ def _format(settings: str) -> str:
     return "bf16" if found is None else found["ours"] or FORMATS[found["theirs"]]
 
 
-def python(runs: Sequence[PublishedRun]) -> Iterator[str]:
-    """Lines of the module."""
+def toml(runs: Sequence[PublishedRun]) -> Iterator[str]:
+    """Lines of the file of rows."""
     for run in runs:
-        flags = "".join(f", {name}=True" for name in ("experts", "modelled", "waits") if getattr(run, name))
-        yield f'    PublishedRun("{run.name}", "{run.chip}", "{run.format}", {run.predicted_s:.3f}, {run.published_s:.3f}{flags}),\n'
+        texts = ", ".join(f'{name} = "{getattr(run, name)}"' for name in ("name", "chip", "format"))
+        flags = "".join(f", {name} = true" for name in ("experts", "modelled", "waits") if getattr(run, name))
+        yield f"    {{{texts}, predicted_s = {run.predicted_s:.3f}, published_s = {run.published_s:.3f}{flags}}},\n"
 
 
 def table(runs: Sequence[PublishedRun]) -> Iterator[str]:
@@ -92,9 +93,9 @@ def between(text: str, marks: tuple[str, str], lines: Iterator[str]) -> str:
 
 
 def main() -> int:
-    """Write the module and the table, and print the table."""
+    """Write the rows and the table, and print the table."""
     runs = rows()
-    for path, marks, lines in ((MODULE, MODULE_MARKS, python(runs)), (PAGE, PAGE_MARKS, table(runs))):
+    for path, marks, lines in ((ROWS, ROWS_MARKS, toml(runs)), (PAGE, PAGE_MARKS, table(runs))):
         path.write_text(between(path.read_text(encoding="utf-8"), marks, lines), encoding="utf-8")
     sys.stdout.writelines(table(runs))
     return 0

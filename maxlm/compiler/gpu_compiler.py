@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxlm.config.errors import UserError
-from maxlm.hardware.chips import Chip
+from maxlm.hardware.chips import Chip, facts
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{kind}"
 """
-_AMPERE = {"cores": 108, "fpus": 64, "shared": 167936, "optin": 166912, "cache": 41943040, "clock": 1.41, "major": 8}
-_HOPPER = {"cores": 132, "fpus": 128, "shared": 233472, "optin": 232448, "cache": 52428800, "clock": 1.98, "major": 9}
-_BLACKWELL = {"cores": 148, "fpus": 128, "shared": 233472, "optin": 232448, "cache": 132644864, "clock": 1.965, "major": 10}
-_ARCHITECTURES = {"A100-40GB": _AMPERE, "A100-80GB": _AMPERE, "H100": _HOPPER, "H200": _HOPPER, "B200": _BLACKWELL}
 
 
 def missing() -> str:
@@ -68,8 +64,8 @@ def devices(topology: Topology) -> tuple["jax.Device", ...]:
 
 def target_of(chip: Chip) -> str:
     """The GPU's description, as the compiler reads it."""
-    facts = {"bandwidth": chip.hbm_bytes_per_s, "memory": chip.driver_bytes, "kind": chip.device_kinds[0]}
-    return _TARGET.format(**facts, **_ARCHITECTURES[chip.name])
+    own = {"bandwidth": chip.hbm_bytes_per_s, "memory": chip.driver_bytes, "kind": chip.device_kinds[0]}
+    return _TARGET.format(**own, **facts()["architectures"][chip.architecture])
 
 
 def make_ready() -> None:

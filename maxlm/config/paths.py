@@ -152,6 +152,12 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
+def check_out(path: Path | None, option: str = "--out") -> None:
+    """Raise UserError if the file that `option` names would be in a folder that does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first.")
+
+
 def refuse(rule: str, fix: str) -> NoReturn:
     """Reject a value from inside a validator: what it must do, and what to write instead."""
     raise PydanticCustomError("setting", "must {rule}", {"rule": rule, "fix": fix})

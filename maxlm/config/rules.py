@@ -3,14 +3,16 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from maxlm.config import axes, inert
-from maxlm.config.capability import divisors_text
+from pydantic import BaseModel
+
+from maxlm.config import axes
+from maxlm.config.capability import divisors_text, value_of
 from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
 from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig
 from maxlm.config.sections.train import StartFromConfig
-from maxlm.config.table import problems, weights_kinds
+from maxlm.config.table import inert, problems, weights_kinds
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import Topology, either
 
@@ -34,7 +36,19 @@ def check(config: Config, sources: Mapping[str, str] | None = None, *, any_mesh:
         if not any_mesh:
             check_full_mesh(config, topology.devices, origins)
     if sources is not None:  # a program may set what only a later change of the config will read
-        _refuse((*inert.problems(config), *problems(config, "written_rules")), origins)
+        _refuse((*_without_effect(config), *problems(config, "written_rules")), origins)
+
+
+def _without_effect(config: Config) -> Iterator[Problem]:
+    """Settings that are not at their defaults and that nothing reads, since the run would not do what its config says."""
+    for field, why, use in inert(config):
+        path, _, name = field.rpartition(".")
+        section = value_of(config, path)
+        value, default = getattr(section, name), type(section).model_fields[name].default
+        if value != default:
+            text = value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
+            usual = "the default settings" if isinstance(default, BaseModel) else "null" if default is None else default
+            yield field, text, f"does nothing, since {why}", f"leave it at {usual}, its default, or {use}"
 
 
 def topology_of(config: Config, source: str = "") -> Topology:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxlm.config import inert
 from maxlm.config.assumed import ASSUMED
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
+from maxlm.config.table import inert
 
 COUNTED = "counted"  # source and section of figures that are derived from the settings
 Count = Callable[[Config], Mapping[str, int]]  # names and figures that follow from a config
@@ -21,7 +21,7 @@ def as_text(count: Count, loaded: LoadedConfig, other: LoadedConfig | None = Non
     """
     entries = _rows(count, loaded, other)
     if other is None:
-        unused = {setting.field for setting in inert.settings(loaded.config)}
+        unused = {setting.field for setting in inert(loaded.config)}
         entries = [(key, value, source) for key, value, source in entries if source != "default" or not (_is_off(value) or key in unused)]
     rows = [[key, *(_cell(cell, key) for cell in cells)] for key, *cells in entries]
     if not rows:

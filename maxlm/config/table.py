@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, create_model
 
 from maxlm.config import sections
-from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Problems, Sizes, State, StateEntry, load, value_of
+from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
@@ -89,6 +89,12 @@ def _check(capability: Capability) -> None:
     for function in capability.functions:
         if unknown := [name for name in _asked(function) if name not in _keys_by_name() and name not in GIVEN]:
             raise ValueError(f"{capability.key}: {function.__name__} asks for {unknown[0]}, which is no setting and no figure")
+
+
+def inert(config: Config) -> Iterator[Inert]:
+    """Settings that nothing reads in this config."""
+    for one, section in present(config):
+        yield from call(one.inert, config, section) if one.inert is not None else ()
 
 
 def build(config: Config, kind: str, **given: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
+from maxlm.config.paths import check_out
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 
@@ -39,8 +40,7 @@ def run(
     machine = calibration.of_config(config.cost, machine)
     if assumptions := assumed.as_text(dict(flatten(config.model_dump(mode="json"))), loaded.sources):
         sys.stderr.write(f"{name} is a model alone, so these are assumed: {assumptions}\n")
-    if hlo_out is not None and not hlo_out.absolute().parent.is_dir():
-        raise UserError(f"--hlo-out {hlo_out}: there is no folder {hlo_out.absolute().parent}; make it first.")
+    check_out(hlo_out, "--hlo-out")
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from maxlm.compiler.aot import CompiledStep, build
@@ -165,6 +165,7 @@ def too_small(leaves: Iterable[ParameterLeaf], topology: Topology, available: in
 
 
 def show(report: Report, console: Console) -> None:
+    """Print the report: memory, time and communication of a step that fits, else why not and which settings would."""
     _header(report, console)
     _memory(report, console)
     if report.cost is not None:
@@ -310,11 +311,13 @@ def _bar(shares: list[tuple[str, float]], width: int) -> str:
 
 def _table(console: Console, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print an indented table; `>` before a name aligns its column to the right, the last of the others is cut where the console ends."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=any(name.lstrip(">") for name in header))
     cut = max(number for number, name in enumerate(header) if not name.startswith(">"))
-    for number, name in enumerate(header):
-        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        table.add_column(name.lstrip(">"), justify=justify, no_wrap=number != cut)
+    columns = (
+        Column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=number != cut)
+        for number, name in enumerate(header)
+    )
+    shown = any(name.lstrip(">") for name in header)
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", show_header=shown)
     for row in rows:
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))

@@ -13,9 +13,6 @@ from maxlm.kernels.platform import CORES, LANES
 from maxlm.parallel.expert_rows import EVEN
 
 NAMES = re.compile(r"grouped_matmul_(forward|by_transpose|transposed_dw)")  # of our kernels in a program for TPUs
-# Rows that a boundary between groups adds, of a product and of the weights' gradient (smallest pieces: 128 and 256 rows).
-# `maxlm kernels report --operation grouped_matmul`, drawn groups: see docs/benchmarks.md.
-EDGES = {"v5e": (128, 300), "v5p": (128, 300), "v6e": (290, 790), "tpu7x": (128, 530)}
 EXPOSED = 0.08  # of the shorter of work and copies, what is not hidden by the longer
 
 
@@ -40,16 +37,12 @@ class GroupedMatmul:
         """
         unit = chip.matrix_unit
         gradient = self.part == "transposed_dw"
-        rows = self.rows + EDGES.get(chip.name, EDGES["v5p"])[gradient] * (self.groups - 1)
+        rows = self.rows + chip.reached.group_edges[gradient] * (self.groups - 1)
         work_s = 2 * rows * _up(self.deep, unit) * _up(self.wide, unit) / (speed * chip.peak_bf16_flops_per_device)
-        idle = self._idle(chip)
-        return max(idle * work_s, moved / hbm) + EXPOSED * min(idle * work_s, moved / hbm)
-
-    def _idle(self, chip: Chip) -> int:
-        """One core computes all columns of a product where whole lanes cannot be shared between the cores of a device."""
-        cores = max(CORES.get(kind, 1) for kind in chip.device_kinds)
-        columns = self.wide if self.part == "forward" else self.deep
-        return cores if self.part != "transposed_dw" and columns % (cores * LANES) else 1
+        cores, columns = max(CORES.get(kind, 1) for kind in chip.device_kinds), self.wide if self.part == "forward" else self.deep
+        if not gradient and columns % (cores * LANES):  # whole lanes cannot be shared between the cores: one computes all columns
+            work_s *= cores
+        return max(work_s, moved / hbm) + EXPOSED * min(work_s, moved / hbm)
 
 
 def read(op: Op, computation: Computation) -> GroupedMatmul | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxlm.config.errors import UserError
+from maxlm.config.paths import check_out
 from maxlm.cost.compile_command import load_for_machine, output_console, progress
 
 
@@ -17,15 +18,14 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
         raise UserError(
             f"cluster.topology = {machine.name}: schedules are read of TPUs only; run this on the GPUs with cluster=null, to read counters."
         )
-    from maxlm.telemetry.link_use import check_out, plot, table
+    from maxlm.telemetry.link_use import plot, table
 
     check_out(out)
     from maxlm.compiler.aot import leave_chips_alone
 
     leave_chips_alone()
     from maxlm.compiler.aot import build
-    from maxlm.cost import link_needs
-    from maxlm.cost.link_schedule import link_uses, runs_of
+    from maxlm.cost.link_schedule import link_uses, needs, needs_table, runs_of
     from maxlm.cost.step_cost import program_network, replay, unknown_loops, unknown_loops_line
     from maxlm.cost.verify import step_of
     from maxlm.hlo.parser import read
@@ -41,7 +41,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
     module = read(step.text)
     root, _ = replay(module, network)
     uses = link_uses(root, network, machine)
-    found = link_needs.needs(module, network, {use.kind for use in uses if use.peak > 0})
+    found = needs(module, network, {use.kind for use in uses if use.peak > 0})
     number = f"{machine.slices} slices of {machine.name}" if machine.slices > 1 else machine.name
     exposed_s = sum(len(runs.begins) * runs.span.exposed_s for runs in runs_of(root))
     loops = unknown_loops(module)
@@ -62,7 +62,7 @@ def run(name: str, overrides: Sequence[str], topology: str | None, slices: int |
         console.print(table(uses, "mesh axes"))
         if found:
             console.print("Step with other bandwidth of one kind of link, relative to now:")
-            console.print(link_needs.table(found))
+            console.print(needs_table(found))
     if out is not None:  # after the figures, which a full disk must not take along
         plot(uses, f"{config.run.name} on {number}: links of a chip during a step, predicted", out)
         if not as_json:

@@ -1,23 +1,34 @@
-"""Use of each link while a step runs, from the schedule of its compiled program: nothing is measured.
+"""Use of each link while a step runs, and the bandwidth that the step needs, by the schedule of its program: nothing is measured.
 
 The replay places every collective in time; its bytes pass its links at an even rate while it runs. A link of the inter-chip network (ICI)
-is one of the busiest along a dim of the torus, one way.
+is one of the busiest along a dim of the torus, one way. The bandwidth that is needed is the question of ZeRO-Infinity's section on
+bandwidth requirements (arXiv 2104.07857), asked of one compiled program in place of a formula.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
 
 from maxlm.cost.network import Collective, Network
-from maxlm.cost.replay import CollectiveSpan, Segment
+from maxlm.cost.replay import CollectiveSpan, Replay, Segment
+from maxlm.cost.step_cost import price
 from maxlm.hardware.topologies import Topology
-from maxlm.telemetry.link_use import LinkUse, Rates
+from maxlm.hlo.parser import Module
+from maxlm.telemetry.link_use import GB, LinkUse, Rates
 
 DIM_NAMES = "xyz"
 DIGITS = 13  # of times in seconds
 ALL_WAYS = ""  # key of collectives that use the links of both directions
+FACTORS = (2.0, 0.5, 0.25, 0.125)
+LONGER = 0.05  # of the step, for `least`
+LOWEST = 2.0**-12  # of today's bandwidth
+FIELDS = {"ici": "ici_bytes_per_s_per_link", "dcn": "dcn_bytes_per_s", "host": "host_bytes_per_s"}
+TITLES = {"ici": "ICI, a link", "dcn": "DCN, a chip", "host": "host, a chip"}
 HOST_LANES = {"to host": "chip to host", "from host": "host to chip"}
 
 
@@ -41,17 +52,12 @@ def runs_of(segment: Segment) -> Iterator[Runs]:
 
 def link_uses(root: Segment, network: Network, topology: Topology) -> list[LinkUse]:
     """Use of every link of one chip during the step `root`; of links that are not used too, if the machine has them."""
-    by_link: dict[str, list[Runs]] = {name: [] for name in _links(topology)}
+    dims = [f"ICI {DIM_NAMES[dim]}" for dim, side in enumerate(topology.sides) if side > 1]
+    by_link: dict[str, list[Runs]] = {name: [] for name in (*dims, *(["DCN"] if topology.slices > 1 else []))}
     for runs in runs_of(root):
         for name in _under(runs.span.collective, network):
             by_link.setdefault(name, []).append(runs)
     return [_use(name, runs, root.seconds, network, topology) for name, runs in by_link.items()]
-
-
-def _links(topology: Topology) -> list[str]:
-    """Links that every chip of `topology` has."""
-    dims = [f"ICI {DIM_NAMES[dim]}" for dim, side in enumerate(topology.sides) if side > 1]
-    return [*dims, *(["DCN"] if topology.slices > 1 else [])]
 
 
 def _under(collective: Collective, network: Network) -> list[str]:
@@ -69,7 +75,7 @@ def _under(collective: Collective, network: Network) -> list[str]:
 def _use(name: str, found: list[Runs], step_s: float, network: Network, topology: Topology) -> LinkUse:
     chip = topology.chip
     kind = "host" if name in HOST_LANES.values() else "dcn" if name == "DCN" else "ici"
-    limit = {"host": chip.host_bytes_per_s, "dcn": chip.dcn_bytes_per_s, "ici": chip.ici_bytes_per_s_per_link}[kind]
+    limit = getattr(chip, FIELDS[kind])
     axes = dict.fromkeys(axis for runs in found for axis in runs.span.collective.axes)
     exposed_s = sum(len(runs.begins) * runs.span.exposed_s for runs in found)
     rates = rates_of(found, step_s, network)
@@ -100,3 +106,59 @@ def rates_of(found: list[Runs], step_s: float, network: Network) -> Rates:
 
 def _seconds(runs: Runs) -> float:
     return runs.span.end - runs.span.begin
+
+
+@dataclass(frozen=True)
+class Need:
+    """Needs of one kind of link. `relative`: factor of its bandwidth -> time of the step, relative to now."""
+
+    kind: str
+    now: float  # bytes/s
+    relative: dict[float, float]
+    least: float | None  # bytes/s with which the step takes `LONGER`; None: not even at `LOWEST`
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: bandwidth in bytes/s, times of a step relative to now by factor."""
+        steps = {f"{factor:g}": value for factor, value in self.relative.items()}
+        return {"kind": self.kind, "now_bytes_per_s": self.now, "relative_step": steps, "least_bytes_per_s": self.least}
+
+
+def needs(module: Module, network: Network, kinds: Collection[str]) -> list[Need]:
+    """Needs of the `kinds` of links, each alone: the others stay as they are. Latencies do not change."""
+    pricing = price(module, network.chip)
+
+    def step_s(kind: str, factor: float) -> float:
+        now = getattr(network.chip, FIELDS[kind])
+        chip = replace(network.chip, **{FIELDS[kind]: factor * now})
+        return Replay(module, replace(network, chip=chip), pricing.seconds).run(module.entry).seconds
+
+    found = []
+    for kind in (kind for kind in FIELDS if kind in kinds):
+        base = step_s(kind, 1.0)
+        least = _least(lambda factor, kind=kind, most=(1 + LONGER) * base: step_s(kind, factor) <= most)  # type: ignore[misc]
+        now = getattr(network.chip, FIELDS[kind])
+        relative = {factor: step_s(kind, factor) / base for factor in FACTORS}
+        found.append(Need(kind, now, relative, None if least is None else least * now))
+    return found
+
+
+def _least(enough: Callable[[float], bool]) -> float | None:
+    """The smallest factor, to 1%, that is `enough`; None if `LOWEST` is."""
+    low, high = LOWEST, 1.0
+    if enough(low):
+        return None
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def needs_table(found: list[Need]) -> Table:
+    """A row a kind of link: the step with more and less bandwidth, and the bandwidth with which it is 5% longer."""
+    heads = ("limit, GB/s", *(f"x {factor:g}" for factor in FACTORS), f"{LONGER:.0%} longer at, GB/s")
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    result = Table(Column("time of the step with", no_wrap=True), *columns, box=SIMPLE_HEAD, padding=(0, 1))
+    for need in found:
+        least = "never" if need.least is None else f"{need.least / GB:.3g}"
+        result.add_row(TITLES[need.kind], f"{need.now / GB:.3g}", *(f"{value:.3g}" for value in need.relative.values()), least)
+    return result

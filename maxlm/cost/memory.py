@@ -58,24 +58,17 @@ def state_parts(program: "Program") -> tuple[MemoryPart, ...]:
     apart = (RESIDUAL, *(one.name for one in program.update.transforms if not one.by_parameter))
     averages = {name: own for name, own in state.extra.items() if name not in apart}
     frozen = (MemoryPart("state", "frozen model (float32)", _bytes(state.model_state)),)
+    settings = program.config.optimizer
+    difference = difference_dtype(settings.state)
+    masters = "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
+    formats = [] if settings.state is None or not RULES[settings.name].moments else [settings.state.moments, settings.state.second]
+    optimizer = [settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])]  # formats of moments that are not float32
     return (
         *(frozen if program.config.model.lora is not None else ()),
-        MemoryPart("state", f"parameters ({_masters(program)})", _bytes(state.params) + _bytes(residual)),
-        MemoryPart("state", f"optimizer ({_optimizer(program)})", _bytes((state.opt_state, averages))),
+        MemoryPart("state", f"parameters ({masters})", _bytes(state.params) + _bytes(residual)),
+        MemoryPart("state", f"optimizer ({' '.join(optimizer)})", _bytes((state.opt_state, averages))),
         MemoryPart("batch", "batch", _bytes(program.abstract_batch)),
     )
-
-
-def _masters(program: "Program") -> str:
-    difference = difference_dtype(program.config.optimizer.state)
-    return "float32" if difference is None else f"bfloat16 and {8 * difference.itemsize} bits"
-
-
-def _optimizer(program: "Program") -> str:
-    """The name of the optimizer, with the formats of its moments where they are not float32."""
-    settings = program.config.optimizer
-    formats = [] if settings.state is None or not RULES[settings.name].moments else [settings.state.moments, settings.state.second]
-    return " ".join([settings.name, *dict.fromkeys(formats if set(formats) != {"float32"} else [])])
 
 
 def _bytes(tree: Any) -> int:
@@ -118,10 +111,12 @@ class _BufferNames:
             for n in range(stacked + 1):
                 if n == 0 or len(leaf.shape) > n + 1:
                     self.gathered |= _forms(whole[n:], names)
-        self.stacks = _stacks(config.model)
+        stacks = {group.stacked[i:] for group in layer_groups(config.model) for i in (0, 1)}  # periods and a run in them, or one of the two
+        self.stacks = sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
         tensor, expert = mesh["tensor"], mesh["expert"]
         self.vocab = config.model.vocab_size // tensor
-        self.hidden = _hidden(config.model, tensor)
+        kinds = layers(config.model)
+        self.hidden = {size for kind in kinds for size in (kind.widths["up"] // tensor, *_padded(kind.expert_width // tensor))} - {0}
         rows = config.train.global_batch // config.train.microbatches // (mesh["data"] * mesh["fsdp"] * expert)
         tokens = rows * (config.data.seq_len // mesh["context"])
         self.kept = kept_sizes(config.model, config.memory.remat, tokens, tensor, expert)
@@ -151,12 +146,6 @@ class _BufferNames:
         return ROUTING if math.prod(dims) in self.routed else ""
 
 
-def _stacks(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Leading dims that a tensor saved in every layer may have, the longest first: periods and a run in them, or one of the two."""
-    stacks = {group.stacked[i:] for group in layer_groups(model) for i in (0, 1)}
-    return sorted(filter(None, stacks), key=lambda sizes: (-len(sizes), sizes))
-
-
 def kept_sizes(model: ModelConfig, remat: str | Sequence[str], tokens: int, tensor: int, expert: int = 1) -> dict[int, tuple[str, ...]]:
     """Elements a layer -> names of the tensors of that size which the remat policy keeps, for `tokens` tokens a device."""
     rows = rows_of(model, expert, tokens)
@@ -171,12 +160,6 @@ def kept_sizes(model: ModelConfig, remat: str | Sequence[str], tokens: int, tens
                 if size and name not in sizes.get(size, ()):
                     sizes[size] = (*sizes.get(size, ()), name)
     return sizes
-
-
-def _hidden(model: ModelConfig, tensor: int) -> set[int]:
-    """Widths inside feed-forward layers and experts, on one device."""
-    dense_widths = {kind.widths["up"] // tensor for kind in layers(model)}
-    return (dense_widths | {size for kind in layers(model) for size in _padded(kind.expert_width // tensor)}) - {0}
 
 
 def _padded(inside: int) -> tuple[int, int]:

@@ -45,13 +45,10 @@ def _links(lines: Mapping[str, Sequence[Place]], topology: Topology) -> Mapping[
 def node_links(sizes: Mapping[str, int], topology: Topology) -> Mapping[str, AxisLinks]:
     """Links of every axis of more than one GPU, of a mesh of these `sizes`, outermost first: GPUs are laid in it in order, node by node."""
     nodes = (np.arange(math.prod(sizes.values())) // topology.sides[1]).reshape(tuple(sizes.values()))
-    return {axis: AxisLinks(slices=_most_nodes(nodes, number)) for number, (axis, size) in enumerate(sizes.items()) if size > 1}
-
-
-def _most_nodes(nodes: np.ndarray, axis: int) -> int:
-    """Number of nodes that a row of devices along `axis` crosses, at most, where each device has the number of its node."""
-    rows = np.sort(nodes, axis=axis)
-    return int(1 + np.max(np.sum(np.diff(rows, axis=axis) > 0, axis=axis)))
+    crossed = [
+        int(1 + np.max(np.sum(np.diff(np.sort(nodes, axis=i), axis=i) > 0, axis=i))) for i in range(nodes.ndim)
+    ]  # by any row, at most
+    return {axis: AxisLinks(slices=number) for number, (axis, size) in zip(crossed, sizes.items(), strict=True) if size > 1}
 
 
 def _lines(mesh: "Mesh") -> dict[str, list[Place]]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -158,7 +158,8 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
     named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]}
     moments: Counter[str] = Counter()
     for path, leaf in optimizer:
-        moments[_parameter(jax.tree_util.keystr(path), named)] += leaf.size * leaf.dtype.itemsize
+        place = jax.tree_util.keystr(path)  # ends with the name of the parameter
+        moments[max((name for name in named if place.endswith(name)), key=len, default="")] += leaf.size * leaf.dtype.itemsize
     leaves = []
     for (name, leaf), logical in zip(named.items(), axes, strict=True):
         split, scanned = tuple(itertools.chain(*mesh_axes_of(logical))), name.startswith(f"['{PATTERN[0]}']")
@@ -171,8 +172,3 @@ def parameter_leaves(config: Config) -> tuple[ParameterLeaf, ...]:
             held[entry.tier] += entry.bytes * (part != COPY and (matrix or not entry.matrices))
         leaves.append(ParameterLeaf(leaf.size, held, split, matrix, scanned))
     return tuple(leaves)
-
-
-def _parameter(moment: str, names: Collection[str]) -> str:
-    """The parameter among `names` that an array of the optimizer's state belongs to: the array's path ends with its name; else empty."""
-    return max((name for name in names if moment.endswith(name)), key=len, default="")

@@ -1,26 +1,33 @@
-"""Predicted time of a step on the devices of this process, from its compiled program and what `maxlm plan --calibrate` measured there."""
+"""Predicted time of a compiled step: in a run, by what `maxlm plan --calibrate` measured on its devices, and by part, for a profile."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxlm.config.errors import ConfigError
+import jax
+
+from maxlm.config import rules
+from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import Config
 from maxlm.cost import calibration
-from maxlm.cost.calibration import FIELD, Calibration
-from maxlm.cost.mesh_links import pod_of
+from maxlm.cost.calibration import FIELD, Calibration, of_config
+from maxlm.cost.mesh_links import pod_of, within_slice
+from maxlm.cost.step_cost import OpCost, estimate, program_cost, unknown_loops_line
 from maxlm.hardware.chips import Achieved, Chip, chip_of
 from maxlm.hardware.topologies import Topology, is_tpu
+from maxlm.hlo.parser import read, with_bounds
+from maxlm.parallel import build_mesh
+from maxlm.telemetry.profile.page import Predicted
+from maxlm.telemetry.profile.scopes import COLLECTIVES, Phase, phase_of, scope_of
 
 if TYPE_CHECKING:
-    import jax
-
     from maxlm.training.program import Program
 
 
 _log = logging.getLogger(__name__)
+_ALL = 1 << 30  # operations to list
 MAPPED_BYTES = 32 * 2**20  # from here on glibc always returns what is freed to the system (mallopt(3), DEFAULT_MMAP_THRESHOLD_MAX)
 
 
@@ -28,8 +35,6 @@ def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"]
     """A function that predicts the seconds of a program's step by `cost.calibration`; `hosts`: of each process. Raises UserError for a file
     that is invalid, or was measured on other devices or on links between other processes.
     """
-    import jax
-
     path, devices = config.cost.calibration if config.cost is not None else None, jax.devices()
     assert path is not None, "asked for only where it is set"
     found = calibration.read(Path(path), FIELD)
@@ -51,11 +56,6 @@ def predictor(config: Config, hosts: Sequence[str] = ()) -> Callable[["Program"]
 
 
 def _step_s(program: "Program", topology: Topology) -> float:
-    import jax
-
-    from maxlm.cost.step_cost import program_cost, unknown_loops_line
-    from maxlm.hlo.parser import read, with_bounds
-
     step = program.step
     assert isinstance(step, jax.stages.Compiled), "a step of one program"
     text = step.as_text()
@@ -67,14 +67,14 @@ def _step_s(program: "Program", topology: Topology) -> float:
     return cost.total_s + _first_touch_s(step, topology.chip)
 
 
-def _first_touch_s(step: "jax.stages.Compiled", chip: Chip) -> float:
+def _first_touch_s(step: jax.stages.Compiled, chip: Chip) -> float:
     """Seconds in which the system maps and clears the temporary arrays of a step on a CPU, which jaxlib allocates anew for each."""
     if chip.cpu is None or (memory := step.memory_analysis()) is None or memory.temp_size_in_bytes < MAPPED_BYTES:
         return 0.0
     return float(memory.temp_size_in_bytes / chip.cpu.fresh_bytes_per_s)
 
 
-def topology_of(found: Calibration, devices: Sequence["jax.Device"]) -> Topology:
+def topology_of(found: Calibration, devices: Sequence[jax.Device]) -> Topology:
     """`devices` as a topology, their chip with the speeds that were measured. Times on TPUs are XLA's own, which no factor changes."""
     chip = chip_of(found.device_kind)
     if chip is None:
@@ -103,3 +103,29 @@ def cpu_chip(found: Calibration) -> Chip:
         source=f"{found.machine}, {found.date}",
         cpu=measured.cpu,
     )
+
+
+def predict(config: Config, text: str) -> tuple[Predicted | None, str]:
+    """(seconds of a step on one device by part and phase, a note) of the compiled program `text`; None where there is no prediction."""
+    if config.cluster is None:
+        return None, "No prediction: the config has no cluster.topology, so the hardware's figures are not known (a CPU has none)."
+    if not text:
+        return None, "No prediction: the step of this run is not one program."
+    try:
+        topology = of_config(config.cost, rules.topology_of(config))
+        cost = estimate(read(text), topology.chip, *within_slice(build_mesh(config), topology), top=_ALL)
+    except UserError as error:
+        return None, f"No prediction: {error}"
+    notes = [f"Predicted: from the same program, for {topology.name}, as `maxlm compile` does; of collectives what is exposed."]
+    notes += ["Without transfers between slices."] if topology.slices > 1 else []
+    return by_part(cost.top), " ".join(filter(None, [*notes, unknown_loops_line(cost.unknown_loops)]))
+
+
+def by_part(costs: Iterable[OpCost]) -> Predicted:
+    """Sums of seconds; waits for communication under collectives."""
+    sums: dict[str, dict[Phase, float]] = {}
+    for cost in costs:
+        scope = COLLECTIVES if cost.kind == "communication" else scope_of(cost.where)
+        phases = sums.setdefault(scope, {})
+        phases[phase_of(cost.where)] = phases.get(phase_of(cost.where), 0.0) + cost.seconds
+    return sums

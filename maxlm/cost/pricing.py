@@ -63,11 +63,9 @@ class TpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.HBM_SHARE)
         assert chip.clock_hz is not None, "every TPU has a clock"
         self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
-        self.counted_shares = efficiency.SCALED_MATMUL_SHARES.get(chip.name, {})
-        self.rounding_cycles = efficiency.ROUNDING_CYCLES.get(chip.name, (0.0, 0.0))
-        self.attention_shares, self.our_shares = efficiency.ATTENTION_SHARES[chip.name], efficiency.OUR_ATTENTION_SHARES.get(chip.name)
 
     def seconds(self, op: Op, computation: Computation) -> float:
+        """Seconds of `op` of `computation`, 0 for one that does no work."""
         if op.target == PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
@@ -106,7 +104,7 @@ class TpuPricing(_Pricing):
         Its copies overlap the matmul, and it takes what XLA's estimate may miss by half.
         """
         flops = flops_by_operands(self.module, op, computation, self.tile)
-        shares = [self.counted_shares.get(format_of(operands)) for operands in flops]
+        shares = [self.chip.reached.scaled_matmuls.get(format_of(operands)) for operands in flops]
         if not flops or None in shares or not only_scaled(self.module, op):
             return math.inf
         return HBM_LATENCY_S + max(self.matmul_s(flops) / min(filter(None, shares)), moved_bytes(self.module, op, computation) / self.hbm)
@@ -117,6 +115,7 @@ class TpuPricing(_Pricing):
         return self.matmul_s({operands: number for operands, number in flops.items() if format_of(operands) != "bf16"})
 
     def kind(self, op: Op, computation: Computation) -> str:
+        """Kind of `op`, as in `OpCost`."""
         if op.target == PALLAS:
             return "attention" if _is_attention(op) else "matmul" if _GATED.search(op.name) else "kernel"
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
@@ -142,14 +141,14 @@ class TpuPricing(_Pricing):
         if grouped := expert_matmuls.read(op, computation):
             return grouped.seconds(self.chip, moved, self.hbm, self.chip.matmul_speed(format_of(kernel_operands(op, computation))))
         if rounding := _ROUNDING.match(name):
-            cycles = self.rounding_cycles[rounding[1] is not None] * max(shape.elements for shape in op.shapes)
+            cycles = self.chip.reached.rounding_cycles[rounding[1] is not None] * max(shape.elements for shape in op.shapes)
             return max(cycles / self.clock_hz, moved / self.hbm)
         if op.stated is None:
             (self.assumed if flops else self.uncharged).add(name)
         share = efficiency.KERNEL_SHARE
         if _is_attention(op):
-            shares = self.our_shares if self.our_shares and OURS.search(op.name) else self.attention_shares
-            share = shares[is_backward(op.name)]
+            ours = self.chip.reached.our_attention if OURS.search(op.name) else None
+            share = (ours or self.chip.reached.attention)[is_backward(op.name)]
         elif _GATED.search(name):
             share = efficiency.GATED_SHARES[is_backward(op.name)]
         elif _GROUPED.search(name):
@@ -170,6 +169,7 @@ class GpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.gpu_hbm_share(chip))
 
     def seconds(self, op: Op, computation: Computation) -> float:
+        """Seconds of `op` of `computation`, 0 for one that does no work."""
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot"):
             return 0.0
         flops, (kernel, inside) = self.flops(op, computation), self._kernel(op, computation)
@@ -181,6 +181,7 @@ class GpuPricing(_Pricing):
         return efficiency.GPU_LAUNCH_S + max(self.matmul_s(flops) / share, moved_bytes(self.module, op, computation) / self.hbm)
 
     def kind(self, op: Op, computation: Computation) -> str:
+        """Kind of `op`, as in `OpCost`."""
         kernel, _ = self._kernel(op, computation)
         if _is_kernel(kernel):
             return "attention" if _is_gpu_attention(kernel) else "kernel"
@@ -191,7 +192,9 @@ class GpuPricing(_Pricing):
         kernel, inside = self._kernel(op, computation)
         if not _is_gpu_attention(kernel):
             return flops_by_operands(self.module, op, computation)
-        flops = _gpu_attention_flops(kernel, inside)
+        batch, sequence, heads, head_dim = _queries(kernel, inside)
+        matmuls = next((number for word, number in _MATMULS.items() if f"_{word}" in kernel.where), _MATMULS["forward"])
+        flops = matmuls * batch * sequence * heads * head_dim * sequence  # over half of all pairs
         return {kernel_operands(kernel, inside): flops} if flops else {}
 
     def _kernel(self, op: Op, computation: Computation) -> tuple[Op, Computation]:
@@ -214,6 +217,7 @@ class CpuPricing(_Pricing):
         super().__init__(module, chip, 1.0)
 
     def seconds(self, op: Op, computation: Computation) -> float:
+        """Seconds of `op` of `computation`, 0 for one that does no work."""
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot", "convolution"):
             return 0.0
         if self.chip.cpu is None:
@@ -232,6 +236,7 @@ class CpuPricing(_Pricing):
         return max(matmuls, function_values(*where) * speeds.function_s, moved)
 
     def kind(self, op: Op, computation: Computation) -> str:
+        """Kind of `op`, as in `OpCost`."""
         return "matmul" if matmul_flops(self.module, op, computation) else "memory"
 
     def flops(self, op: Op, computation: Computation) -> Mapping[str, int]:
@@ -256,10 +261,3 @@ def _queries(op: Op, computation: Computation) -> tuple[int, ...]:
     operands = [shape for name in op.operands if (source := computation.by_name.get(name)) for shape in source.shapes]
     queries = max((shape for shape in operands if len(shape.dims) == 4), key=lambda shape: shape.elements, default=None)
     return (0, 0, 0, 0) if queries is None else queries.dims
-
-
-def _gpu_attention_flops(op: Op, computation: Computation) -> int:
-    """FLOPs of one of our causal kernels: its matmuls over half of all pairs."""
-    batch, sequence, heads, head_dim = _queries(op, computation)
-    matmuls = next((number for word, number in _MATMULS.items() if f"_{word}" in op.where), _MATMULS["forward"])
-    return matmuls * batch * sequence * heads * head_dim * sequence

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from flax import nnx
@@ -75,6 +74,7 @@ class Quantization:
 
 
 def quantization_of(config: Config) -> Quantization:
+    """The matmuls of the model of `config` that `precision.matmul` quantizes."""
     settings = config.precision.matmul
     if settings is None or settings.weights_only or settings.format == "int4":
         return Quantization(("bf16", "bf16"), frozenset(), frozenset())
@@ -92,7 +92,8 @@ def _names(settings: QuantizedConfig, model: ModelConfig) -> frozenset[str]:
     blocks = [model_shapes.abstract_module(model, kind.parts).block for kind in model_shapes.layers(model)]
     variables = jax.tree_util.tree_flatten_with_path(blocks, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     low = [(path, variable) for path, variable in variables if is_quantized(settings, path, variable)]
-    return frozenset("experts" if "expert" in variable.axes else _name(path) for path, variable in low)
+    names = [str(getattr(path[-1], "name", getattr(path[-1], "key", ""))).rpartition("_")[0] for path, _ in low]
+    return frozenset("experts" if "expert" in variable.axes else name for name, (_, variable) in zip(names, low, strict=True))
 
 
 def _high_depths(settings: QuantizedConfig, model: ModelConfig) -> frozenset[int]:
@@ -113,10 +114,6 @@ def _high_depths(settings: QuantizedConfig, model: ModelConfig) -> frozenset[int
 def matrix_of(matmul: Matmul) -> str:
     """The matrix behind a matmul, as `precision.matmul.skip` calls it."""
     return matmul.matrix or matmul.name
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return str(getattr(path[-1], "name", getattr(path[-1], "key", ""))).rpartition("_")[0]
 
 
 def check(config: Config, module: Module, sizes: Mapping[str, int]) -> tuple[Intended, ...]:

@@ -76,14 +76,12 @@ class Replay:
         """One run of the computation `name`; for a loop's body, an iteration in steady state, with collectives carried in from the last."""
         if name not in self._done:
             carried: dict[int, _Flight] = {}
-            if self._carries(name):
+            computation = self.module.computations[name]
+            waits = (op for op in computation.ops if op.opcode.endswith("-done") and not op.start)
+            if any(_carried_index(op, computation) is not None for op in waits):
                 carried = _Turn(self, name, {}).go().carried
             self._done[name] = _Turn(self, name, carried).go().segment
         return self._done[name]
-
-    def _carries(self, name: str) -> bool:
-        computation = self.module.computations[name]
-        return any(_carried_index(op, computation) is not None for op in computation.ops if op.opcode.endswith("-done") and not op.start)
 
 
 class _Turn:
@@ -100,6 +98,7 @@ class _Turn:
         self.free: dict[str, float] = {lane: flight.end for flight in carried.values() for lane in flight.collective.lanes}
 
     def go(self) -> "_Turn":
+        """Replay all operations in order."""
         for op in self.computation.ops:
             self._step(op)
         for index, name in self._handed_on():
@@ -115,8 +114,11 @@ class _Turn:
 
     def _step(self, op: Op) -> None:
         rendezvous = self._rendezvous(op)
-        if rendezvous:
-            self._between_slices(op, rendezvous)
+        if rendezvous and op.opcode == "send":  # a program for several slices is compiled for one: what leaves it goes through the host
+            self._fly(rendezvous, self.replay.network.transfer(op))
+        elif rendezvous:
+            if rendezvous in self.flying:
+                self._land(self.flying.pop(rendezvous))
         elif op.opcode.endswith("-start"):
             self._start(op)
         elif op.opcode.endswith("-done"):
@@ -136,13 +138,6 @@ class _Turn:
             return ""
         began = self.computation.by_name.get(op.operands[0]) if op.opcode == "recv-done" else op
         return text_of(RENDEZVOUS, began.attributes) if began is not None else ""
-
-    def _between_slices(self, op: Op, rendezvous: str) -> None:
-        """A program for several slices is compiled for one: what leaves it goes through the host, as a send and a recv."""
-        if op.opcode == "send":
-            self._fly(rendezvous, self.replay.network.transfer(op))
-        elif rendezvous in self.flying:
-            self._land(self.flying.pop(rendezvous))
 
     def _start(self, op: Op) -> None:
         module, network = self.replay.module, self.replay.network
@@ -165,7 +160,7 @@ class _Turn:
             collectives = [inner for inner in computation.ops if is_collective(inner)]
             if not collectives:
                 continue
-            begun = self._begun(op)
+            begun = next(filter(None, map(self._traced, op.operands)), "")  # the fusion that began what this one carries or waits for
             if self._begins(op):
                 for inner in collectives:
                     self._fly(op.name, self.replay.network.collective(inner, "async", computation))
@@ -229,10 +224,6 @@ class _Turn:
             if source and source.name in self.flying:
                 in_flight.append((index, source.name))
         return in_flight
-
-    def _begun(self, op: Op) -> str:
-        """The fusion that began the collective which the fusion `op` carries or waits for; "" when it has none under way."""
-        return next(filter(None, map(self._traced, op.operands)), "")
 
     def _traced(self, name: str) -> str:
         """Back from the value `name`, through the fusions that carried it in place, to the one that began a collective."""

@@ -86,10 +86,12 @@ class StepCost:
 
     @property
     def compute_s(self) -> float:
+        """Seconds in which the chip computes or moves memory."""
         return self.matmul_s + self.attention_s + self.kernel_s + self.memory_s
 
     @property
     def total_s(self) -> float:
+        """Seconds of the step."""
         return self.compute_s + self.exposed_s
 
 

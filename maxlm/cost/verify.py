@@ -37,6 +37,7 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
+        """True if the step fits in the memory of a device."""
         return self.parts is not None
 
     @property
@@ -55,15 +56,15 @@ class Verdict:
 
 def verify(config: Config, topology: Topology) -> Verdict:
     """Compile the step of `config`, or read it from the cache. Raises UserError without a compiler."""
-    return _compiled(config, topology)[0]
+    return _compiled(_Request(config, topology))[0]
 
 
-def _compiled(config: Config, topology: Topology) -> "tuple[Verdict, CompiledStep]":
+def _compiled(request: "_Request") -> "tuple[Verdict, CompiledStep]":
     from maxlm.compiler.aot import build, compile_program
 
-    program = build(config, topology)
-    step = compile_program(program, topology)
-    return _verdict(program, topology, step), step
+    program = build(request.config, request.topology)
+    step = compile_program(program, request.topology)
+    return _verdict(program, request.topology, step), step
 
 
 def _verdict(program: "Program", topology: Topology, step: "CompiledStep") -> Verdict:
@@ -116,17 +117,17 @@ class Compiler:
         """Call `verify`. Raises KeyboardInterrupt at once on Ctrl-C, and UserError as the compiler does or when its process ends: the next
         call starts another.
         """
-        verdict = self._ask(config, topology, steps=False).verdict
+        verdict = self._ask(_Request(config, topology)).verdict
         assert verdict is not None, "there is no error"
         return verdict
 
-    def step(self, config: Config, topology: Topology) -> "CompiledStep":
-        """The step itself."""
-        step = self._ask(config, topology, steps=True).step
+    def step(self, program: "Program", topology: Topology) -> "CompiledStep":
+        """The step of `program` itself, which the other process builds again."""
+        step = self._ask(_Request(program.config, topology, steps=True)).step
         assert step is not None, "it was asked for"
         return step
 
-    def _ask(self, config: Config, topology: Topology, *, steps: bool) -> "_Answer":
+    def _ask(self, request: "_Request") -> "_Answer":
         if self._process is None:
             spawn = multiprocessing.get_context("spawn")  # a fork would share the threads that jax has started
             self._line, far = spawn.Pipe()
@@ -136,7 +137,8 @@ class Compiler:
                 process.start()
             far.close()
             self._process = process
-        if self._folder is None and not self._machine_code and topology.is_tpu:
+        scheduled = not self._machine_code and request.topology.is_tpu
+        if self._folder is None and scheduled:
             try:
                 self._folder = tempfile.mkdtemp(prefix="maxlm-schedule-")
             except OSError as error:
@@ -144,7 +146,7 @@ class Compiler:
                     f"XLA writes schedules to TMPDIR, which cannot be written ({error.strerror}): set it to another."
                 ) from None
         try:
-            self._line.send(_Request(config, topology, self._folder if not self._machine_code and topology.is_tpu else None, steps))
+            self._line.send(replace(request, folder=self._folder if scheduled else None))
             while not self._line.poll(POLL_S):
                 if self._stopped:
                     raise KeyboardInterrupt
@@ -186,7 +188,7 @@ def step_of(program: "Program", topology: Topology, *, machine_code: bool = Fals
     if step is not None:
         return step
     with Compiler(machine_code=machine_code) as compiler:
-        return replace(compiler.step(program.config, topology), cached=False)
+        return replace(compiler.step(program, topology), cached=False)
 
 
 @dataclass(frozen=True)
@@ -195,8 +197,8 @@ class _Request:
 
     config: Config
     topology: Topology
-    folder: str | None
-    steps: bool
+    folder: str | None = None
+    steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ def _serve(line: Connection, log: str) -> None:
             return
         try:
             if request.folder is None:
-                verdict, step = _compiled(request.config, request.topology)
+                verdict, step = _compiled(request)
                 line.send(_Answer(verdict, step if request.steps else None))
             else:
                 folders.add(request.folder)

@@ -36,6 +36,19 @@ class Achieved:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """Shares of peak that programs for a TPU reach, as `facts.toml` explains them; the defaults are assumed for chips without an entry."""
+
+    attention: tuple[float, float] = (0.45, 0.7)
+    our_attention: tuple[float, float] | None = None
+    predicted_matmul: float = 0.88
+    scheduled_matmul: tuple[float, float] = (0.9, 0.5)
+    scaled_matmuls: Mapping[str, float] = field(default_factory=dict, hash=False)
+    rounding_cycles: tuple[float, float] = (0.0, 0.0)
+    group_edges: tuple[int, int] = (128, 300)
+
+
+@dataclass(frozen=True)
 class Chip:
     """Peaks of one chip. A jax device is a chip, unless `devices_per_chip` is above 1: use the `*_per_device` figures.
 
@@ -61,6 +74,8 @@ class Chip:
     peak_int8_ops: float | None = None  # OP/s, dense; None where none is published
     peak_fp8_flops: float | None = None  # FLOP/s, dense, of e4m3 and e5m2; None where none is published
     speeds: Mapping[str, float] = field(default_factory=dict, hash=False)  # of compiled matmuls relative to bf16, by format
+    reached: Reached = Reached()
+    architecture: str = ""  # of a GPU
     achieved: Achieved = Achieved()
     cpu: CpuSpeeds | None = None  # of a CPU, as measured
 
@@ -111,7 +126,8 @@ def facts() -> dict[str, Any]:
 
 def _chip(row: Mapping[str, Any]) -> Chip:
     stated = {name: row[name] for name in (field.name for field in fields(Chip)) if name in row}
-    return Chip(**{**stated, "device_kinds": tuple(row["device_kinds"])})
+    reached: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.get("reached", {}).items()}
+    return Chip(**{**stated, "device_kinds": tuple(row["device_kinds"]), "reached": Reached(**reached)})
 
 
 CHIPS = tuple(map(_chip, facts()["chip"]))

@@ -1,9 +1,11 @@
-"""List prices of a chip-hour, as `facts.toml` has them with date and source. No jax here.
+"""List prices of a chip-hour, power of chips, overhead of data centres and carbon of grids, as `facts.toml` has them with date and source.
+No jax here.
 
-Hosts are included. Discounts that are negotiated, networks and storage are not.
+In prices hosts are included; discounts that are negotiated, networks and storage are not. Figures of power were read in November 2026; none
+stands where nothing is published and nothing follows from what is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +19,7 @@ TERMS: tuple[Term, ...] = get_args(Term)
 class Offer:
     """Prices of one chip-hour of a provider in a region, by term; None where there is none. `source` also holds the date.
 
-    The last three replace what `power.py` knows: watts of a chip with its share of the host, PUE, kg of CO2 a kWh.
+    The last three replace our own figures: watts of a chip with its share of the host, PUE, kg of CO2 a kWh.
     """
 
     chip: str
@@ -61,8 +63,44 @@ class PriceList:
 
     @property
     def regions(self) -> Sequence[str]:
+        """Regions that there are prices for, each once."""
         return list(dict.fromkeys(one.region for one in self.offers))
 
 
 OFFERS = tuple(Offer(**offer) for offer in facts()["prices"]["offers"])
 LIST_PRICES = PriceList(facts()["prices"]["currency"], OFFERS, facts()["prices"]["source"])
+
+
+@dataclass(frozen=True)
+class Power:
+    """Watts that one chip draws while it trains, and its share of its host: processors, memory, network, fans, losses of power supplies."""
+
+    chip_w: float
+    host_w: float
+    estimated: bool  # derived from figures of other chips or other work, not published for this one
+    source: str
+
+    @property
+    def total_w(self) -> float:
+        """Watts of a chip with its share of the host, without the overhead of the data centre."""
+        return self.chip_w + self.host_w
+
+
+@dataclass(frozen=True)
+class Site:
+    """Overhead of a provider's data centres: energy of the whole over the energy of the machines (PUE)."""
+
+    pue: float
+    estimated: bool
+    source: str
+
+
+POWERS = {chip["name"]: Power(**chip["power"]) for chip in facts()["chip"] if "power" in chip}
+SITES = {provider: Site(**site) for provider, site in facts()["sites"].items()}
+ANY_SITE = SITES.pop("any")
+GRIDS: Mapping[str, float] = facts()["grids"]  # kg of CO2 equivalent a kWh, by region
+
+
+def site_of(provider: str | None, *, tpu: bool) -> Site:
+    """Overhead where a chip is; TPUs are Google's, also those that no provider has a price for."""
+    return SITES.get(provider.lower() if provider else "google" if tpu else "", ANY_SITE)

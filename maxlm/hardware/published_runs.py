@@ -1,14 +1,16 @@
 """Step times of published runs with our estimates of them, and the correction that they suggest for other estimates. No jax here.
 
-The rows are the rows of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of `maxlm plan`, of
-docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a correction is stated
-in addition to the estimate, which stays as it is.
+The rows, in published_runs.toml, are the rows of docs/truth.md (MaxText's own programs, compiled for TPUs), and, by the analytic model of
+`maxlm plan`, of docs/truth_gpu.md and docs/low_precision_speed.md. No share or other constant of an estimate is fitted to them: a
+correction is stated in addition to the estimate, which stays as it is.
 """
 
 import statistics
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from maxlm.hardware.chips import PEAK_NAMES, Chip, MatmulFormat, chip_named
@@ -40,58 +42,8 @@ class PublishedRun:
         return self.published_s / self.predicted_s
 
 
-# Written by `python tools/published_runs.py` from the tables of the three pages.
-RUNS: tuple[PublishedRun, ...] = (
-    PublishedRun("llama3.1-8b-v6e-8", "v6e", "bf16", 4.561, 3.443, waits=True),
-    PublishedRun("llama3.1-8b-v6e-16", "v6e", "bf16", 4.532, 3.393, waits=True),
-    PublishedRun("llama3.1-8b-v6e-32", "v6e", "bf16", 4.543, 3.495, waits=True),
-    PublishedRun("llama3.1-8b-v6e-64", "v6e", "bf16", 7.275, 5.652, waits=True),
-    PublishedRun("llama3.1-8b-v6e-128", "v6e", "bf16", 5.919, 4.602, waits=True),
-    PublishedRun("llama3.1-8b-v6e-256", "v6e", "bf16", 6.332, 4.546, waits=True),
-    PublishedRun("llama3.1-70b-v6e-32", "v6e", "bf16", 15.502, 17.790),
-    PublishedRun("llama3.1-70b-v6e-64", "v6e", "bf16", 17.351, 18.688),
-    PublishedRun("llama3.1-70b-v6e-128", "v6e", "bf16", 31.042, 34.786),
-    PublishedRun("llama3.1-70b-v6e-256", "v6e", "bf16", 37.970, 42.656),
-    PublishedRun("mistral-7b-v6e-8", "v6e", "bf16", 8.800, 6.320, waits=True),
-    PublishedRun("llama2-70b-v6e-256", "v6e", "bf16", 7.253, 9.052),
-    PublishedRun("gpt3-175b-v6e-256", "v6e", "bf16", 15.672, 17.182),
-    PublishedRun("32b-v5p-128", "v5p", "bf16", 7.020, 7.357),
-    PublishedRun("64b-v5p-128", "v5p", "bf16", 9.363, 7.419),
-    PublishedRun("128b-v5p-256", "v5p", "bf16", 4.872, 5.043),
-    PublishedRun("256b-v5p-1024", "v5p", "bf16", 9.282, 10.154),
-    PublishedRun("16b-v5e-256", "v5e", "bf16", 10.014, 10.354),
-    PublishedRun("32b-v5e-256", "v5e", "bf16", 12.940, 12.216),
-    PublishedRun("64b-v5e-256", "v5e", "bf16", 13.811, 13.527),
-    PublishedRun("llama2-70b-v5p-1024", "v5p", "bf16", 23.327, 24.347),
-    PublishedRun("llama3.1-405b-v5p-1024", "v5p", "bf16", 126.301, 131.474),
-    PublishedRun("llama3.1-70b-tpu7x-4x4x4", "tpu7x", "bf16", 11.004, 12.200),
-    PublishedRun("llama3.1-70b-tpu7x-4x8x8", "tpu7x", "bf16", 10.998, 12.270),
-    PublishedRun("llama3.1-405b-tpu7x-4x8x8", "tpu7x", "bf16", 92.596, 98.340),
-    PublishedRun("llama3.1-70b-fp8-tpu7x-4x4x4", "tpu7x", "fp8", 7.092, 7.930),
-    PublishedRun("llama3.1-70b-fp8-tpu7x-4x8x8", "tpu7x", "fp8", 7.086, 7.950),
-    PublishedRun("llama3.1-405b-fp8-tpu7x-4x8x8", "tpu7x", "fp8", 58.389, 64.370),
-    PublishedRun("llama3.1-70b-128k-tpu7x-4x8x8", "tpu7x", "bf16", 37.127, 34.020),
-    PublishedRun("llama3.1-70b-128k-fp8-tpu7x-4x8x8", "tpu7x", "fp8", 33.254, 30.110),
-    PublishedRun("llama2-7b-256-h100", "H100", "bf16", 1.165, 1.500, modelled=True),
-    PublishedRun("llama2-70b-64-h100", "H100", "bf16", 6.191, 7.908, modelled=True),
-    PublishedRun("llama3.1-70b-256-h200", "H200", "bf16", 12.745, 15.516, modelled=True),
-    PublishedRun("llama3-70b-128-h100", "H100", "bf16", 13.630, 15.570, modelled=True),
-    PublishedRun("llama3-8b-64-a100", "A100-80GB", "bf16", 2.227, 2.755, modelled=True),
-    PublishedRun("llama3-70b-64-a100", "A100-80GB", "bf16", 21.363, 24.749, modelled=True),
-    PublishedRun("llama2-13b-64-a100", "A100-80GB", "bf16", 3.377, 3.789, modelled=True),
-    PublishedRun("mpt-70b-64-a100", "A100-80GB", "bf16", 142.242, 159.844, modelled=True),
-    PublishedRun("mpt-30b-8-a100", "A100-80GB", "bf16", 130.634, 140.856, modelled=True),
-    PublishedRun("mpt-7b-8-h100", "H100", "bf16", 0.888, 1.155, modelled=True),
-    PublishedRun("deepseek-v3-128", "tpu7x", "bf16", 18.950, 27.020, experts=True, modelled=True),
-    PublishedRun("deepseek-v3-128-fp8", "tpu7x", "fp8", 16.290, 22.470, experts=True, modelled=True),
-    PublishedRun("deepseek-v3-256", "tpu7x", "bf16", 18.930, 26.790, experts=True, modelled=True),
-    PublishedRun("deepseek-v3-256-fp8", "tpu7x", "fp8", 16.270, 22.080, experts=True, modelled=True),
-    PublishedRun("qwen3-235b-256", "tpu7x", "bf16", 21.800, 30.870, experts=True, modelled=True),
-    PublishedRun("qwen3-235b-256-fp8", "tpu7x", "fp8", 19.650, 27.670, experts=True, modelled=True),
-    PublishedRun("gpt-oss-120b-64", "tpu7x", "bf16", 8.710, 14.930, experts=True, modelled=True),
-    PublishedRun("gpt-oss-120b-256", "tpu7x", "bf16", 8.630, 15.160, experts=True, modelled=True),
-    # end of rows
-)
+ROWS = Path(__file__).with_name("published_runs.toml")  # written by `python tools/published_runs.py` from the tables of the three pages
+RUNS = tuple(PublishedRun(**row) for row in tomllib.loads(ROWS.read_text(encoding="utf-8"))["run"])
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Topology:
 
     @property
     def is_tpu(self) -> bool:
+        """True for TPUs, False for GPUs."""
         return is_tpu(self.chip)
 
     @property

@@ -117,8 +117,7 @@ class Analytic:
         chip = topology.chip
         passes = PASSES[config.precision.float32_matmul] if self.number == 4 else 1
         self.peak = chip.peak_bf16_flops_per_device / passes
-        predicted = efficiency.PREDICTED_MATMUL_SHARES.get(chip.name, efficiency.PREDICTED_MATMUL_SHARE)
-        self.share = predicted if topology.is_tpu else efficiency.gpu_matmul_share(chip)
+        self.share = chip.reached.predicted_matmul if topology.is_tpu else efficiency.gpu_matmul_share(chip)
         hbm_share = efficiency.HBM_SHARE if topology.is_tpu else efficiency.gpu_hbm_share(chip)
         self.hbm = hbm_share * chip.hbm_bytes_per_s_per_device
         self.splash = flash is True
@@ -141,6 +140,7 @@ class Analytic:
         return model_shapes.parameter_leaves(self.config)
 
     def estimate(self, layout: Layout) -> Estimate:
+        """Time and memory of `layout` on one device."""
         tokens = self.tokens(layout)
         compute = self._matmul_s(layout, tokens), self._attention_s(layout, tokens), self._memory_s(layout, tokens)
         state = self._shares(layout.mesh).state + 20 * tokens
@@ -203,8 +203,7 @@ class Analytic:
             return gpu_attention.seconds_a_token(model, self.config.data.seq_len, chip, not self.writes_scores, self.peak, self.hbm)
         at = self.config.data.seq_len // parts, model.head_dim
         ours = not self.splash and any(not why_not(*at, kind, self.number) for kind in chip.device_kinds)
-        shares = efficiency.OUR_ATTENTION_SHARES if ours else efficiency.ATTENTION_SHARES
-        forward, backward = shares.get(chip.name, shares["v5p"])
+        forward, backward = (chip.reached.our_attention if ours else None) or chip.reached.attention
         work_forward, work_backward = model_shapes.kernel_attention_flops(model, self.config.data.seq_len, chip)
         return work_forward / forward / self.peak, work_backward / backward / self.peak
 
@@ -220,6 +219,7 @@ class Analytic:
         return needed and (normed or matmul.name not in (*layout.kept, *layout.offload))
 
     def recomputes_attention(self, layout: Layout) -> bool:
+        """True if attention is computed again in the backward pass."""
         return layout.remat != "none" and "attention" not in (*layout.kept, *layout.offload)
 
     def _matmul_s(self, layout: Layout, tokens: int) -> float:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxlm.config.errors import UserError, error_kind
+from maxlm.config.paths import check_out
 from maxlm.config.schema import MeshConfig
 from maxlm.cost.calibration import Calibration, Factors, Measured
 from maxlm.cost.compile_command import output_console, progress
@@ -40,8 +41,7 @@ GB = 1e9
 
 def calibrate(out: Path | None, *, as_json: bool) -> int:
     """Measure, write the file `out` (default: calibration-CHIP.json) and print it; 0. Raises UserError."""
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.absolute().parent}; make it first.")
+    check_out(out)
     select_platform()
     with progress() as show_progress:
         show_progress("measuring matmuls")

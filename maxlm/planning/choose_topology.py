@@ -66,6 +66,7 @@ class Machine:
 
     @property
     def breaks_a_limit(self) -> bool:
+        """True if nothing fits, or the run takes more days or dollars than asked for."""
         return self.cost is None or not self.cost.within(self.wanted)
 
 

@@ -276,12 +276,15 @@ def _next(search: Search, *, last: bool) -> tuple[Layout | None, float]:
         return layouts[int(np.argmin(predicted.needed_N))], 0.0
     limit = best.verdict.step_s * (1 - GAIN) if best else np.inf
     step_s_N, hope_N = predicted.step_s_N, np.full(len(layouts), _hope(len(search.trials)))
-    siblings = _siblings(search)
+    chunks = {layout.loss_chunks for layout in search.open}  # alone they change a step as predicted
+    fitting = [one for one in search.trials if one.verdict.fits]
+    siblings = {replace(one.layout, loss_chunks=number) for one in fitting for number in chunks}
     doubt_N = np.array([one not in siblings for one in layouts]) * (1 - predicted.trust_N)
     if search.trials:  # parts of a mesh that was not compiled may be as the model says: by its sum and the least ratio, too
         meshes = {one.layout.mesh for one in search.trials}
         new_N = np.array([one.mesh not in meshes for one in layouts])
-        whole_N = _least_ratio(search) * np.array([sum(one.parts) for one in search.open.values()])
+        ratio = min((one.verdict.step_s / sum(one.estimate.parts) for one in fitting), default=1.0)
+        whole_N = ratio * np.array([sum(one.parts) for one in search.open.values()])
         step_s_N = np.where(new_N, np.minimum(step_s_N, whole_N), step_s_N)
         hope_N[new_N] = _hope(len(meshes))
     # At last also for layouts like the compiled: predictions err there, too.
@@ -296,18 +299,6 @@ def _next(search: Search, *, last: bool) -> tuple[Layout | None, float]:
 def _hope(seen: int) -> float:
     """Share of its predicted time that a layout may be faster, after `seen` trials or meshes."""
     return EXPLORATION_MARGIN * (1 + EARLY / max(1, seen))
-
-
-def _siblings(search: Search) -> set[Layout]:
-    """Layouts that differ from compiled ones in chunks of the loss alone, which change a step as predicted."""
-    chunks = {layout.loss_chunks for layout in search.open}
-    fitting = (one.layout for one in search.trials if one.verdict.fits)
-    return {replace(layout, loss_chunks=number) for layout in fitting for number in chunks}
-
-
-def _least_ratio(search: Search) -> float:
-    """Least ratio of compiled over predicted seconds of the layouts that fit; 1 if none does."""
-    return min((one.verdict.step_s / sum(one.estimate.parts) for one in search.trials if one.verdict.fits), default=1.0)
 
 
 def _drop(search: Search) -> None:
@@ -333,7 +324,9 @@ def predict(layouts: Sequence[Layout], estimates: Sequence[Estimate], trials: Se
     )
     timed = [one for one in trials if one.verdict.parts]
     near_NK = _nearness(features_NF, timed)
-    ratios_KP = np.array([_log_ratios(one) for one in timed]).reshape(len(timed), parts_NP.shape[1])
+    pairs = [zip(one.verdict.parts or (), one.estimate.parts, strict=True) for one in timed]
+    ratios = [[_log(seen / said) if said > 0 and seen > 0 else 0.0 for seen, said in parts] for parts in pairs]
+    ratios_KP = np.array(ratios).reshape(len(timed), parts_NP.shape[1])
     step_s_N = np.sum(parts_NP * np.exp(_spread(near_NK, ratios_KP)), axis=1)
     sizes_K1 = np.array([_log_memory(one) for one in trials]).reshape(len(trials), 1)
     needed_N = state_N + temporaries_N * np.exp(_spread(_nearness(features_NF, trials), sizes_K1)[:, 0])
@@ -373,13 +366,6 @@ def features(layout: Layout) -> tuple[float, ...]:
     return (*numbers, 0.4 * bool(layout.offload), *(0.1 * (name in layout.offload) for name in names))
 
 
-def _log_ratios(trial: Trial) -> list[float]:
-    """Logarithms of compiled over predicted seconds, by part."""
-    assert trial.verdict.parts is not None
-    parts = zip(trial.verdict.parts, trial.estimate.parts, strict=True)
-    return [_log(compiled / predicted) if predicted > 0 and compiled > 0 else 0.0 for compiled, predicted in parts]
-
-
 def _log_memory(trial: Trial) -> float:
     needed = trial.verdict.needed if trial.verdict.fits else max(trial.verdict.needed, round(MIN_OVERFLOW * trial.verdict.available))
     return _log(max(needed - trial.estimate.state, 1) / max(trial.estimate.temporaries, 1))
@@ -408,7 +394,10 @@ def points(search: Search) -> tuple[Point, ...]:
     """Points of all compiled layouts and of those predicted to fit. A compiled one can be dominated by compiled ones only."""
     compiled = [Point(one.layout, one.verdict.step_s, one.verdict.needed, True, one.verdict.fits) for one in search.trials]
     fitting = _marked(point for point in compiled if point.fits)
-    ideas = [replace(p, frontier=False) if any(_as_good(c, p) for c in fitting) else p for p in _marked(_predicted(search))]
+    ideas = []
+    for idea in _marked(_predicted(search)):
+        beaten = any(one.step_s <= idea.step_s * (1 + SAME_S) and one.needed <= idea.needed * (1 + SAME_BYTES) for one in fitting)
+        ideas.append(replace(idea, frontier=idea.frontier and not beaten))
     return (*fitting, *ideas, *(point for point in compiled if not point.fits))
 
 
@@ -436,10 +425,6 @@ def _marked(some: Iterable[Point]) -> list[Point]:
         marked.append(replace(point, frontier=point.needed < least))
         least = min(least, point.needed)
     return marked
-
-
-def _as_good(one: Point, other: Point) -> bool:
-    return one.step_s <= other.step_s * (1 + SAME_S) and one.needed <= other.needed * (1 + SAME_BYTES)
 
 
 def _alike(one: Point, other: Point) -> bool:

@@ -49,6 +49,7 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis."""
         return dict(self.mesh)
 
     @property

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
 
+from maxlm.config.capability import Capability
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, load
-from maxlm.config.paths import read_file
+from maxlm.config.paths import check_out, read_file
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.config.sections.cluster import topology_of
 from maxlm.config.table import present
@@ -68,6 +69,7 @@ class Request:
 
     @property
     def file(self) -> Path:
+        """The config to write."""
         return self.out if self.out is not None else Path(f"{find(self.name).stem}-planned.yml")
 
 
@@ -78,7 +80,7 @@ def run(request: Request, *, as_json: bool) -> int:
             raise UserError(f"{option} chooses between topologies: give --chips-at-most N with it.")
     loaded, topology = load_for_machine(request.name, request.overrides, request.topology, request.slices, any_mesh=True)
     topology = of_config(loaded.config.cost, topology) if request.calibration is None else calibrated(topology, request.calibration)
-    _check_trained(loaded.config)
+    _check_planned(present(loaded.config))
     _check_file(request, loaded)
     from maxlm.compiler.aot import leave_chips_alone
 
@@ -101,11 +103,10 @@ def run(request: Request, *, as_json: bool) -> int:
 
 def _check_file(request: Request, loaded: LoadedConfig) -> None:
     """Raise UserError if the plan cannot be written to its file, or would replace what it extends."""
-    file, folder = request.file, request.file.absolute().parent
+    file = request.file
     if file.is_dir():
         raise UserError(f"--out {file} is a folder; give the name of a file in it, such as {file / 'plan.yml'}.")
-    if not folder.is_dir():
-        raise UserError(f"--out {file}: there is no folder {folder}; make it first.")
+    check_out(file)
     if file.resolve() in {find(request.name).resolve(), *(Path(source).resolve() for source in loaded.sources.values())}:
         raise UserError(f"--out {file}: the plan extends this file, and would replace it; give another name.")
     if file.suffix == ".png":
@@ -160,7 +161,7 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     config, families = _config_and_chips(request)
     said_by = "--topology" if request.topology is not None else "the config's cluster"
     only = f"Compared is {families[0].name} alone, the chip of {said_by}." if len(families) == 1 else ""
-    _check_trained(config)
+    _check_planned(present(config))
     names = [name for chip in families for name in near(chip, 1, most=100)]
     slices, network = config.mesh.slices, None if config.cluster is None else config.cluster.network_gbit_per_s
     clusters = (ClusterConfig(topology=name, network_gbit_per_s=network) for name in names)
@@ -180,9 +181,9 @@ def compare(request: Request, chips_at_most: int, *, as_json: bool) -> int:
     return choose_topology.compare(comparison, asked, request.tokens, only, as_json=as_json)
 
 
-def _check_trained(config: Config) -> None:
-    """Raise UserError if the cost model lacks a capability of the config."""
-    for capability, _ in present(config):
+def _check_planned(capabilities: Iterable[tuple[Capability, Any]]) -> None:
+    """Raise UserError if the cost model lacks a capability of a config."""
+    for capability, _ in capabilities:
         if capability.unplanned:
             raise UserError(f"maxlm plan has no cost model of {capability.unplanned}: plan without it, then `maxlm compile` with it.")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.table import Table
+from rich.table import Column, Table
 
 from maxlm.config.console import Console
 from maxlm.cost.compile_command import output_console
@@ -55,7 +55,8 @@ def show(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> None:
     run = f"{duration(plan.scale.seconds(step_s))} for {count(plan.scale.tokens)} tokens"
     crossing = f"; between nodes: {' and '.join(crossed)}" if (crossed := crossing_axes(plan.topology, picked.layout)) else ""
     console.print(f"{'Chosen' if picked.compiled else 'Chosen by estimate'}: {describe(picked.layout)}{crossing}", style="bold")
-    mfu = f"MFU {percent(plan.scale.mfu(step_s))}{_of_peak(plan.scale)}"
+    of_peak = f" of the {plan.scale.peak_name} peak" if plan.scale.peak_name != "bf16" else ""
+    mfu = f"MFU {percent(plan.scale.mfu(step_s))}{of_peak}"
     console.print(f"{duration(step_s)} a step, {mfu}, {size} a device, {run}; {_compare_to_own(plan)}")
     counted = " Run and cost are by the median." if plan.scale.correction.ratios else ""
     console.print(f"{expected_line(plan.scale.correction, step_s, plan.scale.mfu(step_s))}{counted}")
@@ -109,10 +110,6 @@ def _sources(plan: Plan) -> str:
     return f"Seconds are a guess from the compiled program and {shares}, or a model's that it corrects."
 
 
-def _of_peak(scale: Scale) -> str:
-    return f" of the {scale.peak_name} peak" if scale.peak_name != "bf16" else ""
-
-
 def _compare_to_own(plan: Plan) -> str:
     own = next((trial for trial in plan.search.trials if trial.layout == plan.own), None)
     if plan.own is None:
@@ -149,12 +146,9 @@ def show_frontier(points: Sequence[Point], scale: Scale, console: Console, sourc
 
 def layout_table(*figures: str) -> Table:
     """An empty table of layouts: columns of `figures` aligned to the right, a mark, and the layout."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in figures:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("mesh; kept for the backward pass", overflow="fold")
-    return table
+    columns = (Column(name, justify="right" if name else "left", no_wrap=True) for name in (*figures, ""))
+    layout = Column("mesh; kept for the backward pass", overflow="fold")
+    return Table(*columns, layout, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def to_json(plan: Plan, written: tuple[Path, Path] | None, wanted: Wanted) -> dict[str, Any]:

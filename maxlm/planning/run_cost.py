@@ -8,8 +8,7 @@ from maxlm.config.errors import UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.sections.train import TrainConfig
 from maxlm.hardware.chips import Chip
-from maxlm.hardware.power import GRIDS, POWERS, site_of
-from maxlm.hardware.prices import TERMS, Offer, PriceList, Term
+from maxlm.hardware.prices import GRIDS, POWERS, TERMS, Offer, PriceList, Term, site_of
 from maxlm.hardware.topologies import Topology
 from maxlm.planning.goodput import ENOUGH, expected_goodput
 from maxlm.telemetry.formatting import count, duration, energy, mass, money, percent
@@ -60,6 +59,7 @@ class RunCost:
 
     @property
     def days(self) -> float:
+        """Days of the run, with failures."""
         return self.wall_s / DAY_S
 
     def within(self, wanted: Wanted) -> bool:
@@ -85,7 +85,7 @@ def run_cost(topology: Topology, copies: MemoryCheckpointsConfig | None, seconds
     by_term = {term: each * chip_hours for term in TERMS if offer and (each := offer.price(term)) is not None}
     watts, estimated = _watts(topology, offer)
     kwh = None if watts is None else watts * chip_hours / 1000
-    grid = _grid(offer)
+    grid = None if offer is None else GRIDS.get(offer.region) if offer.kg_co2_per_kwh is None else offer.kg_co2_per_kwh
     kg_co2 = None if kwh is None or grid is None else kwh * grid
     money_all = None if price is None else price * chip_hours
     return RunCost(goodput, wall_s, chip_hours, offer, price, money_all, by_term, kwh, kg_co2, estimated)
@@ -99,12 +99,6 @@ def _watts(topology: Topology, offer: Offer | None) -> tuple[float | None, bool]
     pue = offer.pue if offer and offer.pue is not None else site.pue
     estimated = (own is None and power is not None and power.estimated) or (site.estimated and not (offer and offer.pue is not None))
     return None if watts is None else watts * pue, estimated
-
-
-def _grid(offer: Offer | None) -> float | None:
-    if offer is None:
-        return None
-    return offer.kg_co2_per_kwh if offer.kg_co2_per_kwh is not None else GRIDS.get(offer.region)
 
 
 def ramp_line(train: TrainConfig) -> str:

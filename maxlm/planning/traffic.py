@@ -167,15 +167,13 @@ class _Weights:
                 fsdp = self.sizes["fsdp"]
                 moves = (("all-gather", gathered / 2 * travel), ("reduce-scatter", summed * size))
                 self.once_s += sum(self.network.seconds(opcode, round(part / count), ("fsdp",), fsdp) for opcode, part in moves)
-            over_data = summed * self._over_data(size, shards)
+            replicas = self.sizes["data"]
+            sent = int(self.all.sent_share(replicas) * size) // shards
+            over_data = summed * self.network.seconds("all-reduce", sent, ("data",), replicas)
             self.once_s += over_data * self.once
             sums += over_data * (not self.once)
             sums += summed * self.network.seconds("all-reduce", size // shards, ("context",), self.sizes["context"])
         return gathers, sums
-
-    def _over_data(self, size: int, shards: int) -> float:
-        replicas = self.sizes["data"]
-        return self.network.seconds("all-reduce", int(self.all.sent_share(replicas) * size) // shards, ("data",), replicas)
 
     def _moves(self, kinds: list[LayerKind], *, table: bool) -> list[tuple[int, int, int, int, tuple[str, ...]]]:
         """(times gathered, bytes, times their gradients are summed, bytes, axes that split them) of weights that travel together."""

@@ -182,7 +182,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
     ) -> None:
-        return None
+        """Follow no redirect."""
 
 
 def post(address: str, text: bytes) -> None:

@@ -9,7 +9,7 @@ from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit, check_alerts
 from maxlm.telemetry.formatting import sentence
 from maxlm.telemetry.ledger import OVER
-from maxlm.telemetry.observer import Event, StepRecord
+from maxlm.telemetry.observer import Event, Observer
 from maxlm.telemetry.run_dir import RunDirectory
 
 
@@ -29,7 +29,7 @@ def cause_of(event: Event) -> str:
     return "restart" if event.kind == "start" and event.data.get("restarts") else ""
 
 
-class AlertObserver:
+class AlertObserver(Observer):
     """Delivers alerts in the thread of this observer. One that fails is an `observer` event, by `report`, and costs no other.
 
     `ended` gets the cause of a `stop` once its alert was delivered, so that the supervisor need not repeat it.
@@ -43,21 +43,20 @@ class AlertObserver:
     def from_config(
         cls, alerts: AlertsConfig, directory: RunDirectory, report: Callable[[Event], None], ended: Callable[[str], None]
     ) -> Self:
+        """The observer of the section `run.alerts`."""
         return cls(alerts, directory, report, ended)
 
     @classmethod
     def check(cls, alerts: AlertsConfig) -> None:
+        """Raise ConfigError for a target that cannot be used."""
         check_alerts(alerts)
 
-    def on_step(self, record: StepRecord) -> None: ...
-
     def on_event(self, event: Event) -> None:
+        """Deliver the alert for `event`, if it has a cause."""
         cause = cause_of(event)
         self._step = event.step
         if cause and self._delivery.send(self._alert(cause, event)) and event.kind == "stop":
             self._ended(cause)
-
-    def close(self) -> None: ...
 
     def _alert(self, cause: str, event: Event) -> dict[str, Any]:
         run = {"run": self._run.path.resolve().name, "folder": str(self._run.path.resolve()), "host": socket.gethostname()}

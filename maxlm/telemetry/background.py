@@ -95,16 +95,12 @@ class Background:
                 return True
             finally:
                 self._busy_since = None
-            if not self._wait(wait_s):
+            if self._closing.wait(wait_s):
+                time.sleep(RETRY_S)  # the event may have been set long ago
+            if time.monotonic() >= self._deadline:
                 self._disabled = f"cannot write; {_records(self._lost + self._queue.qsize())} lost"
                 return False
             wait_s = min(2 * wait_s, RETRY_MAX_S)
-
-    def _wait(self, seconds: float) -> bool:
-        """False after the deadline."""
-        if self._closing.wait(seconds):
-            time.sleep(RETRY_S)  # the event may have been set long ago
-        return time.monotonic() < self._deadline
 
     def _failed(self, error: OSError) -> None:
         if self._failing_since is None:

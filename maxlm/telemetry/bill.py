@@ -2,7 +2,7 @@
 
 The price counts from the start of the command on, for all chips, idle or not. The energy is of the whole data centre: of the
 chips, their share of the hosts, and the overhead (PUE). Where NVIDIA's GPUs count the energy of their boards, the chips' part is
-measured; else it is the power of `maxlm.hardware.power`, as if the chips always trained, and marked as estimated.
+measured; else it is the power of `maxlm.hardware.prices`, as if the chips always trained, and marked as estimated.
 """
 
 import math
@@ -13,8 +13,7 @@ from typing import Any
 
 from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import chip_of
-from maxlm.hardware.power import POWERS, site_of
-from maxlm.hardware.prices import LIST_PRICES
+from maxlm.hardware.prices import LIST_PRICES, POWERS, site_of
 from maxlm.hardware.topologies import is_tpu
 from maxlm.hardware.vocabulary import vocabulary
 from maxlm.telemetry.formatting import energy, money
@@ -80,6 +79,7 @@ class Totals:
     estimated: bool
 
     def to_json(self) -> dict[str, Any]:
+        """Fields of a record or an event."""
         return {"cost": self.cost, "energy_kwh": self.kwh, "currency": self.currency, "energy_estimated": self.estimated}
 
 

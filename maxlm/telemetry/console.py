@@ -41,16 +41,20 @@ class ConsoleObserver:
         self._printed_at = float("-inf")
 
     def on_step(self, record: StepRecord) -> None:
+        """Show the record: in the live line of a terminal, or as a line of a log when one is due."""
         if not self._primary:
             return
         self._record = record
         self._pace.saw(record)
         if self._redraws:
-            self._live = self._live or self._start_live()
+            if self._live is None:
+                self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S)
+                self._live.start()
         elif record.step >= self._total or self._clock() - self._printed_at >= PLAIN_EVERY_S:
             self._print_plain(record)
 
     def on_event(self, event: Event) -> None:
+        """Print the event as a sentence."""
         if event.kind in QUIET or not (self._primary or event.data.get("cause") in LOCAL_CAUSES):
             return
         if event.kind == "stop":
@@ -69,11 +73,6 @@ class ConsoleObserver:
             self._live = None
         elif self._record is not None and self._record.step != self._printed_step and not self._redraws:
             self._print_plain(self._record)
-
-    def _start_live(self) -> Live:
-        live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESH_PER_S)
-        live.start()
-        return live
 
     def _render(self) -> RenderableType:
         if self._record is None:
@@ -110,6 +109,7 @@ class Pace:
         self._step_time_s = 0.0
 
     def saw(self, record: StepRecord) -> None:
+        """Note the time of a record."""
         now = self._clock()
         if self._first is None or record.step <= self._first[0]:  # the first record, or one before it after a rollback
             self._first = (record.step, now)
@@ -133,17 +133,13 @@ def describe(record: StepRecord, total_steps: int, seconds_left: float) -> list[
     if record.extra.get(PEAK) is not None:
         pieces.append(f"memory {in_bytes(record.extra[PEAK] or 0.0)}")
     waiting = record.data_wait_s / record.step_time_s if record.step_time_s > 0 else 0.0
-    pieces.append(f"data wait {percent(waiting)}{_cause(record, waiting)}")
+    causes = {text: record.extra.get(key) or 0.0 for key, text in WAIT_CAUSES.items()}
+    most = max(causes, key=causes.__getitem__)  # is told where the wait is worth a look
+    told = waiting >= LONG_WAIT and 2 * causes[most] > record.data_wait_s
+    pieces.append(f"data wait {percent(waiting)}{f' ({most})' if told else ''}")
     if record.step < total_steps:
         pieces.append(f"{duration(max(1.0, round(seconds_left)))} left")
     return pieces
-
-
-def _cause(record: StepRecord, waiting: float) -> str:
-    """The cause of most of the wait, where it is worth to look at."""
-    causes = {text: record.extra.get(key) or 0.0 for key, text in WAIT_CAUSES.items()}
-    text = max(causes, key=causes.__getitem__)
-    return f" ({text})" if waiting >= LONG_WAIT and 2 * causes[text] > record.data_wait_s else ""
 
 
 def _declared(record: StepRecord) -> list[str]:

@@ -28,22 +28,20 @@ class FileObserver:
         _drop_torn_line(run.events)
         self._events = AppendFile(run.events)
         self._last_event: Event | None = None
-        self._record_killed_attempt(run)
+        killed = killed_event(read_events(run), read_last_record(run), read_beat(run.heartbeat))
+        if killed is not None:  # before the records of repeated steps are dropped
+            self._events.append(killed.to_json().encode() + b"\n")
         self._metrics, self._routing = _Steps(run.metrics), _Steps(run.routing)
 
-    def _record_killed_attempt(self, run: RunDirectory) -> None:
-        """Add an event for an attempt that ended without `stop`, before the records of repeated steps are dropped."""
-        event = killed_event(read_events(run), read_last_record(run), read_beat(run.heartbeat))
-        if event is not None:
-            self._events.append(event.to_json().encode() + b"\n")
-
     def on_step(self, record: StepRecord) -> None:
+        """Append the record to metrics.jsonl, and its routing to routing.jsonl."""
         self._routing.rewind(record.step - 1)  # whether this record has a line in it or not
         self._metrics.append(record.to_dict())
         if record.balance is not None:
             self._routing.append({"step": record.step, **record.balance.to_dict()})
 
     def on_event(self, event: Event) -> None:
+        """Append the event to events.jsonl."""
         if event is not self._last_event:
             self._events.append(event.to_json().encode() + b"\n")
             self._last_event = event
@@ -56,6 +54,7 @@ class FileObserver:
         self._routing.rewind(step)
 
     def close(self) -> None:
+        """Close the files."""
         for file in (self._metrics, self._routing, self._events):
             file.close()
 
@@ -91,6 +90,7 @@ class _Steps:
         self._last_step = self._read_last_step()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _read_last_step(self) -> float:

@@ -20,6 +20,7 @@ class Gpus:
 
     @property
     def count(self) -> int:
+        """Number of GPUs."""
         return len(self._handles)
 
     def joules(self) -> float | None:

@@ -59,6 +59,7 @@ class Attempt:
 
     @property
     def wall_s(self) -> float:
+        """Seconds of the attempt."""
         return sum(self.seconds.values())
 
 
@@ -71,10 +72,12 @@ class _Span(NamedTuple):
 
     @property
     def start(self) -> Event:
+        """The `start` event."""
         return self.events[0]
 
     @property
     def first_step(self) -> int:
+        """Updates done when the attempt began."""
         return _first_step(self.events)
 
     @property
@@ -91,6 +94,7 @@ class _Span(NamedTuple):
 
     @property
     def goodput(self) -> Mapping[str, Any]:
+        """Time by part, as its last event states it."""
         found = self.end.data.get("goodput")
         return found if isinstance(found, Mapping) else {}
 
@@ -247,6 +251,7 @@ class Ledger:
 
     @property
     def wall_s(self) -> float:
+        """Seconds of the life of the run."""
         return sum(self.seconds.values())
 
     @property

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from rich.table import Column, Table
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.config.errors import error_kind
 from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import figure, percent
 
@@ -35,6 +35,7 @@ class Rates:
 
     @property
     def peak(self) -> float:
+        """Highest bandwidth, in bytes/s."""
         return float(self.bytes_per_s.max(initial=0.0, where=self.seconds > 0))
 
     @property
@@ -69,9 +70,11 @@ class LinkUse:
 
     @classmethod
     def from_rates(cls, link: str, kind: str, rates: Rates, limit: float | None, **more: Any) -> "LinkUse":
+        """The use of a link by its bandwidth over time; `more`: other fields."""
         return cls(link, kind, rates.average, rates.percentile(), rates.peak, limit, rates=rates, **more)
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values, bandwidths in bytes/s."""
         figures = {"average": self.average, "p90": self.p90, "peak": self.peak, "limit": self.limit}
         return {
             "link": self.link,
@@ -89,21 +92,13 @@ class LinkUse:
         return cls(item["link"], item["kind"], average, p90, peak, limit, item["busy"], item["exposed_s"], item["used_by"])
 
 
-def check_out(path: Path | None) -> None:
-    """Raise UserError if `--out` is in a folder that does not exist."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"--out {path}: there is no folder {path.absolute().parent}; make it first.")
-
-
 def table(uses: Sequence[LinkUse], used_by: str) -> Table:
     """A row a link; `used_by` is the heading of that column. The unit suits the fastest link."""
     unit, name = (GB, "GB/s") if max((use.peak for use in uses), default=0.0) >= 0.1 * GB else (MB, "MB/s")
-    result = Table(box=SIMPLE_HEAD, padding=(0, 1))
     with_busy = any(use.busy is not None for use in uses)
-    for heading in ("link", used_by):
-        result.add_column(heading, no_wrap=True)
-    for heading in (f"average, {name}", "90th percentile", "peak", "limit", *(("busy", "exposed") if with_busy else ())):
-        result.add_column(heading, justify="right", no_wrap=True)
+    heads = (f"average, {name}", "90th percentile", "peak", "limit", *(("busy", "exposed") if with_busy else ()))
+    columns = (Column(head, justify="left" if head in ("link", used_by) else "right", no_wrap=True) for head in ("link", used_by, *heads))
+    result = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1))
     for use in uses:
         cells = [figure(value / unit, 3) for value in (use.average, use.p90, use.peak)]
         cells.append("" if use.limit is None else figure(use.limit / unit, 3))

@@ -56,6 +56,7 @@ class RunLog(logging.Handler):
                     self.emit(record)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write the record to the file."""
         if self._early is not None:
             self._early.append(record)
         elif self._background is not None and self._file is not None:
@@ -72,6 +73,7 @@ class RunLog(logging.Handler):
         self.close()
 
     def close(self) -> None:
+        """Close the file."""
         for record in self._early or ():
             if logging.lastResort is not None and record.levelno >= logging.lastResort.level:
                 logging.lastResort.handle(record)

@@ -135,9 +135,14 @@ def is_step(value: Any) -> TypeGuard[int]:
 class Observer(Protocol):
     """Follows training, in a thread of its own. A call that raises OSError is made again later, so it must leave nothing half done."""
 
-    def on_step(self, record: StepRecord) -> None: ...
-    def on_event(self, event: Event) -> None: ...
-    def close(self) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """Take the figures of a step."""
+
+    def on_event(self, event: Event) -> None:
+        """Take an event."""
+
+    def close(self) -> None:
+        """Finish what is under way; nothing follows."""
 
 
 class ConfiguredObserver(Observer, Protocol):
@@ -170,11 +175,13 @@ class Observers:
             self._active.append((observer, Background(name, observer.close, functools.partial(self._report, name))))
 
     def on_step(self, record: StepRecord) -> None:
+        """Hand the record to every observer."""
         self._step, record = record.step, self._complete(record)
         for observer, background in self._active:
             background.put(observer.on_step, record)
 
     def on_event(self, event: Event) -> None:
+        """Hand the event to every observer."""
         self._step = event.step
         for observer, background in self._active:
             background.put(observer.on_event, event)

@@ -66,6 +66,7 @@ class PrometheusObserver(Collector):
         port.registry.register(self)
 
     def on_step(self, record: StepRecord) -> None:
+        """Keep the record; try to listen again where the port was taken."""
         self._record = record
         if time.monotonic() - self._listened >= LISTEN_AGAIN_S:
             self._listened = time.monotonic()
@@ -73,6 +74,7 @@ class PrometheusObserver(Collector):
                 self._port.listen()
 
     def on_event(self, event: Event) -> None:
+        """Count the event, and read the ledger of earlier attempts at a start."""
         if event.kind == "start":
             self._before = read_ledger(self._run, begins=event)  # first: if it fails, the event comes again
             self._facts = event.data
@@ -82,6 +84,7 @@ class PrometheusObserver(Collector):
         self._events[key if key in self._events or len(self._events) < MAX_CAUSES else (event.kind, "other")] += 1
 
     def close(self) -> None:
+        """Close the port."""
         self._port.close()
 
     def ledger(self) -> Ledger:

@@ -24,6 +24,7 @@ class TensorBoardObserver:
         self._last_step = -1
 
     def on_step(self, record: StepRecord) -> None:
+        """Write the figures of the record."""
         if record.step <= self._last_step:
             self.close()  # rollback: a new file replaces the later steps
         figures = record.to_dict()
@@ -35,10 +36,12 @@ class TensorBoardObserver:
         self._last_step = record.step
 
     def on_event(self, event: Event) -> None:
+        """Write held-out losses and results of tasks."""
         if figures := evaluated(event):
             self._write(figures, event.step, event.time)
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -36,22 +36,27 @@ class WandbObserver:
 
     @classmethod
     def from_config(cls, wandb: WandbConfig, directory: RunDirectory, settings: Mapping[str, Any]) -> Self:
+        """The observer of the section `wandb`."""
         return cls(wandb.project, directory, settings)
 
     @classmethod
     def check(cls, wandb: WandbConfig) -> None:
+        """Raise ConfigError as `check_wandb`."""
         check_wandb(wandb.project)
 
     def on_step(self, record: StepRecord) -> None:
+        """Log the figures of the record."""
         figures = record.to_dict()
         del figures["time"]
         self._log(figures)
 
     def on_event(self, event: Event) -> None:
+        """Log held-out losses and results of tasks."""
         if figures := evaluated(event):
             self._log({"step": event.step, **figures})
 
     def close(self) -> None:
+        """Finish the W&B run."""
         if self._run is not None:
             self._run.finish()
             self._run = None

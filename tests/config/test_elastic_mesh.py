@@ -61,7 +61,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("batch", [8, 12, 24])
+@pytest.mark.parametrize("batch", [8, 12, pytest.param(24, marks=pytest.mark.soak)])
 def test_the_mesh_is_the_best_of_all_that_exist(batch):
     """Against brute force: the axis that is -1 before `data` before `fsdp`, and the fewest microbatches."""
     found = 0

@@ -4,7 +4,7 @@ import jax
 import pytest
 from tiny import tiny_config
 
-from maxlm.cost.by_part import by_part, predict
+from maxlm.cost.prediction import by_part, predict
 from maxlm.cost.step_cost import OpCost
 
 BODY = "jit(train_step)/transpose(jvp())/while/body/closed_call/checkpoint"

@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from maxlm.cost.compile_report import formats_line
-from maxlm.cost.efficiency import HBM_SHARE, MATMUL_SHARE, SCALED_MATMUL_SHARES
+from maxlm.cost.efficiency import HBM_SHARE, MATMUL_SHARE
 from maxlm.cost.pricing import format_of
 from maxlm.cost.quantized_matmuls import check
 from maxlm.cost.step_cost import estimate
@@ -87,7 +87,7 @@ ENTRY %main () -> bf16[{N},{N}] {{
 def test_a_scaled_matmul_is_charged_its_counted_time():
     """On v6e XLA's estimate is far from its code. What does more than scale is charged the estimate."""
     v6e, flops = chip_named("v6e"), 2 * N**3
-    counted = HBM_LATENCY_S + flops / (v6e.peak_bf16_flops * v6e.matmul_speed("int8") * SCALED_MATMUL_SHARES["v6e"]["int8"])
+    counted = HBM_LATENCY_S + flops / (v6e.peak_bf16_flops * v6e.matmul_speed("int8") * v6e.reached.scaled_matmuls["int8"])
     assert counted < 300000 / v6e.clock_hz
     assert estimate(parser.read(SCALED), v6e, SIZES, {}).matmul_s == pytest.approx(counted)
     assert estimate(parser.read(SCALED), V5P, SIZES, {}).matmul_s == pytest.approx(300000 / V5P.clock_hz)

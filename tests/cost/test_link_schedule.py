@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlm.cost.link_needs import FACTORS, LONGER, needs
-from maxlm.cost.link_schedule import Runs, link_uses, rates_of, runs_of
+from maxlm.cost.link_schedule import FACTORS, LONGER, Runs, link_uses, needs, rates_of, runs_of
 from maxlm.cost.network import AxisLinks, Collective, Network
 from maxlm.cost.replay import CollectiveSpan
 from maxlm.cost.step_cost import estimate_on, replay

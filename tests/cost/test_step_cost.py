@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxlm.config.errors import UserError
-from maxlm.cost.efficiency import ATTENTION_SHARES, HBM_SHARE, MATMUL_SHARE, OUR_ATTENTION_SHARES
+from maxlm.cost.efficiency import HBM_SHARE, MATMUL_SHARE
 from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.step_cost import StepCost, estimate
 from maxlm.hardware.chips import CHIPS, HBM_LATENCY_S, Chip, chip_named
@@ -64,7 +64,7 @@ def test_slower_links_cost_only_communication(name):
 def test_a_stated_kernel_is_charged_what_it_states():
     cost = price("kernels")
     assert cost.attention_flops == 5 * 123456789012
-    assert cost.attention_s == pytest.approx(cost.attention_flops / (ATTENTION_SHARES["v5e"][0] * CHIP["v5e"].peak_bf16_flops))
+    assert cost.attention_s == pytest.approx(cost.attention_flops / (CHIP["v5e"].reached.attention[0] * CHIP["v5e"].peak_bf16_flops))
     assert cost.uncharged == ("silent",)
     assert cost.assumed == ()
 
@@ -75,7 +75,7 @@ def test_our_attention_kernel_is_known_by_its_name(name):
     text = (PROGRAMS / "kernels.hlo").read_text()
     module = parser.read(text.replace("flash_attention_fwd", f"transpose_jvp_{name}__"))
     cost = estimate(module, CHIP["v5e"], CUBE, ring(CUBE))
-    share = OUR_ATTENTION_SHARES["v5e"][name == tpu.BACKWARD]
+    share = chip_named("v5e").reached.our_attention[name == tpu.BACKWARD]
     assert cost.attention_s == pytest.approx(cost.attention_flops / (share * CHIP["v5e"].peak_bf16_flops))
 
 
@@ -269,7 +269,7 @@ def test_a_kernel_that_carries_a_collective_is_charged_what_it_states():
     cost, before = estimate(parser.read(kernel), CHIP["v5e"], sizes, ring(sizes), top=10_000), price("fused")
     (run,) = [op for op in cost.top if op.kind == "attention"]
     assert run.flops == run.times * 123456789012
-    assert cost.attention_s == pytest.approx(run.flops / (OUR_ATTENTION_SHARES["v5e"][0] * CHIP["v5e"].peak_bf16_flops))
+    assert cost.attention_s == pytest.approx(run.flops / (chip_named("v5e").reached.our_attention[0] * CHIP["v5e"].peak_bf16_flops))
     assert cost.matmul_s < before.matmul_s
     assert [(row.how, row.count, row.bytes) for row in cost.traffic] == [(row.how, row.count, row.bytes) for row in before.traffic]
 
@@ -466,7 +466,7 @@ ENTRY %main (mask: s8[1,8,8], next: s8[1,8,8], q: bf16[2,8,4096,128], k: bf16[2,
 """
     cost = estimate(parser.read(text), chip_named("v5p"), {}, {})
     flops = 2 * 2 * 8 * 4096**2 * 128
-    assert cost.attention_s == pytest.approx(flops / (ATTENTION_SHARES["v5p"][0] * chip_named("v5p").peak_bf16_flops))
+    assert cost.attention_s == pytest.approx(flops / (chip_named("v5p").reached.attention[0] * chip_named("v5p").peak_bf16_flops))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Small token stores and sources that many tests make."""
 
 import contextlib
+import hashlib
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +12,14 @@ import numpy as np
 
 from maxlm.config.schema import DataConfig
 from maxlm.config.sections.mixture import MixtureConfig
-from maxlm.data import manifest
+from maxlm.data import manifest, metadata, storage
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.metadata import About, write_index
 from maxlm.data.prefetch import Batches
 from maxlm.data.writer import SplitWriter
 
 END = 0  # of a document
+_copies = tempfile.TemporaryDirectory(prefix="stores-of-tests-")  # of stores that were written, by a digest of their content
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
 
 
@@ -34,18 +38,30 @@ def write_store(
     tokenizer_hash: str = "t",
     about: Sequence[About] = (),
 ) -> str:
-    """A whole store of these documents; returns its path. `about`: of those to train on, and then of the others."""
+    """A whole store of these documents; returns its path. `about`: of those to train on, and then of the others.
+
+    One on a disk that was written before is copied, in a tenth of the time.
+    """
+    documents = [[(document.dtype.name, document.tolist()) for document in split] for split in (train, evaluation)]
+    content = repr((documents, list(about), vocab_size, tokenizer_hash, storage.TOKENS, storage.DOCUMENTS, metadata.ROWS))
+    copy = Path(_copies.name) / hashlib.sha256(content.encode()).hexdigest()
+    local = "://" not in str(path)
+    if local and copy.exists():
+        shutil.copytree(copy, path, dirs_exist_ok=True)
+        return str(path)
     dtype = manifest.smallest_dtype(vocab_size)
-    splits, known, metadata = {}, iter(about), {}
+    splits, known, fields = {}, iter(about), {}
     for split, documents in (("train", train), ("eval", evaluation)):
         writer = SplitWriter(str(path), split, dtype)
         for document in documents:
             writer.add(document, next(known) if about else None)
         writer.finish()
-        splits[split], metadata[split] = writer.info, writer.metadata
-    write_index(str(path), metadata)
+        splits[split], fields[split] = writer.info, writer.metadata
+    write_index(str(path), fields)
     info = {"tokenizer_hash": tokenizer_hash, "vocab_size": vocab_size, "end_of_document_id": END, "dtype": dtype.name}
     manifest.save(str(path), StoreInfo(**info, fingerprint="f", settings={}, splits=splits))
+    if local:
+        shutil.copytree(path, copy)
     return str(path)
 
 

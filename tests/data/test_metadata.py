@@ -1,6 +1,7 @@
 """Metadata go along with their documents into the store, whatever their files are, and select and group exactly those they should."""
 
 import json
+import shutil
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -33,11 +34,19 @@ def record(number: int) -> dict:
     return {"id": f"crawl.warc#{number}", "text": TEXTS[number], "metadata": {**known, "url": f"https://example.org/{number}"}}
 
 
+_prepared: list[Path] = []  # the store of all tests, once one has asked for it: the shards of a fixture of the module would not be small
+
+
 @pytest.fixture
-def store(tmp_path: Path) -> str:
-    source = tmp_path / "documents.jsonl"
-    source.write_text("\n".join(json.dumps(record(number)) for number in range(90)))
-    prepare(prepare_config(tmp_path / "store", source), progress=False)
+def store(tmp_path: Path, tmp_path_factory) -> str:
+    """A copy of the store that the first test prepares."""
+    if not _prepared:
+        folder = tmp_path_factory.mktemp("metadata")
+        source = folder / "documents.jsonl"
+        source.write_text("\n".join(json.dumps(record(number)) for number in range(90)))
+        prepare(prepare_config(folder / "store", source), progress=False)
+        _prepared.append(folder / "store")
+    shutil.copytree(_prepared[0], tmp_path / "store")
     return str(tmp_path / "store")
 
 

@@ -281,7 +281,7 @@ def mixture(tmp_path: Path, weights: list[float], **settings) -> Pipeline:
 @pytest.mark.parametrize("weights", [[1, 1], [0.7, 0.3], [1.0, 1.0049], [5, 1, 0.01], [2, 3, 4, 1]])
 def test_each_store_has_its_share_of_every_prefix(tmp_path, weights):
     pipe = mixture(tmp_path, weights)
-    ids = np.concatenate([pipe.sample_ids(step) for step in range(100)])
+    ids = np.concatenate([pipe.sample_ids(step) for step in range(50)])
     owner = np.searchsorted(pipe._first, ids, side="right") - 1
     for number, weight in enumerate(weights):
         drawn, share = np.cumsum(owner == number), weight / sum(weights)

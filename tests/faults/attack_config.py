@@ -12,6 +12,7 @@ import io
 import math
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import fork_server
 import typer
 from pydantic import BaseModel
 from rich.console import Console
@@ -393,7 +393,7 @@ def judge_output(code: int, err: str, seconds: float, *, helped: bool) -> Ending
 def judge_process(arguments: list[str]) -> Ending:
     """Run `maxlm ARGUMENTS` as a process of its own."""
     program: list[str | bytes] = [sys.executable, "-m", "maxlm", *(argument.encode("utf-8", "surrogateescape") for argument in arguments)]
-    ended = fork_server.run(program, capture_output=True, check=False, timeout=300)
+    ended = subprocess.run(program, capture_output=True, check=False, timeout=300)
     return judge_output(ended.returncode, ended.stderr.decode("utf-8", "replace"), 0.0, helped=bool(ended.stdout))
 
 

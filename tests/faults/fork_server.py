@@ -25,7 +25,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("maxlm.cli", "maxlm.run.run", "optax", "jax.experimental.multihost_utils")
+PRELOADED = ("maxlm.cli", "maxlm.run.run", "maxlm.inference.text", "maxlm.inference.chat", "optax", "jax.experimental.multihost_utils")
 READ_ON_IMPORT = ("JAX_", "PYTHON", "LD_", "MALLOC_", "OMP_", "OPENBLAS_", "TPU_", "CUDA_", "GRPC_", "TF_", "LIBTPU_")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _MOST_FDS = 16
@@ -73,15 +73,15 @@ class Popen(subprocess.Popen):
         )
         how = dict(zip(names.split(), given, strict=True))
         environ = dict(os.environ if how["env"] is None else how["env"])
-        server = _server(os.getpid())
         args = [os.fsdecode(word) for word in how["args"]]
         plain = (
-            not isinstance(how["args"], str)
+            sys.platform == "linux"
+            and not isinstance(how["args"], str)
             and (args[:3] == [sys.executable, "-m", "maxlm"] or args[:2] == [sys.executable, "-c"])
             and all(how[name] is None for name in ("executable", "preexec_fn", "gid", "gids", "uid"))
             and how["umask"] == -1
             and not how["shell"]
-            and _read_on_import(environ) == server.environ
+            and _read_on_import(environ) == (server := _server(os.getpid())).environ
         )
         if not plain:
             super()._execute_child(*given)  # type: ignore[misc]
@@ -129,7 +129,9 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
         read, write = os.pipe()
         if (between := os.fork()) == 0:
             if (pid := os.fork()) == 0:
-                os.close(read), os.close(write), connection.close()
+                for end in (read, write):
+                    os.close(end)
+                connection.close()
                 while os.getppid() != request["parent"]:  # until the process between has ended
                     time.sleep(0.0005)
                 _take_place(request, fds)

@@ -3,8 +3,7 @@
 import pytest
 
 from maxlm.hardware.chips import CHIPS
-from maxlm.hardware.power import GRIDS, POWERS, SITES
-from maxlm.hardware.prices import LIST_PRICES, OFFERS, TERMS
+from maxlm.hardware.prices import GRIDS, LIST_PRICES, OFFERS, POWERS, SITES, TERMS
 
 NAMES = {chip.name for chip in CHIPS}
 

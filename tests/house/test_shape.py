@@ -19,14 +19,14 @@ from maxlm.config.schema import Config
 
 BOUNDS = {  # a figure -> its largest value; the comment has the figure that the house is to reach
     "settings": 303,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
-    "functions that take the whole Config": 102,  # 90
-    "files with functions that take the whole Config": 49,  # 35
+    "functions that take the whole Config": 86,  # 90
+    "files with functions that take the whole Config": 42,  # 35
     "files below 60 lines with one importer": 11,  # 0
     "vague words a thousand lines": 2,  # 2
-    "public functions without docstring": 87,  # 0
+    "public functions without docstring": 86,  # 0
     "modules that a feature touches": 13.4,  # 2: the mean of the last five features
 }
-MEDIAN_LINES = (121, 200)  # of a file; 130 to 200
+MEDIAN_LINES = (117, 200)  # of a file; 130 to 200
 OF_ONE_SETTING = {  # sections that hold one setting, and the reason why each is a section
     "Int8Compression": "one kind of `compression`, in which others have more settings",
     "SignCompression": "one kind of `compression`",

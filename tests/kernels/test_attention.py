@@ -50,8 +50,13 @@ def reference(q, k, v, segments_BS, *, scale=0.3, mask=CAUSAL, softcap=None, pre
 
 
 def total_and_gradients(total, *operands):
-    """A total, what is given beside it, and the gradients of the first three operands: one program."""
-    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*operands)
+    """A total, what is given beside it, and the gradients of the first three operands: one program, traced once for the same `total`."""
+    return _jitted(total)(*operands)
+
+
+@functools.lru_cache(maxsize=8)
+def _jitted(total):
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
 
 
 LONGEST_WINDOW = int(jnp.iinfo(jnp.int32).max)
@@ -148,12 +153,11 @@ def test_attended_pairs_are_those_that_the_mask_leaves(form, window):
     ("implementation", "options"),
     [
         ("flash", {}),
-        ("flash", {"mask": Mask(window=100)}),
-        ("flash", {"mask": Mask(window=128), "softcap": 2.0}),
-        ("flash", {"mask": Mask(window=300)}),
-        ("splash", {"mask": Mask(window=100)}),
-        ("splash", {"softcap": 2.0}),
-        ("splash", {"mask": Mask("bidirectional")}),
+        ("flash", {"mask": Mask(window=100), "softcap": 2.0}),
+        pytest.param("flash", {"mask": Mask(window=128), "softcap": 2.0}, marks=pytest.mark.soak),
+        pytest.param("flash", {"mask": Mask(window=300)}, marks=pytest.mark.soak),
+        ("splash", {"mask": Mask(window=100), "softcap": 2.0}),
+        pytest.param("splash", {"mask": Mask("bidirectional")}, marks=pytest.mark.soak),
         ("splash", {"mask": Mask("bidirectional", window=100, documents=False)}),
         ("flash", {"mask": Mask(documents=False)}),
     ],
@@ -175,7 +179,8 @@ def test_kernels_equal_the_definition(implementation, options, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "form"), [("flash", "causal"), ("splash", "causal"), ("splash", "bidirectional"), ("xla", "bidirectional")]
+    ("implementation", "form"),
+    [("flash", "causal"), pytest.param("splash", "causal", marks=pytest.mark.soak), ("splash", "bidirectional"), ("xla", "bidirectional")],
 )
 def test_the_longest_window_hides_nothing(implementation, form, monkeypatch):
     """The window that models clamp to: a sum with it would wrap in int32, and kernels would visit no block."""
@@ -233,7 +238,12 @@ def test_values_may_be_narrower_than_keys(implementation, flipped, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "groups", "flipped"),
-    [(4, 4, True), (4, 4, False), (4, 2, True), (6, 2, True)],
+    [
+        pytest.param(4, 4, True, marks=pytest.mark.soak),
+        (4, 4, False),
+        pytest.param(4, 2, True, marks=pytest.mark.soak),
+        (6, 2, True),
+    ],
     ids=["own keys, v6e", "own keys", "the same keys, v6e", "three to a group, v6e"],
 )
 def test_heads_that_share_lanes_know_nothing_of_each_other(heads, groups, flipped, monkeypatch):
@@ -268,8 +278,15 @@ def logsumexp_reference(q, k, segments_BS, mask=CAUSAL, scale=0.3):
     return jax.nn.logsumexp(scores, axis=-1, where=seen[:, None])
 
 
-@pytest.mark.parametrize("options", [{}, {"mask": Mask(window=100)}])
-@pytest.mark.parametrize("implementation", ["flash", "xla"])
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        pytest.param("flash", {}, marks=pytest.mark.soak),
+        ("flash", {"mask": Mask(window=100)}),
+        ("xla", {}),
+        ("xla", {"mask": Mask(window=100)}),
+    ],
+)
 def test_logsumexp_and_its_gradient_equal_the_definition(implementation, options, monkeypatch):
     monkeypatch.setattr(tpu, "DEFAULT", tpu.Blocks(256, 128))
     monkeypatch.setattr(xla, "QUERY_BLOCK", 128)
@@ -545,7 +562,7 @@ def in_chunks(q, k, v, segments, L, dout, dlse, **options):
     [
         pytest.param("flash", {}, 1, 16, marks=pytest.mark.soak),
         ("flash", {"mask": Mask(window=200), "softcap": 2.0}, 1, 16),
-        ("flash", {"mask": Mask(window=LONGEST_WINDOW)}, 1, 64),
+        pytest.param("flash", {"mask": Mask(window=LONGEST_WINDOW)}, 1, 64, marks=pytest.mark.soak),
         ("xla", {"mask": Mask(window=100)}, 1, 16),
         ("xla", {}, 2, 16),
         pytest.param("xla", {"mask": Mask(window=70)}, 4, 16, marks=pytest.mark.soak),

@@ -76,7 +76,10 @@ def equals_definition(implementation, sizes, *, transposed=False, wide=WIDE):
     assert not np.any(by_group(dw, EXPERTS)[sizes == 0]), "an empty group's weights"
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=[pytest.mark.soak] if name.startswith("random") else [], id=name) for name, sizes in SIZES.items()],
+)
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_equals_definition(implementation, transposed, sizes):
@@ -94,13 +97,13 @@ def test_the_definition_is_a_matmul_for_every_group():
             np.testing.assert_allclose(out[start:end], x[start:end] @ (mine.T if transposed else mine), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("sizes", [(10, 590, 0, 0, 0), (10, 490, 100, 0, 0), (0, 300, 300, 0, 0)])
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-def test_all_pieces_of_a_tile_that_groups_share_count(transposed, sizes, monkeypatch):
+def test_all_pieces_of_a_tile_that_groups_share_count(transposed, monkeypatch):
     """Also of the first tile that a group has rows in, where sums begin: here it holds two pieces, as the small tiles of others do not."""
     monkeypatch.setattr(tpu, "MOST_ROWS", 2 * tpu.DEEP_PIECE)
     everything.clear_cache()
-    equals_definition("tpu", sizes, transposed=transposed)
+    for sizes in ((10, 590, 0, 0, 0), (10, 490, 100, 0, 0), (0, 300, 300, 0, 0)):
+        equals_definition("tpu", sizes, transposed=transposed)
     everything.clear_cache()  # others' tiles are small
 
 
@@ -129,7 +132,7 @@ def test_bfloat16_is_as_exact_as_xla():
         assert 0 < ours < 2 * plain
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.soak), jnp.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_of_one_group_change_no_bit_of_another(implementation, dtype):
     """Poison the rows of group 2 and those beyond all groups."""
@@ -213,7 +216,9 @@ def lowered(chip, rows, experts, deep, wide, implementation="tpu"):
         return everything.lower(implementation, *given, jax.ShapeDtypeStruct((experts,), jnp.int32, sharding=everywhere))
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip", ["v5e:1x1", *(pytest.param(chip, marks=pytest.mark.soak) for chip in ("v5p:2x2x1", "v6e:1x1")), "tpu7x:2x2x1"]
+)
 @pytest.mark.parametrize(("deep", "wide"), [pytest.param(1024, 768, marks=pytest.mark.soak), (360, 256)])
 def test_kernels_compile_for_every_chip(deep, wide, chip, monkeypatch):
     """At depths that are whole lanes and at some that are not; no weights and no gradients of theirs are moved on the way."""

@@ -40,6 +40,7 @@ def test_three_steps_are_bitwise_those_on_the_device(mesh, sections, cut):
         assert is_on_host(leaf) == (leaf.ndim > 1 and leaf.size > 256 and "router" not in name), name
 
 
+@pytest.mark.soak  # in the suite: by the tier of files, `test_nvme_tier`, which updates the same pieces
 def test_counters_go_on_where_every_parameter_is_updated_in_pieces(cut):
     """As of adapters, all of which are in the layers: the learning rate and Adam's bias correction follow them."""
     (plain, seen), (offloaded, seen_there), program = run_both({"fsdp": 1}, {"model": {"lora": {"rank": 4}}}, HOST)

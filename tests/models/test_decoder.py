@@ -108,7 +108,11 @@ def values_of(config):
     return jax.jit(lambda params, *batch: bind(config, params)(*batch).x_BSD)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+# In the suite: yarn by deepseek and gpt_oss; other scalings differ in frequencies alone, which test_gates_and_rope.py compares.
+SCALED = ("llama_scaled_rope", "yarn")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.soak] if name in SCALED else []) for name in VARIANTS])
 def case(request):
     config = model_config(request.param)
     return config, initial(config, 0)

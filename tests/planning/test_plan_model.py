@@ -15,7 +15,6 @@ from maxlm.config import rules
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import load
 from maxlm.config.sections.mesh import AXES
-from maxlm.cost.efficiency import OUR_ATTENTION_SHARES
 from maxlm.cost.memory import state_parts
 from maxlm.cost.model_shapes import attention_flops, kernel_attention_flops, layers, parameter_leaves
 from maxlm.cost.network import AxisLinks
@@ -305,7 +304,7 @@ def test_recomputing_costs_what_it_computes():
     again = sum(m.wide_in * m.wide_out for m in shapes if m.name != "mlp_out") * config.model.n_layers
     all_of_it = 3 * (sum(m.wide_in * m.wide_out for m in shapes) * config.model.n_layers + config.model.vocab_size * config.model.d_model)
     assert full.matmul_s / kept.matmul_s == pytest.approx(1 + again / all_of_it, rel=1e-3)
-    forward, backward = (matmuls / share for matmuls, share in zip((2, 5), OUR_ATTENTION_SHARES["v5p"], strict=True))
+    forward, backward = (matmuls / share for matmuls, share in zip((2, 5), chip_named("v5p").reached.our_attention, strict=True))
     assert full.attention_s / kept.attention_s == pytest.approx((2 * forward + backward) / (forward + backward))
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from maxlm.config.errors import UserError
 from maxlm.config.loader import load
-from maxlm.hardware.power import POWERS, site_of
-from maxlm.hardware.prices import LIST_PRICES, Offer, PriceList
+from maxlm.hardware.prices import LIST_PRICES, POWERS, Offer, PriceList, site_of
 from maxlm.hardware.topologies import parse
 from maxlm.planning import choose_topology
 from maxlm.planning.choose_topology import Machine, choose, frontier

@@ -8,7 +8,7 @@ import pytest
 from maxlm.config.errors import ConfigError
 from maxlm.config.loader import load
 from maxlm.config.sections.cost import CostConfig
-from maxlm.hardware.power import POWERS
+from maxlm.hardware.prices import POWERS
 from maxlm.telemetry.bill import Bill, Rates, Totals, rates_of, spent_before
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.lifetime import Process

@@ -50,7 +50,7 @@ def test_steps_and_values_are_those_of_the_series():
     few = Series(np.array([100.0, 2.0e9]), np.array([4.0, 3.5e-12]))
     found = data_of(chart("Loss", "nats", [Line("a", series([2.0, -4.0, 3.0], 7)), Line("b", few, 3, 1, dots=True)], zero=True))
     assert found["title"], found["about"] == ("Loss", "Loss. a: from 2 to 3; b: from 4 to 3.5e-12.")
-    assert (found["log"], found["zero"]) == (False, True)
+    assert found["zero"]
     first, second = found["lines"]
     assert first == {"label": "a", "run": 0, "color": None, "dots": False, "steps": [7, 8, 9], "mid": [2, -4, 3]}
     assert second == {"label": "b", "run": 3, "color": 1, "dots": True, "steps": [100, 2_000_000_000], "mid": [4, 3.5e-12]}

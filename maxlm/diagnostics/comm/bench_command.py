@@ -19,12 +19,12 @@ from maxlm.cluster import cluster
 from maxlm.config import Config, load, rules
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError, error_kind
+from maxlm.config.paths import check_out
 from maxlm.diagnostics.comm.arguments import LARGEST_ON_CPU, format_seconds, format_size, split_config, three_digits
 from maxlm.diagnostics.comm.measure import OPERATIONS, Row, actual, fitting_sizes, measure
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.run.jax_setup import enable_compilation_cache, select_platform
 from maxlm.telemetry.atomic import replacing
-from maxlm.telemetry.link_use import check_out
 
 DEFAULT_CONFIG = "runs/quickstart"  # its mesh is one axis over all devices
 GB = 1e9

@@ -15,6 +15,7 @@ from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config
 from maxlm.config.console import Console
 from maxlm.config.errors import ConfigError
+from maxlm.config.paths import check_out
 from maxlm.hardware.chips import chip_of
 from maxlm.parallel import build_mesh
 from maxlm.run.consistency import check_devices
@@ -23,7 +24,7 @@ from maxlm.run.open_data import open_data_on_all_hosts
 from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.gpus import visible_gpus
 from maxlm.telemetry.link_counters import PERIOD_S, Sampler, read_host
-from maxlm.telemetry.link_use import LinkUse, check_out, plot, table
+from maxlm.telemetry.link_use import LinkUse, plot, table
 from maxlm.telemetry.phases import Phases
 from maxlm.training import fits
 from maxlm.training.program import build_program

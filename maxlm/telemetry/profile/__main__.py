@@ -11,6 +11,7 @@ from maxlm.telemetry.profile import PAGE, TRACE, Facts, reduce_trace
 
 
 def main() -> None:
+    """Reduce the trace, and print where its page is or why there is none."""
     folder, facts = Path(sys.argv[1]), Facts(**json.loads(sys.argv[2]))
     os.nice(10)
     try:

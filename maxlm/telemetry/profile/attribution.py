@@ -52,6 +52,7 @@ class Drawn:
     shortest: int = 0  # picoseconds; events that are no longer are left out
 
     def add(self, track: str, start_N: Times, length_N: Times, row_N: np.ndarray) -> None:
+        """Add events of one track; beyond twice the limit only the longest stay."""
         if self.shortest:
             long = length_N > self.shortest
             self.left_out += len(long) - int(np.count_nonzero(long))
@@ -126,6 +127,7 @@ class Profile:
 
     @property
     def is_gpu(self) -> bool:
+        """True for a trace of GPUs."""
         return any(device.name.startswith("GPU:") for device in self.devices)
 
     @property

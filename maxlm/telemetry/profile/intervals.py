@@ -19,6 +19,7 @@ class Spans(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Sum of the lengths, in picoseconds."""
         return int(np.sum(self.end_M - self.start_M))
 
     def clipped_total(self, other: "Spans") -> int:
@@ -47,6 +48,7 @@ def spans(start_N: Times, end_N: Times) -> Spans:
 
 
 def union(*several: Spans) -> Spans:
+    """The times that are in any of `several`."""
     return spans(np.concatenate([one.start_M for one in several]), np.concatenate([one.end_M for one in several]))
 
 

@@ -56,6 +56,7 @@ class Plane:
     stat_names: dict[int, str]
 
     def stat_id(self, name: str) -> int | None:
+        """Number of the stat called `name`; None if the plane has none."""
         return next((key for key, value in self.stat_names.items() if value == name), None)
 
 

@@ -153,7 +153,7 @@ class Chart {
     if (this.lines.some(line => line.high.some(value => value > 0))) this.addSwitch();
   }
 
-  get log() { return view.logs.get(this.spec.title) ?? Boolean(this.spec.log); }
+  get log() { return view.logs.get(this.spec.title) ?? false; }
 
   addSwitch() {
     const button = make('button', {type: 'button', 'aria-pressed': this.log}, null, 'log');

@@ -50,19 +50,17 @@ def points_per_line(runs: Sequence[Run]) -> int:
     return max(MIN_POINTS, min(MAX_POINTS, PAGE_POINTS // max(1, sum(map(len, names)))))
 
 
-def chart(
-    title: str, unit: str, lines: Sequence[Line], points: int = MAX_POINTS, *, log: bool = False, zero: bool = False, wide: bool = False
-) -> str:
+def chart(title: str, unit: str, lines: Sequence[Line], points: int = MAX_POINTS, *, zero: bool = False, wide: bool = False) -> str:
     """A figure with a caption, or "" without data. Titles are unique on a page.
 
-    `points` a line at most; `log`: the axis is logarithmic at first; `zero`: it begins at 0; `wide`: across the page.
+    `points` a line at most; `zero`: the axis begins at 0; `wide`: across the page.
     """
     lines = [line for line in lines if len(line.series.steps_N)]
     if not lines:
         return ""
     ends = [f"{line.label}: from {figure(line.series.values_N[0])} to {figure(line.series.values_N[-1])}" for line in lines]
     about = f"{title}. {'; '.join(ends)}."
-    data = {"title": title, "about": about, "log": log, "zero": zero, "lines": [_line(line, points) for line in lines]}
+    data = {"title": title, "about": about, "zero": zero, "lines": [_line(line, points) for line in lines]}
     return (
         f'<figure class="chart{" wide" if wide else ""}"><figcaption>{escape(title)} <span class="unit">{escape(unit)}</span>{_keys(lines)}'
         f"</figcaption>{json_block(data)}</figure>"

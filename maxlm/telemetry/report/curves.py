@@ -41,7 +41,8 @@ def section(runs: Sequence[Run], points: int) -> str:
     drawn = "".join([_losses(runs, points), *_figures(runs, points)])
     if not drawn:
         return ""
-    legend = f'<p class="legend runs">{"".join(map(_key, runs))}</p>' if len(runs) > 1 else ""
+    keys = (f'<button type="button" data-run="{run.number}" aria-pressed="true">{run.swatch}{escape(run.label)}</button>' for run in runs)
+    legend = f'<p class="legend runs">{"".join(keys)}</p>' if len(runs) > 1 else ""  # shows and hides the lines of a run
     return f'<section><h2>Metrics</h2>{_controls(runs)}{legend}<div class="grid2">{drawn}</div></section>'
 
 
@@ -82,11 +83,6 @@ def _thinned(marks: list[Mark], most: int) -> list[Mark]:
     places = most // len(MARKS)
     kept = {(mark["kind"], int(float(mark["step"]) / last * places)): mark for mark in reversed(marks)}
     return list(kept.values())[::-1]
-
-
-def _key(run: Run) -> str:
-    """Button of a run in the legend, which shows and hides its lines."""
-    return f'<button type="button" data-run="{run.number}" aria-pressed="true">{run.swatch}{escape(run.label)}</button>'
 
 
 def _controls(runs: Sequence[Run]) -> str:
@@ -137,26 +133,16 @@ def _figures(runs: Sequence[Run], points: int) -> Iterator[str]:
         if key.endswith(("_time_s", "_wait_s")):
             lines, unit = _in_readable_seconds(lines, unit)
         yield chart(title, unit, lines, points, zero=zero)
-    for title, unit, lines in (*_wait_causes(runs), *_memory(runs)):
-        yield chart(title, unit, lines, points, zero=True)
+    if len(runs) == 1 and any(len(runs[0].get(key).steps_N) for key in WAIT_CAUSES):
+        causes = [Line(text, runs[0].get(key), 0, i) for i, (key, text) in enumerate(WAIT_CAUSES.items())]
+        lines, unit = _in_readable_seconds(causes, "a step")
+        yield chart("Data wait by cause", unit, lines, points, zero=True)
+    memory = [Line(run.label, _in_gb(run.get(PEAK)), run.number) for run in runs]
+    if len(runs) == 1:
+        memory = [Line("peak", memory[0].series, 0), Line("at the moment", _in_gb(runs[0].get(MEMORY)), 0, 1)]
+    yield chart("Device memory", "GB, of the fullest device", memory, points, zero=True)
     for title, unit, lines in (*_evaluated(runs), *_declared(runs)):
         yield chart(title, unit, lines, points)
-
-
-def _wait_causes(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
-    """(title, unit, lines) of the parts of the wait for data of one run, by cause."""
-    parts = {text: runs[0].get(key) for key, text in WAIT_CAUSES.items()} if len(runs) == 1 else {}
-    lines, unit = _in_readable_seconds([Line(text, series, 0, i) for i, (text, series) in enumerate(parts.items())], "a step")
-    if any(len(series.steps_N) for series in parts.values()):
-        yield "Data wait by cause", unit, lines
-
-
-def _memory(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[Line]]]:
-    """(title, unit, lines) of the memory of the fullest local device of process 0: its peak, and of one run also what is held."""
-    lines = [Line(run.label, _in_gb(run.get(PEAK)), run.number) for run in runs]
-    if len(runs) == 1:
-        lines = [Line("peak", lines[0].series, 0), Line("at the moment", _in_gb(runs[0].get(MEMORY)), 0, 1)]
-    yield "Device memory", "GB, of the fullest device", lines
 
 
 def _in_gb(series: Series) -> Series:

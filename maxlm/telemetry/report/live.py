@@ -71,6 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = ANSWER_S
 
     def do_GET(self) -> None:
+        """Answer with the page, or with its version."""
         report = self.server.report
         texts = {"/": ("text/html", report.page), "/version": ("text/plain", f"{report.version}\n{report.problem}".rstrip("\n"))}
         hosts = self.headers.get_all("Host", [])

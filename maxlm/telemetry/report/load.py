@@ -1,5 +1,6 @@
 """Read a run directory, whether the run is finished, running, killed or damaged."""
 
+import contextlib
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
+from maxlm.config.loader import parse_yaml
 from maxlm.telemetry.course import Undone, current_step, surviving
 from maxlm.telemetry.ledger import Attempt, LastRecord, Ledger, attempts_of, ledger_of
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
@@ -88,6 +89,7 @@ class Run:
         return f'<span class="swatch c{self.number % COLORS} d{self.number // COLORS % DASHES}"></span>'
 
     def get(self, name: str) -> Series:
+        """The metric `name` over steps; empty if it was not recorded."""
         return self.series.get(name, EMPTY)
 
     @cached_property
@@ -165,6 +167,7 @@ class Run:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
+        """Attempts of the run, in order."""
         clock = self.get("time")
         last = LastRecord(int(clock.steps_N[-1]), float(clock.values_N[-1])) if len(clock.steps_N) else None
         return attempts_of(self.events, last, self.beat, self.processes)
@@ -189,8 +192,10 @@ def load_run(path: Path) -> Run:
     except (OSError, ValueError) as error:  # a name too long, a NUL
         raise error_kind(error)(f"{path}: cannot be read ({error})") from error
     if not existing:
+        inside: list[Path] = []
         reason = "does not exist" if not path.exists() else "holds none of config.yml, metrics.jsonl, events.jsonl"
-        inside = _runs_in(path)
+        with contextlib.suppress(OSError):
+            inside = sorted(metrics.parent for metrics in path.glob("*/metrics.jsonl"))
         fix = (
             f"it holds runs: give those, such as {inside[0]}"
             if inside
@@ -227,14 +232,6 @@ def check_distinct(paths: Sequence[Path]) -> None:
         named[place] = path
 
 
-def _runs_in(path: Path) -> list[Path]:
-    """Run directories right below `path`, by name."""
-    try:
-        return sorted(metrics.parent for metrics in path.glob("*/metrics.jsonl"))
-    except OSError:
-        return []
-
-
 def _last_step(series: Mapping[str, Series], events: Sequence[Event]) -> int:
     return current_step(events, [int(one.steps_N[-1]) for one in series.values() if len(one.steps_N)])
 
@@ -258,7 +255,7 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        config = YAML(typ="safe", pure=True).load(text)
+        config = parse_yaml(text)
         dict(flatten(config))  # it may hold itself
     except (YAMLError, ValueError, LookupError, RecursionError):
         config = None

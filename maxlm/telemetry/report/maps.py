@@ -207,13 +207,8 @@ def _layer_map(run: Run, name: str) -> str:
         if not len(one.steps_N):  # never finite
             continue
         times_NL[np.searchsorted(steps_N, one.steps_N), i] = one.values_N / max(float(np.median(one.values_N)), 1e-30)
-    cells, values_CL = _record_columns(steps_N, times_NL)
-    return heat(declared.title, "a row a layer", f"{declared.title} of {layers} layers over steps", cells, values_CL, 0)
-
-
-def _record_columns(steps_N: NDArray[np.float64], values_NL: NDArray[np.float64]) -> tuple[Columns, NDArray[np.float64]]:
-    """Columns of about equally many records, and of each the largest values."""
     starts_C = np.unique(np.linspace(0, len(steps_N), min(len(steps_N), MAX_LAYER_COLUMNS), endpoint=False).astype(int))
-    ends_C = steps_N[[*(starts_C[1:] - 1), -1]]
+    ends_C = steps_N[[*(starts_C[1:] - 1), -1]]  # columns of about equally many records, with the largest values of each
     first = max(0.0, float(steps_N[0] - np.median(np.diff(steps_N))))
-    return Columns(first, ends_C, np.zeros((len(ends_C), 0, 0))), np.maximum.reduceat(values_NL, starts_C, axis=0)
+    cells, values_CL = Columns(first, ends_C, np.zeros((len(ends_C), 0, 0))), np.maximum.reduceat(times_NL, starts_C, axis=0)
+    return heat(declared.title, "a row a layer", f"{declared.title} of {layers} layers over steps", cells, values_CL, 0)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxlm.telemetry.course import Undone
 from maxlm.telemetry.formatting import figure
@@ -21,6 +21,7 @@ class Outcome(NamedTuple):
     n: int | None  # items
 
     def cell(self) -> Cell:
+        """Cell of a table: value, standard error, step and number of items."""
         error = f" ± {figure(self.stderr, 2)}" if self.stderr is not None else ""
         items = f", {self.n:,} items" if self.n is not None else ""
         return Cell(f"{figure(self.value)}{error} <small>step {self.step:,}{items}</small>", self.value)
@@ -44,19 +45,12 @@ def read_results(folder: Path, notes: list[str], undone: Undone) -> Outcomes:
             left_out += 1
             continue
         for metric, values in metrics.items():
-            outcome = _outcome(values, step, item.get("n"))
-            if outcome is not None:
-                found.setdefault((task, metric), {})[step] = outcome
+            if isinstance(values, dict) and is_finite(values.get("value")):
+                stderr, n = (float(values["stderr"]) if is_finite(values.get("stderr")) else None), item.get("n")
+                found.setdefault((task, metric), {})[step] = Outcome(float(values["value"]), stderr, step, n if is_step(n) else None)
     if left_out:
         notes.append(f"evaluations: {left_out} {'file is' if left_out == 1 else 'files are'} of undone steps and left out.")
     return {key: [of_step[step] for step in sorted(of_step)] for key, of_step in found.items()}
-
-
-def _outcome(values: Any, step: int, n: Any) -> Outcome | None:
-    if not isinstance(values, dict) or not is_finite(values.get("value")):
-        return None
-    stderr = values.get("stderr")
-    return Outcome(float(values["value"]), float(stderr) if is_finite(stderr) else None, step, n if is_step(n) else None)
 
 
 def rows(results: Sequence[Outcomes]) -> list[tuple[str, list[str]]]:

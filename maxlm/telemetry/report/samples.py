@@ -62,12 +62,10 @@ def block(samples: Sequence[Sample]) -> str:
 
 def _texts(samples: Sequence[Sample]) -> str:
     """A block a prompt, so that texts of several prompts cannot be mistaken for one."""
-    blocks = [f'<pre class="sample"><b>{escape(_cut(one.prompt))}</b>{_continuation(one.text)}</pre>' for one in samples[:MAX_TEXTS]]
+    missing = {None: "the prompt fills the context", "": "nothing"}
+    texts = [escape(_cut(one.text)) if one.text else f" <i>({missing[one.text]})</i>" for one in samples[:MAX_TEXTS]]
+    blocks = [f'<pre class="sample"><b>{escape(_cut(one.prompt))}</b>{text}</pre>' for one, text in zip(samples, texts, strict=False)]
     return "".join([*blocks, _left_out(len(samples) - MAX_TEXTS, "more prompts")])
-
-
-def _continuation(text: str | None) -> str:
-    return escape(_cut(text)) if text else f" <i>({'the prompt fills the context' if text is None else 'nothing'})</i>"
 
 
 def _cut(text: str) -> str:
