@@ -13,7 +13,7 @@ import typer
 
 import maxlm
 from maxlm.command_line import run_app
-from maxlm.config.errors import UserError, shorten
+from maxlm.config.errors import UserError, printable, shorten
 
 if TYPE_CHECKING:
     from maxlm.hardware.prices import Term
@@ -523,7 +523,7 @@ def report(
         return
     from maxlm.telemetry.report import check_place, default_place, write_report
 
-    typer.echo(write_report(run_dirs, check_place(out) if out is not None else default_place(run_dirs)))
+    typer.echo(printable(str(write_report(run_dirs, check_place(out) if out is not None else default_place(run_dirs)))))
 
 
 @app.command()

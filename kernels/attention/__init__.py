@@ -155,7 +155,7 @@ def _run(
         on_tpu: dict[str, Any] = {"device_kind": kind, "interpret": platform != "tpu"}
         runs: dict[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
             "flash": functools.partial(attention_flash, **options, **on_tpu, logsumexp=spec.logsumexp),
-            "splash": functools.partial(_widened, lambda *operands: (attention_splash(*operands, **options, **on_tpu), None)),
+            "splash": functools.partial(_widened, lambda q, k, v, ids: (attention_splash(q, k, v, ids, **options, **on_tpu), None)),
             "hopper": functools.partial(_widened, functools.partial(_hopper, **options, logsumexp=spec.logsumexp)),
         }
         batch, heads = spec.layout.batch or None, spec.layout.heads or None

@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ MAX_PENDING = 512  # connections without a hello
 PING_SECONDS = 2.0  # for a waiting process to answer a ping
 MAX_REPORTED = 5  # refusals that are printed
 SETTLE_SECONDS = 20.0  # without change, after which those present may go on: each has asked all candidates for a coordinator by then
+MAX_UNSETTLED = 6  # times that a process, by coming or going, is waited for to settle: one that restarts again and again holds up no other
 POLL_SECONDS = 1.0
 SIGN_SECONDS = 5.0  # between pings, by which those who wait know that this process is alive
 CLOSE_SECONDS = 5.0  # for the thread of `ReturningProcesses` to end
@@ -102,6 +104,7 @@ class Coordinator:
         self.gave_way = False  # to another, since this process is not among those that may go on
         self._settled_since = self._signed = time.monotonic()
         self._began = self._settled_since if began is None else began
+        self._changes = Counter[int]()  # times that the process of a number came or went
         self._running: frozenset[int] = frozenset()  # numbers of the processes of a run that goes on: others wait
         self._members: dict[int, _Member] = {}
         self._pending: dict[asyncio.Task[None], float] = {}  # connections without a hello, oldest first; time of `time.monotonic`
@@ -260,7 +263,7 @@ class Coordinator:
             if not await self._admits(connection, address, hello):
                 return
             member = self._members[hello.process] = _Member(connection, hello.host, hello.code, task)
-            self._note_change()
+            self._note_change(hello.process)
             if self._running:
                 connection.try_send("running")
             while True:
@@ -325,11 +328,13 @@ class Coordinator:
         """Remove a process that died or does not answer; the number may be taken again."""
         if self._members.get(number) is member:
             del self._members[number]
-            self._note_change()
+            self._note_change(number)
             member.task.cancel()
 
-    def _note_change(self) -> None:
-        self._settled_since = time.monotonic()
+    def _note_change(self, number: int) -> None:
+        self._changes[number] += 1
+        if self._changes[number] <= MAX_UNSETTLED:
+            self._settled_since = time.monotonic()
         self._changed.set()
 
     def _reject(self, connection: MessageSocket, address: str, reason: str) -> None:

@@ -94,6 +94,10 @@ class ConfigError(UserError):
         super().__init__(f"{shorten(field)} = {show(value)}{origin}: {rule}; {fix}.")
 
 
+class UnknownSettingError(ConfigError):
+    """A field that no section has."""
+
+
 class UnavailableSettingError(ConfigError, UnavailableError):
     """A field that names something which failed in a way that may pass: a run that ended so is started again."""
 

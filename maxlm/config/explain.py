@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from maxlm.config.errors import SHOWN, ConfigError, UserError, shorten, show
+from maxlm.config.errors import SHOWN, ConfigError, UnknownSettingError, UserError, shorten, show
 from maxlm.config.schema import Config
 
 WANTED = {
@@ -105,7 +105,7 @@ def _unknown_key(place: Place, source: str) -> UserError:
     else:
         fix = f"it has {', '.join(names)}"
     where = f"`{shorten(section)}`" if section else "a config"
-    return ConfigError(place.key, place.value, f"there is no such setting in {where}", fix, source)
+    return UnknownSettingError(place.key, place.value, f"there is no such setting in {where}", fix, source)
 
 
 def _missing(place: Place, name: str) -> UserError:

@@ -22,7 +22,7 @@ from ruamel.yaml.error import YAMLError
 
 import maxlm
 from maxlm.config import assumed, explain, rules
-from maxlm.config.errors import SHOWN, UserError, error_kind, shorten, show
+from maxlm.config.errors import SHOWN, UnknownSettingError, UserError, error_kind, shorten, show
 from maxlm.config.paths import expand_home, irregular, open_regular, read_file
 from maxlm.config.schema import Config
 from maxlm.config.table import config_class
@@ -148,7 +148,10 @@ def _naming_writer(file: Path) -> Iterator[None]:
             raise error from None
         version = first.removeprefix(_WRITTEN_BY)[:40] if first.startswith(_WRITTEN_BY) else ""
         if version == maxlm.__version__:
-            raise
+            if not isinstance(error, UnknownSettingError):
+                raise
+            fix = f"if a package registers {error.field}, run the program that imports it"
+            raise UserError(f"{error} {file.name} was written by this version of maxlm: {fix}; or remove the setting.") from None
         writer = f"maxlm {version}" if version else "another version of maxlm"
         fix = "edit the file, or export the run with that version (`maxlm export`) and import the export here"
         raise UserError(f"{error} {file.name} was written by {writer}, and this is maxlm {maxlm.__version__}: {fix}.") from None

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlm.config.assumed import ASSUMED
+from maxlm.config.errors import printable
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
@@ -68,4 +69,4 @@ def _source(loaded: LoadedConfig, key: str) -> str:
 def _cell(value: Any, key: str) -> str:
     if key.startswith(f"{COUNTED}.") and isinstance(value, int):
         return f"{value:,}"
-    return value if isinstance(value, str) else json.dumps(value)
+    return printable(value) if isinstance(value, str) else json.dumps(value)

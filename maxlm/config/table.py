@@ -3,7 +3,10 @@
 Its order is the order of the settings in a config, so rules run in the order of the sections.
 """
 
+import contextlib
 import pkgutil
+import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -14,25 +17,31 @@ from pydantic import BaseModel, create_model
 
 from maxlm.config import sections
 from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
+from maxlm.config.errors import UserError, quoted
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config
 
 GIVEN = ("sizes", "chip", "state")  # parameters that only some functions of a record have, as its fields say
-
+PLACES = ("transforms", "update", "placement", "probes", "observers", "stored")  # fields of a record that name implementations
+RULES = ("rules", "mesh_rules", "full_mesh_rules", "chip_rules", "written_rules")
+_KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
+_PLACE = re.compile(r"[\w.]+:\w+")
 _registered: list[Capability] = []
 
 
 def register(capability: Capability) -> None:
-    """Add the capability of another package. Raises ValueError if the table has its key, or if its section has no place."""
-    if any(capability.key == known.key for known in capabilities()):
-        raise ValueError(f"the table of capabilities has {capability.key} already")
+    """Add the capability of another package. Raises ValueError for a record that no config could use."""
+    if not isinstance(capability, Capability):
+        raise ValueError(f"register({quoted(str(capability))}): give a Capability")
+    if wrong := _misfit(capability):
+        raise ValueError(f"Capability(key={quoted(str(capability.key))}): {wrong}")
     _registered.append(capability)
     clear()
     try:
         _check(capability)
     except ValueError:
-        _registered.remove(capability)
+        _registered.pop()
         clear()
         raise
 
@@ -41,6 +50,50 @@ def clear() -> None:
     """Forget all that was made from the table."""
     for made in (capabilities, config_class, _keys_by_name):
         made.cache_clear()
+
+
+def _misfit(one: Capability) -> str:
+    """What is wrong with a record of another package, and the fix; "" if nothing is."""
+    if not isinstance(one.key, str) or not _KEY.fullmatch(one.key):
+        return "its key is no setting; use lower-case letters, digits and _, with dots between sections, as in train.swa"
+    if any(one.key == known.key for known in capabilities()):
+        return f"the table of capabilities has {one.key} already; choose another key, and register once"
+    declared = one.key in _keys(Config)
+    if declared != (one.section is None):
+        return (
+            "maxlm has a setting of that name; choose another key"
+            if declared
+            else "no config has that section; give its class as `section`"
+        )
+    if not (declared or (isinstance(one.section, type) and issubclass(one.section, Section))):
+        return f"section = {quoted(str(one.section))} is no class derived from maxlm.config.fields.Section; derive it"
+    for kind in PLACES:
+        named = getattr(one, kind)
+        if not isinstance(named, tuple) or not all(isinstance(place, str) and _PLACE.fullmatch(place) for place in named):
+            return f"{kind} = {quoted(str(named))} is no tuple of places; write ('package.module:Class',)"
+    for kind in RULES:
+        if not isinstance(getattr(one, kind), tuple) or not all(map(callable, getattr(one, kind))):
+            return f"{kind} is no tuple of functions; write (function,)"
+    if one.average and (not one.average.isidentifier() or one.average in weights_kinds()):
+        return f"average = {quoted(one.average)} is taken, or no name; choose one of letters, digits and _"
+    return ""
+
+
+@contextlib.contextmanager
+def blamed(one: Capability, part: str) -> Iterator[None]:
+    """Raise what fails in the block as UserError that names the record and its `part`, if another package has registered the record."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if one not in _registered:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{one.key}: {part} failed: {type(error).__name__}: {error} (line {frame.lineno} of {frame.filename}); "
+            f"mend the package that registers {one.key}, or remove the section."
+        ) from error
 
 
 @lru_cache(maxsize=1)
@@ -62,12 +115,16 @@ def problems(config: Config, kind: str, **given: Any) -> Problems:
     for one, section in present(config):
         for rule in getattr(one, kind):
             if config.has_length or not set(LENGTHS) & set(_asked(rule)):
-                yield from call(rule, config, section, **given)
+                with blamed(one, f"{kind} {getattr(rule, '__name__', '')}"):
+                    found = call(rule, config, section, **given)
+                    yield from ((field, value, broken, fix) for field, value, broken, fix in found)
 
 
 def call(function: Callable[..., Any], config: Config, section: Any, **given: Any) -> Any:
     """Call a function with a section, and with the settings of `config` and the values `given` that its other parameters name."""
     keys = _keys_by_name()
+    if unknown := [name for name in _asked(function) if name not in given and name not in keys]:
+        raise TypeError(f"{function.__qualname__} asks for {unknown[0]}, which is no setting and no figure")
     return function(section, **{name: given[name] if name in given else value_of(config, keys[name]) for name in _asked(function)})
 
 
@@ -88,26 +145,37 @@ def _check(capability: Capability) -> None:
     config_class()
     for function in capability.functions:
         if unknown := [name for name in _asked(function) if name not in _keys_by_name() and name not in GIVEN]:
-            raise ValueError(f"{capability.key}: {function.__name__} asks for {unknown[0]}, which is no setting and no figure")
+            raise ValueError(
+                f"{capability.key}: {getattr(function, '__name__', function)} asks for {unknown[0]}, which is no setting and no figure"
+            )
 
 
 def inert(config: Config) -> Iterator[Inert]:
     """Settings that nothing reads in this config."""
     for one, section in present(config):
-        yield from call(one.inert, config, section) if one.inert is not None else ()
+        with blamed(one, "inert"):
+            yield from call(one.inert, config, section) if one.inert is not None else ()
 
 
 def build(config: Config, kind: str, **given: Any) -> list[Any]:
     """Build the implementations of this kind, a field of `Capability`, that `config` asks for: `call` their `from_config`, which returns
     None where the section does not ask for it.
     """
-    built = (call(found.from_config, config, section, **given) for found, section in implementations(config, kind))
+    built = []
+    for one, found, section in implementations(config, kind):
+        with blamed(one, f"from_config of {kind} {found.__qualname__}"):
+            built.append(call(found.from_config, config, section, **given))
     return [one for one in built if one is not None]
 
 
-def implementations(config: Config, kind: str) -> Iterator[tuple[Any, Any]]:
-    """Pairs of an implementation of this kind, a field of `Capability`, and its section, for sections that `config` has."""
-    return ((load(place), section) for one, section in present(config) for place in getattr(one, kind))
+def implementations(config: Config, kind: str) -> Iterator[tuple[Capability, Any, Any]]:
+    """Records that name implementations of this kind, a field of `Capability`; each with the class and its section, if `config` has it."""
+    for one, section in present(config):
+        for place in getattr(one, kind):
+            with blamed(one, f"{kind} {place}"):
+                found = load(place)
+                found.from_config  # noqa: B018 -- an AttributeError where it is no implementation
+            yield one, found, section
 
 
 def averages(config: Config) -> tuple[str, ...]:
@@ -133,6 +201,8 @@ def _with_sections(owner: Any, added: Mapping[tuple[str, ...], type[Section]]) -
     fields: dict[str, Any] = {}
     for (name, *rest), section in added.items():
         if not rest:
+            if hasattr(owner, name):
+                raise ValueError(f"{name} is an attribute of {owner.__name__}: choose another key for {section.__name__}")
             fields[name] = (section | None, None)
         elif (
             (info := owner.model_fields.get(name)) is None
@@ -151,7 +221,8 @@ def identity(config: Config, tokenizer: str) -> dict[str, str]:
     """Field -> value of the settings that a checkpoint must share with the run that continues it. `tokenizer`: its hash."""
     found: dict[str, Any] = {}
     for one, section in present(config):
-        found |= call(one.identity, config, section) if one.identity is not None else {}
+        with blamed(one, "identity"):
+            found |= call(one.identity, config, section) if one.identity is not None else {}
     return {**{key: str(value) for key, value in found.items() if value is not None}, "tokenizer": tokenizer}
 
 
@@ -160,7 +231,9 @@ def state(config: Config, sizes: Sizes, moments: int, numbers: int = 1, *, matri
     compute = FLOAT32 if config.precision.compute == "float32" else FLOAT32 // 2
     kept = State({"masters": StateEntry(FLOAT32 * numbers), "moments": StateEntry(moments)}, compute, numbers, matrix)
     for one, section in present(config):
-        kept = kept if one.state is None else call(one.state, config, section, state=kept, sizes=sizes)
+        with blamed(one, "state"):
+            kept = kept if one.state is None else call(one.state, config, section, state=kept, sizes=sizes)
+            kept.entries  # noqa: B018 -- an AttributeError where `state` returned something else
     return kept
 
 

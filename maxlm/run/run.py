@@ -22,7 +22,7 @@ from maxlm.config import Config, UserError
 from maxlm.config.console import Console
 from maxlm.config.errors import ExitCode
 from maxlm.config.loader import saved_text
-from maxlm.config.table import build, implementations
+from maxlm.config.table import blamed, build, implementations
 from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import copy_tokenizer
 from maxlm.hardware.chips import PEAK_NAMES
@@ -100,8 +100,9 @@ def run_training(
 
     Raises UserError before anything is written if the config cannot be honoured.
     """
-    for observer, section in implementations(config, "observers"):
-        observer.check(section)
+    for one, observer, section in implementations(config, "observers"):
+        with blamed(one, f"check of observers {observer.__qualname__}"):
+            observer.check(section)
     if config.run.alerts is not None:
         progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from maxlm.config.errors import printable
+
 MAX_QUEUED = 100_000  # calls; beyond it the oldest are dropped and counted
 RETRY_S, RETRY_MAX_S = 0.1, 2.0  # wait after an OSError; doubled each time
 BLOCKED_S = 30.0  # a call that takes longer is reported
@@ -125,7 +127,7 @@ class Background:
 def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return str(error) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
 
 
 def _records(number: int) -> str:

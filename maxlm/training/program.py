@@ -41,13 +41,16 @@ PHASES = {
 
 
 def in_order(transforms: Sequence[Transform]) -> list[Transform]:
-    """Sort by phase. Raises ValueError for a phase that does not exist, or for two transforms with one name, and so one state."""
-    names, phases = [one.name for one in transforms], list(PHASES)
-    for one in transforms:
-        if one.phase not in phases:
-            raise ValueError(f"{type(one).__name__}.phase = {one.phase!r} is no phase of an update: use one of {', '.join(phases)}.")
-        if names.count(one.name) > 1:
-            raise ValueError(f"{type(one).__name__}.name = {one.name!r} is the name of another transform, too: rename one of them.")
+    """Sort by phase. Raises UserError for a class that is no transform, an unknown phase, or two transforms with one name (of a state)."""
+    names, phases = [getattr(one, "name", None) for one in transforms], list(PHASES)
+    for one, name in zip(transforms, names, strict=True):
+        kind = type(one).__name__
+        if not isinstance(one, Transform) or not name:
+            raise UserError(f"{kind} is no transform of an update: derive it from maxlm.training.step.Transform, with a name and a phase.")
+        if (phase := getattr(one, "phase", None)) not in phases:
+            raise UserError(f"{kind}.phase = {phase!r} is no phase of an update: use one of {', '.join(phases)}.")
+        if names.count(name) > 1:
+            raise UserError(f"{kind}.name = {name!r} is the name of another transform, too: rename one of them.")
     return sorted(transforms, key=lambda one: phases.index(one.phase))
 
 

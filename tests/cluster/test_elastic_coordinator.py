@@ -88,6 +88,29 @@ def test_one_that_gives_way_to_nobody_waits():
         meet(0, [0, *range(2, 8)], count=8, together=4, seconds=1.5)
 
 
+def test_a_process_that_restarts_again_and_again_holds_up_nobody():
+    """Its comings and goings are some that the others wait for; then they go on, at once, as without it."""
+    spec = specification(4)
+    quorum = Quorum(4, 1, 1, lambda units: True, wait_s=0.3, grow_after_s=0.1)
+    one, ended = Coordinator(spec, "h", SECRET, lambda text: None, quorum), threading.Event()
+
+    def restart():
+        while not ended.wait(0.1):  # more often than SETTLE_SECONDS
+            with contextlib.suppress(OSError):
+                connect(replace(spec, process=3), spec.address, SECRET, 1.0, "").close()
+
+    with coordinator.listen("127.0.0.1", int(spec.address.rpartition(":")[2]), 4) as listener, ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(first_message, replace(spec, process=number)) for number in (1, 2)]
+        pool.submit(restart)
+        try:
+            met = asyncio.run(one.meet(listener, 8.0))
+        finally:
+            ended.set()
+        for connection in met.sockets.values():
+            connection.try_send("members", hosts=met.hosts, numbers=met.numbers, codes={})
+    assert met.numbers == (0, 1, 2) and {other.result() for other in others} == {"members"}
+
+
 def test_everybody_may_meet_under_another_than_process_0():
     """It connects to one that coordinates just then: the numbers begin with the coordinator's, or process 0 refuses them."""
     assert meet(1, range(3), count=3, together=1) == ((1, 0, 2), {"members"})

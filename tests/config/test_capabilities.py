@@ -18,27 +18,114 @@ from maxlm.cli import app
 from maxlm.config import ConfigError, UserError, load, sections, table
 from maxlm.config.capability import Capability, load as load_object, value_of
 from maxlm.config.explain import sections_of
-from maxlm.config.loader import dump
+from maxlm.config.loader import dump, saved_text
 from maxlm.config.sections.mesh import AXES
 from maxlm.hardware.topologies import parse
 from maxlm.planning.analytic import Analytic
 from maxlm.planning.layouts import LayoutSpace
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
-from maxlm.training.program import Program
+from maxlm.training.program import Program, in_order
 from maxlm.training.saved_run import open_run
 
 ONE = dict.fromkeys(AXES, 1)
 
 
 @pytest.fixture
-def average(monkeypatch):
-    """Another average of weights, as another package registers it."""
+def registry(monkeypatch):
+    """The table, to which a test may register."""
     monkeypatch.setattr(table, "_registered", [])
-    maxlm.register(CAPABILITY)
     yield
     monkeypatch.undo()
     table.clear()
+
+
+@pytest.fixture
+def average(registry):
+    """Another average of weights, as another package registers it."""
+    maxlm.register(CAPABILITY)
+
+
+def fails(section):
+    raise KeyError("oops")
+
+
+def yields_three(section):
+    yield "mine.every", 1, "is wrong"
+
+
+class Misspelt:
+    @classmethod
+    def from_config(cls, swa, train_sede): ...
+
+
+class Other:
+    """No transform."""
+
+    @classmethod
+    def from_config(cls, swa):
+        return cls()
+
+
+HERE = f"{__name__}:"
+RECORDS = {  # a record of a stranger that no config could use -> its error
+    "known key": ({"key": "ema"}, "has ema already"),
+    "a setting": ({"key": "train.steps"}, "has a setting of that name"),
+    "a figure": ({"key": "total_steps"}, "has a setting of that name"),
+    "in a section that may be absent": ({"key": "diloco.mine"}, "diloco is no section that every config has"),
+    "no name": ({"key": "a\nb"}, r"key='a\\nb'\): its key is no setting"),
+    "no text": ({"key": 5}, "is no setting"),
+    "no section": ({"section": None}, "no config has that section"),
+    "section of another kind": ({"section": dict}, "is no class derived from"),
+    "places as text": ({"transforms": "extensions.swa:StochasticAverage"}, "is no tuple of places"),
+    "no place": ({"observers": ("extensions.swa",)}, "is no tuple of places"),
+    "a rule alone": ({"rules": fails}, "rules is no tuple of functions"),
+    "a rule of an older form": ({"rules": (lambda config, section: iter(()),)}, "asks for section, which is no setting"),
+    "known average": ({"average": "ema"}, "is taken"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_no_config_could_use_is_refused_and_changes_nothing(registry, name):
+    fields, error = RECORDS[name]
+    with pytest.raises(ValueError, match=error):
+        maxlm.register(Capability(**{"key": "mine", "section": CAPABILITY.section, **fields}))
+    assert table.capabilities() and load("runs/quickstart").config
+    maxlm.register(CAPABILITY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"rules": (fails,)}, r"mine: rules fails failed: KeyError: 'oops' \(line \d+ of .*test_capabilities.py\); mend the package"),
+        ({"rules": (yields_three,)}, "mine: rules yields_three failed: ValueError: not enough values"),
+        ({"identity": lambda mine: None}, "mine: identity failed: TypeError"),
+        ({"state": lambda mine, state: None}, "mine: state failed: AttributeError"),
+        ({"transforms": ("nowhere.x:Y",)}, "mine: transforms nowhere.x:Y failed: ModuleNotFoundError: No module named 'nowhere'"),
+        ({"transforms": ("extensions.swa:Nope",)}, "mine: transforms extensions.swa:Nope failed: AttributeError: .* no attribute 'Nope'"),
+        ({"transforms": (f"{HERE}fails",)}, "mine: transforms .*fails failed: AttributeError: .*no attribute 'from_config'"),
+        ({"transforms": (f"{HERE}Misspelt",)}, "mine: from_config .*asks for train_sede, which is no setting"),
+        ({"transforms": (f"{HERE}Other",)}, "Other is no transform of an update: derive it"),
+    ],
+)
+def test_code_of_a_package_that_fails_is_named_in_one_line(registry, fields, error):
+    maxlm.register(Capability(key="mine", section=CAPABILITY.section, **fields))
+    with pytest.raises(UserError, match=error) as caught:
+        config = load("runs/quickstart", ["mine={}"]).config
+        table.identity(config, "")
+        table.state(config, ONE, 8)
+        in_order(table.build(config, "transforms", device_mesh=None))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_run_names_the_section_that_no_package_registers_here(average, tmp_path):
+    (tmp_path / "config.yml").write_text(saved_text(load("runs/quickstart", ["train.swa.every=3"]).config))
+    table._registered.clear()
+    table.clear()
+    with pytest.raises(
+        UserError, match=r"train.swa = .*no such setting .* if a package registers train.swa, run the program that imports it"
+    ):
+        load(str(tmp_path))
 
 
 def test_every_file_of_sections_has_a_record_of_a_setting_in_the_config():
@@ -161,7 +248,7 @@ def test_configs_load_nothing_heavy(module):
 )
 def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkeypatch, named, message):
     monkeypatch.setattr(StochasticAverage, *named)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
 
 

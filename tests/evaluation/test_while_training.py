@@ -153,7 +153,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
     context, program = SimpleNamespace(config=config, primary=False), SimpleNamespace(mesh=build_mesh(config))
     for text in ("a", "b", "a"):
         (workspace / "own.jsonl").write_text(json.dumps({"q": text}))
-        open_run._TrainingTasks_on_all_hosts(TrainingTasks, context, program, goes_on=False)
+        open_run._open_tasks_on_all_hosts(TrainingTasks, context, program, goes_on=False)
     assert told[0] == told[2] != told[1]
     assert told[0][0].keys() == {"task own"}
 
@@ -161,7 +161,7 @@ def test_hosts_compare_all_that_tasks_ask(workspace, monkeypatch):
         raise PermissionError(13, "Permission denied", "own.jsonl")
 
     with pytest.raises(UserError):
-        open_run._TrainingTasks_on_all_hosts(away, context, program, goes_on=False)
+        open_run._open_tasks_on_all_hosts(away, context, program, goes_on=False)
     assert isinstance(told[3][1], UserError)
 
 

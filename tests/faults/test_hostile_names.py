@@ -1,6 +1,7 @@
 """Names, paths and metadata from outside change nothing of the files, pages, commands and lines that they are written into."""
 
 import io
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -10,11 +11,16 @@ import numpy as np
 import pytest
 from ruamel.yaml import YAML
 from safetensors.numpy import save_file
+from small_run import CONFIG
+from typer.testing import CliRunner
 
+from maxlm.cli import app
+from maxlm.config import load, show
 from maxlm.config.console import Console
 from maxlm.config.errors import UserError, quoted
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model
+from maxlm.telemetry import report
 from maxlm.telemetry.report.charts import json_block
 
 GOLDEN = Path(__file__).resolve().parents[1] / "interop" / "golden" / "llama2.npz"
@@ -52,6 +58,22 @@ def test_no_name_ends_a_line_or_moves_the_cursor(name):
         assert all(char.isprintable() or char == "\n" for char in text), text
         assert "[/bold]" not in name or "[/bold][link=x]:smile:" in text
     assert str(UserError(f"{name} is wrong")).isprintable() and quoted(name).isprintable()
+
+
+def test_maxlm_config_shows_one_line_a_setting(tmp_path, name):
+    """Also where the file, and a setting, has the name."""
+    file = tmp_path / f"{name.replace('/', '')}.yml"
+    file.write_text(CONFIG)
+    loaded = load(str(file), [f"run.dir={json.dumps(name)}"])
+    text = show.as_text(lambda config: {}, loaded)
+    assert all(char.isprintable() or char == "\n" for char in text), text
+    assert all(re.match(r"[a-z_.0-9]+ ", line) for line in text.splitlines()), text
+
+
+def test_maxlm_report_prints_one_line(monkeypatch, name):
+    monkeypatch.setattr(report, "write_report", lambda folders, place: place)
+    said = CliRunner().invoke(app, ["report", name, "--out", f"{name}.html"]) if not name.startswith("-") else None
+    assert said is None or said.output.removesuffix("\n").isprintable()
 
 
 def test_every_console_of_the_product_is_that_console():

@@ -1,12 +1,13 @@
 """Keys of published config.json files: those that change nothing are accepted, all others are named at once."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.config.errors import LONGEST, UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.hf_config import read_config
 from maxlm.interop.hf_export_config import family_of
@@ -87,6 +88,30 @@ def test_all_unknown_keys_are_named_at_once_in_one_line():
     for part in ("clever_trick = 3", "pruned_heads = {'0': [1]}", "add_cross_attention = True", r"'a\nkey' = 'xxx", "are settings that"):
         assert part in said
     assert "\n" not in said and "nothing" not in said and len(said) < 400
+
+
+ODD = (None, True, -1, 0, 1, 10**400, 1e308, math.nan, "a\nb: \x1b[31m", [], [1], {"rope_type": "odd\nkind"})
+NAMES = [file.stem for file in GOLDEN.glob("*.npz") if "config" in np.load(file).files]
+
+
+def paths(values, outer=()):
+    for key, value in values.items():
+        yield (*outer, key)
+        yield from paths(value, (*outer, key)) if isinstance(value, dict) else ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_odd_value_of_any_key_is_read_or_refused_in_one_line(name):
+    for *outer, key in paths(published(name)):
+        for odd in ODD:
+            values = section = published(name)
+            for part in outer:
+                section = section[part]
+            section[key] = odd
+            try:
+                read_config(values, "config.json")
+            except UserError as told:
+                assert str(told).isprintable() and len(str(told)) <= LONGEST
 
 
 WHOLE, LOCAL = "full_attention", "sliding_attention"

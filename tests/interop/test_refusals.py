@@ -248,7 +248,10 @@ OF_FAMILIES = {
     "seed-oss": {
         "biases of the output alone": (config(attention_bias=False, attention_out_bias=True), "attention_out_bias = True is not supported"),
     },
-    "granite": {"embeddings times 0": (config(embedding_multiplier=0), "embedding_multiplier = 0.0 must be above 0")},
+    "granite": {
+        "embeddings times 0": (config(embedding_multiplier=0), "embedding_multiplier = 0.0 must be above 0"),
+        "heads without width": (config(hidden_size=1), "model.d_model = 1"),
+    },
     "stablelm": {
         "share of an odd number": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.4}), "turns 3 of model.head_dim = 8 dims"),
         "share of none": (config(rope_parameters={**ROPE, "partial_rotary_factor": 0.1}), "turns 0 of model.head_dim = 8 dims"),

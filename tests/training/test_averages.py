@@ -9,7 +9,7 @@ from tiny import states_of_steps, tiny_batch, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError, load
-from maxlm.config.loader import dump
+from maxlm.config.loader import dump, saved_text
 from maxlm.config.schema import EmaConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.objective import DpoConfig, NextTokenConfig, SftConfig
@@ -148,7 +148,8 @@ def test_the_mean_of_a_run_that_prepares_conversations_opens(run, tmp_path, name
 
 
 def test_a_config_that_would_not_open_is_refused_before_anything_is_read(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(averaging, "_config", lambda config: config.model_copy(update={"objective": DpoConfig(kind="dpo")}))
+    dpo = {"objective": DpoConfig(kind="dpo")}
+    monkeypatch.setattr(averaging, "saved_text", lambda config: saved_text(config.model_copy(update=dpo)))
     done = []
     with pytest.raises(UserError, match=r"train\.start_from"):
         average(run[1], tmp_path / "mean", 2, [], "raw", lambda *counts: done.append(counts))

@@ -123,7 +123,8 @@ class AttentionScale(Row):
 
     def read(self, keys: Keys, section: Section) -> None:
         scale = keys.positive(self.key, self.default) ** self.power
-        if scale != section.get("head_dim", section["d_model"] // section["n_heads"]) ** -0.5:
+        width = section.get("head_dim", section["d_model"] // section["n_heads"])
+        if not width or scale != width**-0.5:  # a head without width is refused later, as a setting
             section["attention_scale"] = scale
 
     def write(self, config: ModelConfig) -> Json:
