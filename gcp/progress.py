@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from maxlm.base.strict_json import read_objects
 from maxlm.telemetry.formatting import percent
 from maxlm.telemetry.ledger import TITLES, read_ledger
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.unhealthy_hosts import to_replace
 
 NAMED = 3  # parts beside the steps that count

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 try:
+    from maxlm.base.errors import ConfigError
+    from maxlm.base.paths import is_remote
     from maxlm.config import Config, UserError, load, rules
-    from maxlm.config.errors import ConfigError
     from maxlm.config.loader import dump
-    from maxlm.config.paths import is_remote
     from maxlm.hardware import topologies
     from maxlm.hardware.topologies import Topology, TopologyError, either, is_tpu, near
 except (ImportError, SyntaxError) as error:  # a package is missing, or Python is older than 3.11

@@ -7,9 +7,9 @@ import signal
 import sys
 from typing import NoReturn
 
+from maxlm.base.errors import UserError
 from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.deadline import Stopped
-from maxlm.config.errors import UserError
 
 _INTERRUPTED = 130  # typer's exit code after KeyboardInterrupt
 # Imports and tracing make many small objects that stay: with Python's own thresholds, collections take a sixth of the CPU time of imports.

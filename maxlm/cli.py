@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 import maxlm
+from maxlm.base.errors import UserError, printable, shorten
 from maxlm.command_line import run_app
-from maxlm.config.errors import UserError, printable, shorten
 
 if TYPE_CHECKING:
     from maxlm.hardware.prices import Term
@@ -88,7 +88,7 @@ def train(config: ConfigName, overrides: Overrides = None, devices: Devices = No
     settings = loaded.config
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    from maxlm.config.console import Console
+    from maxlm.base.console import Console
     from maxlm.telemetry.phases import Phases
 
     phases = Phases(Console())

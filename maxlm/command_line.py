@@ -9,9 +9,9 @@ from typing import NoReturn
 import typer
 from pydantic import BaseModel
 
+from maxlm.base.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
+from maxlm.base.transient import is_transient
 from maxlm.cluster import progress_file
-from maxlm.config.errors import WRONG_PATH, ExitCode, UserError, as_user_error, shorten
-from maxlm.config.transient import is_transient
 
 CTRL_C = 130  # exit code of typer after it
 

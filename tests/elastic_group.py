@@ -14,7 +14,7 @@ from maxlm.cluster.message_socket import SECRET
 # Joins as the next process would, again and again: its "run" ends when it is to join anew, or when another process is lost (code 6).
 PROGRAM = """
 import json, os, sys, time
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.cluster import coordinator, message_socket, process_group, rendezvous
 from maxlm.cluster.environment import ProcessSpec
 from maxlm.cluster.quorum import Quorum

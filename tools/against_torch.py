@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxlm.base.errors import UserError
 from maxlm.config import Config
-from maxlm.config.errors import UserError
 from maxlm.data.batch import batch_of_windows
 from maxlm.hardware.chips import chip_of
 from maxlm.models import mfu_format, step_flops

@@ -30,9 +30,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from maxlm.base.errors import UserError
 from maxlm.cluster import agree, cluster
 from maxlm.cluster.environment import split_arguments
-from maxlm.config.errors import UserError
 from maxlm.diagnostics.comm.arguments import format_size, parse
 from maxlm.diagnostics.comm.measure import OPERATIONS, Operation, TimedLoop, make_input, timed_loop
 from maxlm.run.jax_setup import enable_compilation_cache, select_platform

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import jax
 
-from maxlm.config.console import Console
+from maxlm.base.console import Console
 from maxlm.hardware.chips import chip_of
 from maxlm.kernel_lab import measured
 from maxlm.kernel_lab.problems import PROBLEMS, shape_names

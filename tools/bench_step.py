@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxlm.base.errors import UserError
 from maxlm.config import Config, load
-from maxlm.config.errors import UserError
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.models.mixers.attention import rope_angles, rotate
 from maxlm.parallel import build_mesh

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from maxlm.base.errors import UserError
 from maxlm.compiler.aot import leave_chips_alone
-from maxlm.config.errors import UserError
 from maxlm.kernel_lab import bundles, execute
 
 

@@ -24,8 +24,9 @@ from maxlm.compiler.aot import leave_chips_alone
 
 leave_chips_alone()
 
+from maxlm.base.atomic import write_text  # noqa: E402
+from maxlm.base.errors import UserError  # noqa: E402
 from maxlm.config import load, rules  # noqa: E402 - jax reads the environment when it is imported
-from maxlm.config.errors import UserError  # noqa: E402
 from maxlm.config.schema import Config  # noqa: E402
 from maxlm.cost.verify import Compiler, Verdict  # noqa: E402
 from maxlm.hardware.chips import GIB  # noqa: E402
@@ -34,7 +35,6 @@ from maxlm.models import count_parameters  # noqa: E402
 from maxlm.planning.plan import scale_of  # noqa: E402
 from maxlm.planning.run_cost import Wanted, run_cost  # noqa: E402
 from maxlm.run.consistency import code_digest  # noqa: E402
-from maxlm.telemetry.atomic import write_text  # noqa: E402
 from maxlm.telemetry.formatting import count, duration, money  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -22,6 +22,9 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base.errors import WRONG_PATH
+from maxlm.base.paths import is_remote
+from maxlm.base.transient import first_line, is_storage_error, is_transient, retried
 from maxlm.checkpoint import digest, manifest
 from maxlm.checkpoint.errors import CheckpointError, CopyLostError, DamagedError, UnevenSaveError, UnreachableError, failed_save
 from maxlm.checkpoint.folder import CheckpointFolder
@@ -31,11 +34,8 @@ from maxlm.checkpoint.recovery import Found
 from maxlm.checkpoint.retention import HEALTHY, retention
 from maxlm.checkpoint.tree_paths import OPTIONAL, abstract_leaf, bytes_here, named_leaves
 from maxlm.cluster import agree
-from maxlm.config.errors import WRONG_PATH
-from maxlm.config.paths import is_remote
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
-from maxlm.config.transient import first_line, is_storage_error, is_transient, retried
 
 _log = logging.getLogger(__name__)
 _LIBRARIES = ("orbax", "tensorstore", "uvloop")

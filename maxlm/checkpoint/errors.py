@@ -6,10 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
-from maxlm.config.errors import UnavailableError, UserError
-from maxlm.config.paths import is_remote
-from maxlm.config.transient import ABSENT, first_line, is_out_of_memory, is_transient
-from maxlm.hardware.host import in_bytes
+from maxlm.base.errors import UnavailableError, UserError
+from maxlm.base.host import in_bytes
+from maxlm.base.paths import is_remote
+from maxlm.base.transient import ABSENT, first_line, is_out_of_memory, is_transient
 
 
 class CheckpointError(UserError):

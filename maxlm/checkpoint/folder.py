@@ -15,10 +15,10 @@ from pathlib import Path
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base.paths import is_remote
+from maxlm.base.transient import first_line, is_storage_error
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.checkpoint.reader import check_metadata, holds
-from maxlm.config.paths import is_remote
-from maxlm.config.transient import first_line, is_storage_error
 
 _log = logging.getLogger(__name__)
 _REMOVALS, _REMOVAL_SECONDS = 5, 0.1  # tries to remove a failed save, and the pause after each

@@ -25,13 +25,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from maxlm.base import directory_lock
+from maxlm.base.errors import ConfigError, UserError
+from maxlm.base.host import process_namespace, process_started
 from maxlm.checkpoint import manifest
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.manifest import Manifest
 from maxlm.checkpoint.tiles import Tiling
-from maxlm.config import directory_lock
-from maxlm.config.errors import ConfigError, UserError
-from maxlm.hardware.host import process_namespace, process_started
 
 FIELD = "memory_checkpoints.folder"
 _DATA, _MANIFEST = "data", "manifest.json"

@@ -13,8 +13,8 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 import maxlm
+from maxlm.base.paths import irregular, is_remote
 from maxlm.checkpoint.errors import CheckpointError, DamagedError
-from maxlm.config.paths import irregular, is_remote
 
 NAME = "manifest"
 _FILE = "manifest.json"

@@ -20,6 +20,10 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base.errors import ConfigError, UnavailableSettingError, setting_error
+from maxlm.base.host import available_memory, host_memory, in_bytes, in_memory
+from maxlm.base.paths import check_regular, is_remote
+from maxlm.base.transient import first_line, retried
 from maxlm.checkpoint import digest, host_copies, recovery
 from maxlm.checkpoint.copy_job import CopyJob
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
@@ -28,11 +32,7 @@ from maxlm.checkpoint.recovery import Found, Loaded
 from maxlm.checkpoint.snapshot import Group, Snapshots
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.cluster import agree
-from maxlm.config.errors import ConfigError, UnavailableSettingError, setting_error
-from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
-from maxlm.config.transient import first_line, retried
-from maxlm.hardware.host import available_memory, host_memory, in_bytes, in_memory
 
 _log = logging.getLogger(__name__)
 _RUN = ".memory-run"  # file among the checkpoints: the number of the run, their directory, and its inode if it is a local one

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base.errors import UserError, some
+from maxlm.base.paths import is_remote
+from maxlm.base.transient import first_line, is_out_of_memory, is_transient, retried
 from maxlm.checkpoint import manifest
 from maxlm.checkpoint.digest import digest
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.manifest import Leaf
 from maxlm.checkpoint.tree_paths import OPTIONAL, PARAMS
 from maxlm.cluster import agree
-from maxlm.config.errors import UserError, some
-from maxlm.config.paths import is_remote
-from maxlm.config.transient import first_line, is_out_of_memory, is_transient, retried
 
 STATE = "state"  # the item of a checkpoint that holds the arrays
 _METADATA = "_CHECKPOINT_METADATA"  # times and items of a checkpoint, written by Orbax

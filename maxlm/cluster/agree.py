@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.base.errors import UnavailableError, UserError, as_user_error, shorten
+from maxlm.base.transient import first_line, is_storage_error
 from maxlm.cluster.environment import process_label
-from maxlm.config.errors import UnavailableError, UserError, as_user_error, shorten
-from maxlm.config.transient import first_line, is_storage_error
 
 Value = TypeVar("Value")
 _WIDTH = 1024  # bytes of which the width of a text is a multiple: each width is a program of its own

@@ -14,6 +14,8 @@ from typing import TextIO
 
 import jax
 
+from maxlm.base.errors import ExitCode, UserError
+from maxlm.base.transient import message_line
 from maxlm.cluster import deadline, environment, progress_file, rendezvous
 from maxlm.cluster.accelerators import find_accelerators
 from maxlm.cluster.deadline import Stopped
@@ -22,8 +24,6 @@ from maxlm.cluster.message_socket import shared_secret
 from maxlm.cluster.process_group import ProcessGroup
 from maxlm.cluster.quorum import Quorum
 from maxlm.cluster.signals import beside_preemption_service
-from maxlm.config.errors import ExitCode, UserError
-from maxlm.config.transient import message_line
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 
 # Timeout of jax's own heartbeat, ten years: it is measured by the wall clock, so a clock that is set forward would end all processes, and

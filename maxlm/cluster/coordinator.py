@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from maxlm.base.errors import ExitCode, UserError
 from maxlm.cluster import message_socket, progress_file
 from maxlm.cluster.environment import ProcessSpec
 from maxlm.cluster.message_socket import (
@@ -33,7 +34,6 @@ from maxlm.cluster.message_socket import (
     sendable,
 )
 from maxlm.cluster.quorum import Quorum, candidates
-from maxlm.config.errors import ExitCode, UserError
 
 HELLO_SECONDS = 2.0  # until a connection must have sent its hello
 MIN_SECONDS = 0.5  # granted to every connection, however many follow it

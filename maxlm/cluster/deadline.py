@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from maxlm.config.errors import ExitCode, UserError
-from maxlm.config.paths import append_regular
-from maxlm.hardware.host import FROM_SUPERVISOR
+from maxlm.base.errors import ExitCode, UserError
+from maxlm.base.host import FROM_SUPERVISOR
+from maxlm.base.paths import append_regular
 
 # A command that `nohup` starts keeps ignoring SIGHUP.
 SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ())

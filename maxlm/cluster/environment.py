@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from maxlm.base.errors import SHOWN, UserError
 from maxlm.cluster.message_socket import MAX_PROCESSES
-from maxlm.config.errors import SHOWN, UserError
 
 TPU_PORT = 8482  # of process 0 where the launcher names only a host: jax's own default
 COORDINATOR, COUNT, PROCESS = "coordinator", "process_count", "process_id"

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 
 SECRET = "MAXLM_CLUSTER_SECRET"  # noqa: S105 -- the name of the environment variable
 MAKE_SECRET = f"export {SECRET}=$(openssl rand -hex 32)"  # once, and the same on all hosts

@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from maxlm.base.errors import ExitCode
 from maxlm.cluster import progress_file
 from maxlm.cluster.coordinator import ReturningProcesses
 from maxlm.cluster.environment import ProcessSpec, process_label
 from maxlm.cluster.message_socket import MAX_NAME, ConnectionLostError, MessageSocket, ipv4_if_mapped, sendable
-from maxlm.config.errors import ExitCode
 
 SETTLE_SECONDS = 2.0  # in which the report of a lost host overtakes the errors that it causes in the others
 CLOSE_SETTLE_SECONDS = (

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError
-from maxlm.config.paths import read_file
-from maxlm.hardware.host import FROM_SUPERVISOR
+from maxlm.base.errors import UserError
+from maxlm.base.host import FROM_SUPERVISOR
+from maxlm.base.paths import read_file
 
 VARIABLE, _ = FROM_SUPERVISOR
 

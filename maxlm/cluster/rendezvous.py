@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from maxlm.base.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
 from maxlm.cluster import message_socket, progress_file
 from maxlm.cluster.coordinator import (
     MAX_PENDING,
@@ -37,7 +38,6 @@ from maxlm.cluster.environment import ProcessSpec, host_and_port, process_label,
 from maxlm.cluster.message_socket import SECRET, AuthenticationError, ConnectionLostError, Message, MessageSocket, own_name
 from maxlm.cluster.process_group import ProcessGroup
 from maxlm.cluster.quorum import Quorum, candidates
-from maxlm.config.errors import WRONG_PATH, ExitCode, UnavailableError, UserError
 
 RETRY_SECONDS = 0.2  # at first; later up to ten times as long, or a thousand hosts would overload the name service
 OWN_FILES = 1024  # that process 0 may open in addition to its sockets

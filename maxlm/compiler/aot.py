@@ -20,9 +20,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxlm.base.errors import UserError
 from maxlm.compiler import gpu_compiler, program_cache
 from maxlm.compiler.hidden_stderr import hidden_stderr
-from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.topologies import Topology, near

@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.hardware.chips import Chip, facts
 from maxlm.hardware.topologies import Topology
 

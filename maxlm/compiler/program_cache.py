@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.paths import expand_home, read_file, user_path
-from maxlm.telemetry.atomic import replacing
+from maxlm.base.atomic import replacing
+from maxlm.base.paths import expand_home, read_file, user_path
 
 _log = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxlm.base.errors import UserError
 from maxlm.compiler.aot import CompiledStep, Job, Memory, cached_step, compile_job, in_memory, keep_step, prepare
-from maxlm.config.errors import UserError
 from maxlm.hardware.topologies import Topology
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from maxlm.config.loader import LoadedConfig, load

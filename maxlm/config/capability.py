@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from maxlm.config.errors import Problem
+from maxlm.base.errors import Problem
 from maxlm.config.fields import Section
 from maxlm.hardware.topologies import either
 

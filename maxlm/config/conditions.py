@@ -5,8 +5,8 @@ import operator
 import re
 from typing import Literal, NamedTuple, NoReturn
 
-from maxlm.config import paths
-from maxlm.config.errors import is_number
+from maxlm.base import paths
+from maxlm.base.errors import is_number
 
 Operator = Literal["==", "!=", ">=", "<=", ">", "<", "in"]
 Kind = Literal["bool", "int", "float", "text"]  # of a field of the metadata

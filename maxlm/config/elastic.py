@@ -7,9 +7,9 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 
+from maxlm.base.errors import ConfigError
 from maxlm.config import rules
 from maxlm.config.axes import divisors
-from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config
 from maxlm.config.sections.diloco import DilocoConfig, shards_of
 from maxlm.config.sections.mesh import MeshConfig

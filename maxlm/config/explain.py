@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from maxlm.config.errors import SHOWN, ConfigError, UnknownSettingError, UserError, shorten, show
+from maxlm.base.errors import SHOWN, ConfigError, UnknownSettingError, UserError, shorten, show
 from maxlm.config.schema import Config
 
 WANTED = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from maxlm.config import paths
+from maxlm.base import paths
 
 INT64 = 2**63 - 1  # no count of ours is larger, and arrays hold no more
 BELOW_ONE = 1 - 2**-25  # larger numbers round to 1 in float32

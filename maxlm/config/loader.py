@@ -21,9 +21,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 import maxlm
+from maxlm.base.errors import SHOWN, UnknownSettingError, UserError, error_kind, shorten, show
+from maxlm.base.paths import expand_home, irregular, open_regular, read_file
 from maxlm.config import assumed, explain, rules
-from maxlm.config.errors import SHOWN, UnknownSettingError, UserError, error_kind, shorten, show
-from maxlm.config.paths import expand_home, irregular, open_regular, read_file
 from maxlm.config.schema import Config
 from maxlm.config.table import config_class
 

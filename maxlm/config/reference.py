@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from maxlm.config.errors import show
+from maxlm.base.errors import show
 from maxlm.config.explain import sections_of
 from maxlm.config.table import config_class
 

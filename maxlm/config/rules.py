@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
 
+from maxlm.base.errors import ConfigError, Problem
 from maxlm.config import axes
 from maxlm.config.capability import divisors_text, value_of
-from maxlm.config.errors import ConfigError, Problem
 from maxlm.config.schema import Config
 from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig

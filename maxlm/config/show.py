@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from maxlm.base.errors import printable
 from maxlm.config.assumed import ASSUMED
-from maxlm.config.errors import printable
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
+from maxlm.base.errors import UserError, quoted
 from maxlm.config import sections
 from maxlm.config.capability import FIGURES, FLOAT32, LENGTHS, Capability, Inert, Problems, Sizes, State, StateEntry, load, value_of
-from maxlm.config.errors import UserError, quoted
 from maxlm.config.explain import sections_of
 from maxlm.config.fields import Section
 from maxlm.config.schema import Config

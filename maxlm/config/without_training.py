@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maxlm.base.errors import UserError, show
 from maxlm.config import rules
-from maxlm.config.errors import UserError, show
 from maxlm.config.loader import COMMAND_LINE, validate
 from maxlm.config.schema import Config, ModelConfig
 

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxlm.config import directory_lock
-from maxlm.config.errors import UserError, as_user_error, system_errors
-from maxlm.config.paths import read_file
+from maxlm.base import directory_lock
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UserError, as_user_error, system_errors
+from maxlm.base.paths import read_file
 from maxlm.corpus.engine import FORMAT, make_plan, run as run_passes
 from maxlm.corpus.executors import make_executor
 from maxlm.corpus.filters import ScorerSource
 from maxlm.corpus.page import megabytes, page, searched, unread
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tally import total
-from maxlm.telemetry.atomic import write_text
 
 LOCK_SECONDS = 5.0  # for which a run that is about to end may still use the output
 
@@ -64,7 +64,7 @@ def render(report: dict[str, Any], output: Path) -> None:
     """Print what each pass left and removed."""
     from rich.table import Table
 
-    from maxlm.config.console import Console
+    from maxlm.base.console import Console
 
     came, size = total(report["passes"][0]["came"])
     table = Table("pass", "left", "text left", "removed", "most frequent reasons")

@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from maxlm.config import conditions, directory_lock
-from maxlm.config.errors import UnavailableError, UserError, shorten, system_errors
-from maxlm.config.paths import read_file, user_path
+from maxlm.base import directory_lock
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UnavailableError, UserError, shorten, system_errors
+from maxlm.base.paths import read_file, user_path
+from maxlm.config import conditions
 from maxlm.corpus import shards
 from maxlm.corpus.document import Document, Removed, is_tagged, tag
 from maxlm.corpus.filters import Filter, ScorerSource, build_filters, removed, run_together, takes_many
@@ -33,7 +35,6 @@ from maxlm.corpus.tally import Tally, add, total
 from maxlm.corpus.tasks import Task, divide, fingerprint
 from maxlm.documents.files import SourceFile, find_once, folders, version_of
 from maxlm.documents.records import REASONS
-from maxlm.telemetry.atomic import write_text
 
 FORMAT = 11  # of the output: raise it when the same settings would give other documents
 FIRST = "filter"  # name of the first pass, which reads and filters

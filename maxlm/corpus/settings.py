@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from maxlm.base.errors import ConfigError
 from maxlm.config import conditions
-from maxlm.config.errors import ConfigError
 from maxlm.config.fields import Section
 from maxlm.corpus.decontaminate import DecontaminateSettings
 from maxlm.corpus.dedup.settings import DedupSettings

@@ -12,12 +12,12 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from maxlm.base.atomic import replacing, write_text
+from maxlm.base.paths import read_file
 from maxlm.config.conditions import Kind
-from maxlm.config.paths import read_file
 from maxlm.corpus.document import Document, Removed, Value
 from maxlm.documents.columns import column, structs
 from maxlm.documents.stream import zstd
-from maxlm.telemetry.atomic import replacing, write_text
 
 LEVEL = 3  # of zstd: one thread, so that the bytes depend on nothing else
 ENDING, PARQUET = ".jsonl.zst", ".parquet"

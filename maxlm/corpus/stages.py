@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UserError
+from maxlm.base.paths import read_file
 from maxlm.config.conditions import Kind
-from maxlm.config.errors import UserError
-from maxlm.config.paths import read_file
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, Frequencies
 from maxlm.corpus.dedup.clusters import cluster
 from maxlm.corpus.dedup.lines import Unit, find_repeated, split, without, write_occurrences
@@ -27,7 +28,6 @@ from maxlm.corpus.document import Document, Removed, cut_text
 from maxlm.corpus.settings import CorpusSettings
 from maxlm.corpus.tasks import Task
 from maxlm.documents.columns import joined, kinds_of
-from maxlm.telemetry.atomic import write_text
 
 Stream = Iterator[Document | Removed]
 PARQUET = "parquet"  # the stage that removes nothing

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxlm.base.errors import ConfigError, UserError, show
 from maxlm.compiler.aot import CompiledStep
 from maxlm.config import rules
-from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.memory import MemoryConfig
 from maxlm.cost.network import AxisLinks

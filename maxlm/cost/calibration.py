@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import read_file
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import read_file
 from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import Achieved
 from maxlm.hardware.cpu_speeds import CpuSpeeds, Rate

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import check_out
 from maxlm.config import assumed, load, rules
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
 from maxlm.config.loader import LoadedConfig
-from maxlm.config.paths import check_out
 from maxlm.cost import calibration
 from maxlm.hardware.topologies import Topology
 

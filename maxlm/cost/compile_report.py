@@ -8,8 +8,8 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from maxlm.base.console import Console
 from maxlm.compiler.aot import CompiledStep, build
-from maxlm.config.console import Console
 from maxlm.config.schema import Config
 from maxlm.cost import advice, quantized_matmuls
 from maxlm.cost.advice import Suggestion, place, surprises

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxlm.config.errors import UserError
-from maxlm.config.paths import check_out
+from maxlm.base.errors import UserError
+from maxlm.base.paths import check_out
 from maxlm.cost.compile_command import load_for_machine, output_console, progress
 
 

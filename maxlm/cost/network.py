@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.cost.efficiency import NVLINK_SHARE
 from maxlm.hardware.chips import DCN_S, HOP_S, SWITCH_S, Chip
 from maxlm.hardware.topologies import is_tpu

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config import rules
-from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import Config
 from maxlm.cost import calibration
 from maxlm.cost.calibration import FIELD, Calibration, of_config

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
+from maxlm.base.errors import UserError, error_kind
 from maxlm.compiler.hidden_stderr import Log, write_stderr_to
-from maxlm.config.errors import UserError, error_kind
 from maxlm.config.schema import Config
 from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.hardware.topologies import Topology

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.sections.prepare import ChatConfig, PreferencesConfig, PromptResponseConfig
 from maxlm.data.chat_template import ChatTemplate, Conversation, Rendered
 from maxlm.data.encoding import Note

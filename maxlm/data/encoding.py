@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.data.metadata import About
 from maxlm.data.readers import Document

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.batch_sizes import BatchSizes
-from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
 from maxlm.data import manifest, marks
 from maxlm.data.batch import Batch, batch_of_windows

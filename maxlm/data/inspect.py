@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from maxlm.config.errors import printable
+from maxlm.base.errors import printable
 from maxlm.data import marks
 from maxlm.data.manifest import SPLITS
 from maxlm.data.selection import Metadata, has_metadata, values_line

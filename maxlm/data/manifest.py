@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.fields import Section
 from maxlm.data import storage
 from maxlm.data.marks import Content

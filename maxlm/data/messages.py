@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data.chat_template import Arguments, Conversation, Message, shared_length
 
 FIELD = "data.prepare.conversations"

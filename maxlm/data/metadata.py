@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import parquet
 
+from maxlm.base.errors import UserError
 from maxlm.config.conditions import Kind
-from maxlm.config.errors import UserError
 from maxlm.data import storage
 from maxlm.data.manifest import METADATA
 from maxlm.documents.columns import KINDS, Value, column, encodable, join, joined, kinds_of, scalars

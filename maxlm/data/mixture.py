@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.config import paths
-from maxlm.config.errors import ConfigError
+from maxlm.base import paths
+from maxlm.base.errors import ConfigError
 from maxlm.config.schema import DataConfig
 from maxlm.config.sections.mixture import MixtureConfig, SourceConfig
 from maxlm.data import manifest

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from maxlm.base.errors import UserError
 from maxlm.config.batch_sizes import BatchSizes
-from maxlm.config.errors import UserError
 
 SHUFFLE_LIMIT = 2**32  # grain's shuffle counts in 32 bits, and wraps around silently above
 SHARES = 2**32  # weights are rounded to this fraction of the whole

@@ -15,10 +15,11 @@ from typing import Any
 
 from rich.progress import Progress, TimeElapsedColumn
 
-from maxlm.config import directory_lock
-from maxlm.config.console import Console
-from maxlm.config.errors import ConfigError, UserError, setting_error, show
-from maxlm.config.paths import is_remote, user_path
+from maxlm.base import directory_lock
+from maxlm.base.console import Console
+from maxlm.base.errors import ConfigError, UserError, setting_error, show
+from maxlm.base.host import host_memory, in_bytes
+from maxlm.base.paths import is_remote, user_path
 from maxlm.config.schema import DataConfig
 from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data import manifest, marks, storage
@@ -33,7 +34,6 @@ from maxlm.data.sources import Digests, SourceFile, combined, digests, find_file
 from maxlm.data.template_files import opening_of, template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress
-from maxlm.hardware.host import host_memory, in_bytes
 
 SAVE_SECONDS = 30.0  # between two saves of the progress
 PROCESS_BYTES = 10 << 20  # memory of a Python process that tokenizes, at the very least

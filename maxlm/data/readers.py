@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import date, datetime, time
 from typing import Any, NamedTuple
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data.metadata import About, about
 from maxlm.data.sources import FIELD, SourceFile, text_of
 from maxlm.documents.reader import records

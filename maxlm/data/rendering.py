@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.workers import end_with_parent, workers_without_signals
 from maxlm.data.chat_template import ChatTemplate, Conversation, Rendered, Renderer, TemplateError, one_line
 from maxlm.data.messages import RowError

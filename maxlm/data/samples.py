@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data import storage
 from maxlm.data.token_store import TokenStore
 

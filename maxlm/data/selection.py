@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from maxlm.base.errors import ConfigError, UserError, show
 from maxlm.config import conditions
 from maxlm.config.conditions import Condition, Kind
-from maxlm.config.errors import ConfigError, UserError, show
 from maxlm.data import manifest, storage
 from maxlm.data.metadata import ID, TOKENS
 from maxlm.data.storage import DamagedStoreError

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from maxlm.config.errors import printable
+from maxlm.base.errors import printable
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import PADDING, SampleOrder, batch_number, counts_at
 from maxlm.data.selection import Metadata, has_metadata

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.documents.files import SourceFile, each_once, find, open_input, reading
 
 __all__ = ["Digests", "SourceFile", "combined", "digests", "find_files", "text_of"]

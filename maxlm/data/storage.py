@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from maxlm.config import directory_lock
-from maxlm.config.errors import UnavailableError, UserError
-from maxlm.config.paths import irregular, is_remote, read_file
-from maxlm.config.transient import is_transient
+from maxlm.base import directory_lock
+from maxlm.base.errors import UnavailableError, UserError
+from maxlm.base.paths import irregular, is_remote, read_file
+from maxlm.base.transient import is_transient
 
 CRC_BYTES = 4
 MOST_BYTES = 2**32  # of a small object, such as a manifest

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Bpe
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.sections.prepare import ChatConfig, PreferencesConfig, PromptResponseConfig
 from maxlm.data import manifest
 from maxlm.data.chat_template import ChatTemplate

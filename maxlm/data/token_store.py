@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from maxlm.config.errors import MissingError, UnavailableError, UserError
-from maxlm.config.paths import is_remote
-from maxlm.config.transient import retried
+from maxlm.base.errors import MissingError, UnavailableError, UserError
+from maxlm.base.paths import is_remote
+from maxlm.base.transient import retried
 from maxlm.data import manifest, marks, storage
 from maxlm.data.manifest import REMAKE, Split, SplitInfo, StoreInfo
 from maxlm.data.storage import DIGEST_BYTES, ArrayLayout, DamagedStoreError

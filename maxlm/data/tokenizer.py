@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer as Bpe, decoders, models, pre_tokenizers, trainers
 
-from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.paths import is_remote, read_file, user_path
+from maxlm.base.errors import ConfigError, UserError
+from maxlm.base.paths import is_remote, read_file, user_path
 from maxlm.data import manifest, storage
 from maxlm.data.text_frame import FRAME, TextFrame, started_frame
 from maxlm.documents.files import read_url, reading

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config import directory_lock
-from maxlm.config.errors import error_kind
+from maxlm.base import directory_lock
+from maxlm.base.errors import error_kind
 from maxlm.data import storage
 from maxlm.data.manifest import PROGRESS, SPLITS, Split, SplitInfo, fingerprint
 from maxlm.data.metadata import About, MetadataWriter

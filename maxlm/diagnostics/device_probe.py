@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxlm.base.transient import message_line
 from maxlm.config import UserError
 from maxlm.config.schema import Config
-from maxlm.config.transient import message_line
 from maxlm.parallel import build_mesh
 from maxlm.run.jax_setup import enable_compilation_cache, select_platform
 from maxlm.training import fits

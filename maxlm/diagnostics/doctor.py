@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from maxlm.base.host import host_memory
+from maxlm.base.paths import is_remote
 from maxlm.cluster.accelerators import Accelerator, find_accelerators, remedy
-from maxlm.config.paths import is_remote
 from maxlm.hardware.chips import chip_of
-from maxlm.hardware.host import host_memory
 
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 13))  # oldest and newest that maxlm is tested on

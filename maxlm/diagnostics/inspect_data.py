@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError
+from maxlm.base.paths import is_remote, store_argument, user_path
 from maxlm.config.loader import RUN_CONFIG, find, load
-from maxlm.config.paths import is_remote, store_argument, user_path
 from maxlm.config.schema import Config
 
 ROWS = 8  # of a batch that are printed

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from maxlm.base.errors import error_kind
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import Config, UserError
-from maxlm.config.errors import error_kind
 from maxlm.config.sections.profile import ProfileConfig
 from maxlm.config.table import identity
 from maxlm.parallel import build_mesh

@@ -15,9 +15,9 @@ from io import BufferedReader
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, cast
 
-from maxlm.config.errors import UnavailableError, UserError, as_user_error, error_kind, shorten
-from maxlm.config.paths import is_remote, open_regular
-from maxlm.config.transient import first_line, is_transient, retried
+from maxlm.base.errors import UnavailableError, UserError, as_user_error, error_kind, shorten
+from maxlm.base.paths import is_remote, open_regular
+from maxlm.base.transient import first_line, is_transient, retried
 from maxlm.documents.formats import RECORDS, format_by_name, suffix_of, suffixes_of
 
 # Names by which file systems of fsspec tell the content or the time of a file, hashes before times.

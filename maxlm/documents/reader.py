@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from maxlm.config.errors import UnavailableError, UserError, error_kind, shorten
-from maxlm.config.transient import first_line, is_transient
+from maxlm.base.errors import UnavailableError, UserError, error_kind, shorten
+from maxlm.base.transient import first_line, is_transient
 from maxlm.documents.csv_records import read_csv
 from maxlm.documents.files import open_input
 from maxlm.documents.formats import HEAD, LFS_POINTER, PARQUET, Format, foreign_format, format_by_name, format_of, suffix_of

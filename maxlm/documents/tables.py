@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 import pyarrow
 from pyarrow import parquet, types
 
-from maxlm.config.transient import is_transient
+from maxlm.base.transient import is_transient
 from maxlm.documents.formats import PARQUET
 from maxlm.documents.json_records import of_json
 from maxlm.documents.records import MIB, NESTED, DamagedError, Found, Record, Wanted, defect, record_of

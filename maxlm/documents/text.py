@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 
 UTF8_SHARE = 4  # valid characters per wrong byte from which damaged UTF-8 is likelier than another encoding
 PIECE = 16384  # characters that are normalised at once, up to the next line feed

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError
+from maxlm.base.strict_json import dumps
 from maxlm.evaluation.opening import Opened, open_model
 from maxlm.evaluation.prompts import Prompts
 from maxlm.evaluation.results import Result, check_unused, result_file, table, write_result
 from maxlm.evaluation.run_task import rehearse, run_task, settings_of
 from maxlm.evaluation.task import PerplexityTask, Task, find_tasks
 from maxlm.models import count_parameters
-from maxlm.telemetry.strict_json import dumps
 
 
 def evaluate(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from maxlm.config.errors import UserError, show
+from maxlm.base.errors import UserError, show
 from maxlm.config.table import weights_kinds
 from maxlm.evaluation.language_model import LanguageModel
 from maxlm.evaluation.opening import open_model

@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import maxlm
+from maxlm.base.atomic import AppendFile
+from maxlm.base.errors import UserError
+from maxlm.base.strict_json import dumps, read_objects
 from maxlm.checkpoint.digest import digest
-from maxlm.config.errors import UserError
 from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.data.stops import Stops
 from maxlm.data.tokenizer import Tokenizer
@@ -24,8 +26,6 @@ from maxlm.evaluation.requests import Request, Window, distinct, likelihood_wind
 from maxlm.evaluation.scoring import Scorer
 from maxlm.inference.generate import Sampler, batch_rows, cache_slots, continue_ids, prepare
 from maxlm.models import Parameters
-from maxlm.telemetry.atomic import AppendFile
-from maxlm.telemetry.strict_json import dumps, read_objects
 from maxlm.training.fits import Part, check_generation
 
 PROMPTS = 16  # generated together, at least: the devices that split a batch divide the number

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from maxlm.base.paths import read_file
 from maxlm.config import Config, UserError
-from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig, PrecisionConfig
 from maxlm.config.without_training import command_line, without_training
 from maxlm.evaluation.language_model import LanguageModel

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.config.errors import UserError, show
+from maxlm.base.errors import UserError, show
 from maxlm.evaluation import template
 from maxlm.evaluation.task import ExactMatchTask, Item, MultipleChoiceTask, Task, read_items
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 
 Ids = tuple[int, ...]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from maxlm.config.errors import UserError
-from maxlm.telemetry.atomic import write_text
-from maxlm.telemetry.strict_json import dumps, read_objects
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UserError
+from maxlm.base.strict_json import dumps, read_objects
 
 RESAMPLES, SEED = 1000, 0
 DRAWN = 2**22  # indices at a time

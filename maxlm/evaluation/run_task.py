@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import read_file
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import read_file
 from maxlm.data.token_store import TokenStore
 from maxlm.evaluation import template
 from maxlm.evaluation.language_model import LanguageModel, Rehearsal

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.evaluation.packing import Packed, pack, row_length, rows_of
 from maxlm.evaluation.requests import Score, Window

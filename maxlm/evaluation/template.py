@@ -4,7 +4,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.config.errors import UserError, shorten, show
+from maxlm.base.errors import UserError, shorten, show
 
 
 def check(template: str, where: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxlm.base.errors import UserError
 from maxlm.cluster import agree
-from maxlm.config.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.data.stops import turn_ends
 from maxlm.data.tokenizer import started_tokenizer

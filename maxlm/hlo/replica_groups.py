@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 
 Groups = tuple[tuple[int, ...], ...]
 UNKNOWN = ("unknown",)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data import manifest
 from maxlm.data.chat_template import Conversation
 from maxlm.data.conversations import turn_end

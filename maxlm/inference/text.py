@@ -9,9 +9,9 @@ from pathlib import Path
 
 import jax
 
+from maxlm.base.console import Console
+from maxlm.base.paths import read_file
 from maxlm.config import Config, UserError
-from maxlm.config.console import Console
-from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.samples import most_generated
 from maxlm.config.without_training import command_line, without_training

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from maxlm.base.errors import quoted
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
-from maxlm.config.errors import quoted
 from maxlm.config.loader import saved_text
 from maxlm.config.schema import CheckpointConfig
 from maxlm.interop.importing import MODEL, write_model

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from maxlm.base.errors import shorten
 from maxlm.config import UserError
-from maxlm.config.errors import shorten
 from maxlm.interop import weights
 from maxlm.interop.families import Family
 from maxlm.interop.hf_export_config import family_of

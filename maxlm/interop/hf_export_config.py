@@ -1,6 +1,6 @@
 """The config.json that describes a model of ours: the family whose config, read again, gives the same settings."""
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.fields import flatten
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.mtp import MtpConfig

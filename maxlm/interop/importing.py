@@ -11,12 +11,12 @@ import jax
 from jax.sharding import Mesh
 from ruamel.yaml import YAML
 
+from maxlm.base.errors import quoted, some
+from maxlm.base.paths import read_file
 from maxlm.checkpoint import Checkpoints
 from maxlm.cluster.agree import on_all
 from maxlm.config import Config, UserError, load
-from maxlm.config.errors import quoted, some
 from maxlm.config.loader import saved_text
-from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.data import manifest
 from maxlm.data.template_files import published_opening

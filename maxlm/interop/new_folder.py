@@ -13,8 +13,8 @@ from pathlib import Path
 
 import jax
 
+from maxlm.base.errors import UserError, error_kind
 from maxlm.cluster.agree import from_process_0, on_all, require_equal
-from maxlm.config.errors import UserError, error_kind
 
 SHARED_SECONDS = 10.0  # that a network file system may take to show a new folder
 REMOVAL_SECONDS = 5.0  # until threads that still write into it, such as a checkpoint's, have ended

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.errors import UserError, shorten
-from maxlm.config.paths import read_file
+from maxlm.base.errors import UserError, shorten
+from maxlm.base.paths import read_file
 from maxlm.data import manifest
 
 CONFIG, GENERATION = "config.json", "generation_config.json"  # as transformers names them

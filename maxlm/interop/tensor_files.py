@@ -14,9 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from maxlm.config.errors import UserError, error_kind, some
-from maxlm.config.paths import open_regular, read_file
-from maxlm.config.transient import first_line
+from maxlm.base.errors import UserError, error_kind, some
+from maxlm.base.paths import open_regular, read_file
+from maxlm.base.transient import first_line
 from maxlm.interop import packed
 from maxlm.interop.copying import all_finite, widened
 from maxlm.interop.hf_config import OTHER_TOWERS, TEXT_TOWER

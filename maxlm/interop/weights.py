@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from maxlm.config.errors import UserError, some
+from maxlm.base.errors import UserError, some
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.copying import bounds_of, copy_part, empty_aligned, is_inside
 from maxlm.interop.families import Family

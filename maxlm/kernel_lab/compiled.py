@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError
 from maxlm.hardware.chips import chip_named
 from maxlm.kernel_lab import hopper
 from maxlm.kernel_lab.counted import table

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError
 from maxlm.hardware.topologies import parse
 from maxlm.kernel_lab.problems import OPERATIONS
 from maxlm.telemetry.formatting import percent

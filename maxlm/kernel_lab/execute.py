@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.hardware.chips import LANES
 from maxlm.kernel_lab.bundles import Code, Instruction
 

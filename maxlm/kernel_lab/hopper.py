@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from maxlm.base.errors import UserError
 from maxlm.compiler.gpu_compiler import devices, make_ready, missing, show_tools
-from maxlm.config.errors import UserError
 from maxlm.hardware.topologies import parse
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError
 from maxlm.hardware import chips as hardware
 from maxlm.kernel_lab import compiled, counted, measured
 from maxlm.kernel_lab.counted import Row, table

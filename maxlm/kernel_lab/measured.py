@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.console import Console
+from maxlm.base.console import Console
 from maxlm.hardware.chips import chip_named, chip_of
 from maxlm.kernel_lab.counted import table
 from maxlm.kernel_lab.problems import PROBLEMS, Problem, shape_of

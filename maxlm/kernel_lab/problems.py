@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.kernels import attention, gated_mlp, grouped_matmul, linear_cross_entropy
 from maxlm.kernels.attention.shapes import SHAPES as ATTENTION, AttentionShape
 from maxlm.kernels.grouped_matmul.shapes import SHAPES as GROUPED, GroupedShape

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.ladder.fits import Fit, fit, limits, ratio_varies
 from maxlm.ladder.forms import FORMS, Floats, Runs
 from maxlm.ladder.grid import epochs

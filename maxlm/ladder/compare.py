@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 from scipy.special import stdtrit
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.fields import flatten
 from maxlm.ladder.grid import Rung, make_grid, variant
 from maxlm.ladder.runs import Found, find, train, write_configs

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import t as student
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.ladder.forms import Floats, Form, Runs
 
 SAMPLES = 200  # of the bootstrap

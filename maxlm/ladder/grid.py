@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.loader import load
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data import manifest

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from maxlm.config.console import Console
-from maxlm.config.directory_lock import locked
-from maxlm.config.errors import UserError, some
+from maxlm.base.atomic import write_text
+from maxlm.base.console import Console
+from maxlm.base.directory_lock import locked
+from maxlm.base.errors import UserError, some
+from maxlm.base.strict_json import dumps
 from maxlm.config.loader import load_as
 from maxlm.ladder import compare
 from maxlm.ladder.analysis import Analysis, Optimum, analyse, best_for, doubts_of
@@ -19,9 +21,7 @@ from maxlm.ladder.grid import Rung, assumed, base_of, epochs, make_grid, token_c
 from maxlm.ladder.page import page
 from maxlm.ladder.runs import Found, find, train, write_configs
 from maxlm.ladder.settings import LadderSettings
-from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.formatting import count, duration
-from maxlm.telemetry.strict_json import dumps
 
 PAGE, RESULT, COMPARISON = "ladder.html", "ladder.json", "comparison.json"
 BEYOND = (1, 10, 100, 1000)  # times the FLOPs of the largest run, for which the page says the best size

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, Field, Strict, ValidationError, model_validator
 
-from maxlm.config.errors import UserError, error_kind, printable, quoted, shorten
+from maxlm.base.errors import UserError, error_kind, printable, quoted, shorten
+from maxlm.base.paths import read_file
 from maxlm.config.loader import COMMAND_LINE, load
-from maxlm.config.paths import read_file
 from maxlm.config.schema import ModelConfig
 from maxlm.ladder.analysis import doubts
 from maxlm.ladder.fits import SHARE, Fit, limits

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm.config.errors import ExitCode, UserError, error_kind, show
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import ExitCode, UserError, error_kind, show
+from maxlm.base.paths import read_file
 from maxlm.config.fields import flatten
 from maxlm.config.loader import dump, load
-from maxlm.config.paths import read_file
 from maxlm.ladder.forms import Runs
 from maxlm.ladder.grid import Rung
 from maxlm.supervision.launch import Supervisor
-from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.report.load import load_run
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from maxlm.config.errors import ConfigError
+from maxlm.base.errors import ConfigError
 from maxlm.config.fields import Fraction, LocalPath, NonNegative, Positive, PositiveFloat, Section, Seed, Text, Tokens, flatten
 
 MOST_RUNS = 1000

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.sections.offload_state import NvmeConfig
 from maxlm.memory.scratch import FIELD, Buffer, ScratchFile, aligned
 from maxlm.memory.spaces import HOST, on_device

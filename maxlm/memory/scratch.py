@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from maxlm.config.errors import UnavailableError, UserError, error_kind
+from maxlm.base.errors import UnavailableError, UserError, error_kind
 
 ALIGN = 4096  # of offsets, sizes and addresses: direct I/O on any disk
 REQUEST_BYTES = 16 * 2**20

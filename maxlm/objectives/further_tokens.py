@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxlm.base.metric import Metric
 from maxlm.data.batch import Batch
 from maxlm.models.decoder import Decoder, DecoderOutput, join_routing
 from maxlm.objectives.objective import NextToken, Sums
-from maxlm.telemetry.metric import Metric
 
 
 class BatchAhead(NamedTuple):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from maxlm.base.metric import Metric
 from maxlm.config.schema import Config
 from maxlm.data.batch import Batch, batch_of_windows
 from maxlm.kernels import CrossEntropySums
@@ -17,7 +18,6 @@ from maxlm.models.decoder import unembedding_loss
 from maxlm.models.layers import Scan
 from maxlm.parallel import constrain, context_size
 from maxlm.parallel.context import in_sequence
-from maxlm.telemetry.metric import Metric
 
 # B batch, S sequence, T = S + 1, D model width
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from maxlm.base.metric import Metric
 from maxlm.config.sections.objective import DpoConfig
 from maxlm.models import Decoder, DecoderOutput
 from maxlm.models.decoder import unembedding_loss, unembedding_scores
 from maxlm.objectives.objective import ArraySpec, Sums
 from maxlm.objectives.supervised import FILLING, PackedRows
-from maxlm.telemetry.metric import Metric
 
 # B batch, S sequence, P pairs of a row at most, G segments of a row at most: 2 P, and 0 for padding
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from maxlm.base.metric import Metric
 from maxlm.data.batch import batch_of_segments
 from maxlm.models import Routing
 from maxlm.objectives.further_tokens import FurtherTokens
 from maxlm.objectives.objective import NextToken, Sums
-from maxlm.telemetry.metric import Metric
 
 FILLING = (
     Metric("filled", "Places of rows that hold a token", "share of places", reduce="sum"),

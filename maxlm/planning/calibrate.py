@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import check_out
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import check_out
 from maxlm.config.schema import MeshConfig
 from maxlm.cost.calibration import Calibration, Factors, Measured
 from maxlm.cost.compile_command import output_console, progress
@@ -27,7 +28,6 @@ from maxlm.hardware.cpu_speeds import MatmulSpeed
 from maxlm.parallel.mesh import lay_mesh
 from maxlm.planning.calibrate_cpu import cpu_speeds
 from maxlm.run.jax_setup import select_platform
-from maxlm.telemetry.atomic import write_text
 
 MATMUL_SIZES = (1024, 2048, 4096, 8192)  # grown until a matmul takes `LONG_S`; the fastest counts
 LONG_S = 0.02

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
+from maxlm.base.errors import ConfigError
 from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config import rules
-from maxlm.config.errors import ConfigError
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.cost.compile_command import output_console, progress
 from maxlm.cost.verify import Compiler, Verdict

@@ -16,7 +16,7 @@ from typing import get_args
 
 import numpy as np
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.sections.memory import RematName
 from maxlm.config.sections.mesh import ContextAttention
 from maxlm.cost.verify import Verdict

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from maxlm.base.errors import ConfigError
 from maxlm.config import axes, rules
 from maxlm.config.axes import divisors
-from maxlm.config.errors import ConfigError
 from maxlm.config.schema import Config, ModelConfig, PipelineConfig
 from maxlm.config.sections.memory import RematName
 from maxlm.config.sections.mesh import AXES, ContextAttention

@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.compiler.aot import available_hbm, devices, why_not
-from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.loader import LoadedConfig
 from maxlm.config.schema import Config
 from maxlm.cost.advice import changed

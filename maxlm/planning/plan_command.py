@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ruamel.yaml import YAML
 
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import check_out, read_file
 from maxlm.config.capability import Capability
-from maxlm.config.errors import UserError, error_kind
 from maxlm.config.fields import flatten
 from maxlm.config.loader import COMMAND_LINE, SHIPPED, LoadedConfig, find, load
-from maxlm.config.paths import check_out, read_file
 from maxlm.config.schema import ClusterConfig, Config
 from maxlm.config.sections.cluster import topology_of
 from maxlm.config.table import present
@@ -27,7 +28,6 @@ from maxlm.hardware.chips import CHIPS, GIB, Chip, MatmulFormat
 from maxlm.hardware.published_runs import correction
 from maxlm.hardware.topologies import is_tpu, near, parse
 from maxlm.planning.run_cost import Wanted
-from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.formatting import duration
 
 if TYPE_CHECKING:

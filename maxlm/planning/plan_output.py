@@ -9,7 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Column, Table
 
-from maxlm.config.console import Console
+from maxlm.base.atomic import replacing
+from maxlm.base.console import Console
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB
@@ -20,7 +21,6 @@ from maxlm.planning.gpu_attention import kernel_runs
 from maxlm.planning.layouts import why_microbatches_stay
 from maxlm.planning.plan import Plan, Scale, crossing_axes, describe, machine_name
 from maxlm.planning.run_cost import Wanted
-from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.formatting import count, duration, percent
 
 WIDE = 100  # columns

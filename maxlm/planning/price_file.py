@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from maxlm.config import paths
-from maxlm.config.errors import UserError
+from maxlm.base import paths
+from maxlm.base.errors import UserError
 from maxlm.config.fields import AtLeastOne, NonNegative, PositiveFloat, Section, Text
 from maxlm.config.loader import find, load_as
 from maxlm.config.sections.cost import Currency

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.sections.train import TrainConfig
 from maxlm.hardware.chips import Chip

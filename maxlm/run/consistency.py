@@ -17,9 +17,9 @@ from pathlib import Path
 import jax
 
 import maxlm
+from maxlm.base.paths import is_remote, open_regular, read_file
 from maxlm.cluster import agree
 from maxlm.config import UserError
-from maxlm.config.paths import is_remote, open_regular, read_file
 from maxlm.config.sections.cluster import ClusterConfig, topology_of
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 import maxlm
+from maxlm.base.errors import ConfigError
 from maxlm.cluster import progress_file
 from maxlm.cluster.cluster import Cluster, ClusterPlace
 from maxlm.cluster.coordinator import RendezvousError
 from maxlm.cluster.environment import HOSTS
 from maxlm.cluster.quorum import Quorum, candidates
 from maxlm.config import Config, UserError, elastic
-from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.rules import resolve_mesh
 from maxlm.config.sections.elastic import ElasticConfig

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxlm.base.errors import MissingError, UnavailableError, UserError, as_user_error
 from maxlm.cluster import progress_file
-from maxlm.config.errors import MissingError, UnavailableError, UserError, as_user_error
 from maxlm.config.loader import LoadedConfig, load, validate
 from maxlm.telemetry.run_dir import RunDirectory
 

@@ -6,10 +6,10 @@ import os
 import jax
 from jax._src import compilation_cache, lru_cache
 
+from maxlm.base.errors import UserError, error_kind, shorten
+from maxlm.base.paths import irregular, is_remote, read_file, user_path
 from maxlm.cluster.accelerators import any_device_file, find_accelerators
 from maxlm.compiler import program_cache
-from maxlm.config.errors import UserError, error_kind, shorten
-from maxlm.config.paths import irregular, is_remote, read_file, user_path
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
 from maxlm.hardware.xla_flags import VIRTUAL_DEVICES
 

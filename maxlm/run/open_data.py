@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 
+from maxlm.base.errors import ConfigError
 from maxlm.cluster import agree
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ConfigError
 from maxlm.config.sections.data import DataConfig
 from maxlm.data import manifest, storage
 from maxlm.data.input_pipeline import Pipeline

@@ -14,12 +14,12 @@ from jax.extend.backend import get_backend
 from jax.sharding import Mesh
 
 import maxlm
+from maxlm.base.errors import ConfigError
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.cluster import agree, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config, UserError
-from maxlm.config.errors import ConfigError
 from maxlm.config.loader import dump
 from maxlm.config.sections.prometheus import PrometheusConfig
 from maxlm.config.table import identity

@@ -15,15 +15,15 @@ from pathlib import Path
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base import directory_lock
+from maxlm.base.errors import ExitCode, UnavailableError, UserError
+from maxlm.base.paths import check_regular, is_remote
+from maxlm.base.transient import is_storage_error, retried
 from maxlm.cluster import agree, deadline
 from maxlm.cluster.message_socket import own_name
-from maxlm.config import directory_lock
-from maxlm.config.errors import ExitCode, UnavailableError, UserError
-from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.elastic import ElasticConfig
 from maxlm.config.sections.run import RunConfig
-from maxlm.config.transient import is_storage_error, retried
 from maxlm.run import frozen
 from maxlm.run.open_run import OpenRun
 from maxlm.telemetry.run_dir import RunDirectory, unwritable

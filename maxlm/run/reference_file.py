@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base.atomic import replacing
+from maxlm.base.errors import ConfigError, UnavailableError, UserError
+from maxlm.base.paths import check_regular, is_remote
+from maxlm.base.transient import first_line, is_transient, retried
 from maxlm.checkpoint import manifest
-from maxlm.config.errors import ConfigError, UnavailableError, UserError
-from maxlm.config.paths import check_regular, is_remote
 from maxlm.config.sections.checkpoint import CheckpointConfig
 from maxlm.config.sections.data import DataConfig
 from maxlm.config.sections.run import RunConfig
 from maxlm.config.sections.train import StartFromConfig, TrainConfig
-from maxlm.config.transient import first_line, is_transient, retried
 from maxlm.data.manifest import fingerprint
-from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.run_dir import unwritable
 from maxlm.training.saved_run import open_run
 

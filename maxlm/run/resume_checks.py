@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
+from maxlm.base.atomic import replacing
+from maxlm.base.strict_json import read_objects
 from maxlm.config import Config, UserError, load
 from maxlm.config.fields import flatten
-from maxlm.telemetry.atomic import replacing
 from maxlm.telemetry.course import surviving
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import read_objects
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.rollback import Journal
 from maxlm.training.session import Start

@@ -14,13 +14,15 @@ from typing import Any, Protocol
 import jax
 
 import maxlm
+from maxlm.base.console import Console
+from maxlm.base.errors import ExitCode
+from maxlm.base.metric import charts_of
+from maxlm.base.strict_json import read_objects
 from maxlm.checkpoint.errors import first_line
 from maxlm.cluster import agree, cluster, deadline, progress_file
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.signals import StopSignal
 from maxlm.config import Config, UserError
-from maxlm.config.console import Console
-from maxlm.config.errors import ExitCode
 from maxlm.config.loader import saved_text
 from maxlm.config.table import blamed, build, implementations
 from maxlm.data.stops import turn_ends
@@ -48,14 +50,12 @@ from maxlm.telemetry.gpus import visible_gpus
 from maxlm.telemetry.ledger import read_ledger
 from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
-from maxlm.telemetry.metric import charts_of
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
 from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import read_objects
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.telemetry.unhealthy_hosts import to_replace
 from maxlm.training import findings, fits

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from maxlm.base.background import Background
+from maxlm.base.errors import ExitCode
 from maxlm.cluster.environment import process_label
 from maxlm.cluster.progress_file import Progress
-from maxlm.config.errors import ExitCode
 from maxlm.config.sections.alerts import AlertsConfig
 from maxlm.telemetry.alert_delivery import Delivery, Limit
-from maxlm.telemetry.background import Background
 from maxlm.telemetry.lifetime import Process, append_process
 from maxlm.telemetry.run_dir import RunDirectory
 

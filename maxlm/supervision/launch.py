@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from maxlm.base.errors import ExitCode
 from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.progress_file import Progress
-from maxlm.config.errors import ExitCode
 from maxlm.config.workers import signals_blocked
 from maxlm.supervision.end_log import EndLog
 from maxlm.telemetry.lifetime import Process

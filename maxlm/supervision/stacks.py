@@ -16,8 +16,8 @@ from types import FrameType
 import jax
 
 import maxlm
+from maxlm.base.errors import ExitCode
 from maxlm.cluster import deadline
-from maxlm.config.errors import ExitCode
 from maxlm.supervision.hang import MAX_WHERE, Frame
 
 _OURS, _JAX = Path(maxlm.__file__).parent, Path(jax.__file__).parent

@@ -20,21 +20,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import ExitCode
+from maxlm.base.paths import append_regular, read_file
+from maxlm.base.strict_json import dumps
 from maxlm.cluster import deadline, progress_file
 from maxlm.cluster.process_group import HEARTBEAT_SECONDS, SUSPECT_SECONDS, ProcessGroup
-from maxlm.config.errors import ExitCode
-from maxlm.config.paths import append_regular, read_file
 from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.supervision import stacks
 from maxlm.supervision.hang import COMPILE, SELDOM, WAITS_FOR_STORAGE, Frame, Operation, hung, verdict
 from maxlm.supervision.limits import BACKGROUND_SAVE, DEBUGGER, Limits
 from maxlm.supervision.own_time import SLEEP_SECONDS, OwnTime
 from maxlm.supervision.slow_hosts import SlowHosts, Times
-from maxlm.telemetry.atomic import write_text
 from maxlm.telemetry.goodput import Goodput
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import dumps
 from maxlm.training.progress import LoopProgress
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from maxlm.config.errors import ConfigError
-from maxlm.config.paths import read_file
+from maxlm.base.errors import ConfigError
+from maxlm.base.host import environment_of_commands
+from maxlm.base.paths import read_file
+from maxlm.base.strict_json import dumps, is_number
 from maxlm.config.sections.alerts import AlertsConfig
-from maxlm.hardware.host import environment_of_commands
-from maxlm.telemetry.strict_json import dumps, is_number
 
 HOUR_S = 3600.0
 TRY_AGAIN_S = (1.0, 5.0)  # between three tries

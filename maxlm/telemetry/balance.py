@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from maxlm.telemetry.metric import Metric
+from maxlm.base.metric import Metric
 
 # L layers with experts in order of depth, E experts; leading dims "..." are free
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from maxlm.base.metric import Metric
+from maxlm.base.strict_json import is_finite, read_objects
 from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.chips import chip_of
 from maxlm.hardware.prices import LIST_PRICES, POWERS, site_of
@@ -20,10 +22,8 @@ from maxlm.telemetry.formatting import energy, money
 from maxlm.telemetry.gpus import Gpus
 from maxlm.telemetry.ledger import Attempt, ledger_of, read_attempts, read_events
 from maxlm.telemetry.lifetime import Process
-from maxlm.telemetry.metric import Metric
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_finite, read_objects
 
 JOULES_A_KWH = 3.6e6
 READ_EVERY_S = 1.0  # between readings of the counters, which take milliseconds

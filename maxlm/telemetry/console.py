@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from maxlm.config.console import Console
-from maxlm.hardware.host import in_bytes
+from maxlm.base.console import Console
+from maxlm.base.host import in_bytes
 from maxlm.telemetry.device_memory import PEAK
 from maxlm.telemetry.formatting import WAIT_CAUSES, count, duration, percent, sentence
 from maxlm.telemetry.observer import Event, StepRecord

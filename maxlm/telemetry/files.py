@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlm.telemetry.atomic import AppendFile, replacing
+from maxlm.base.atomic import AppendFile, replacing
+from maxlm.base.strict_json import dumps, read_lines, read_objects
 from maxlm.telemetry.ledger import killed_event, read_events, read_last_record
 from maxlm.telemetry.lifetime import read_beat
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import dumps, read_lines, read_objects
 
 
 class FileObserver:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from maxlm.base.strict_json import is_finite, is_number
 from maxlm.telemetry.observer import Event, evaluated
-from maxlm.telemetry.strict_json import is_finite, is_number
 
 # Figures that are parts of data_wait_s
 HELD_OUT = "eval_loss"  # then _NAME for an average of the parameters, then /NAME of a set

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from maxlm.base.strict_json import is_finite, is_number, read_objects
 from maxlm.telemetry.course import went_back
 from maxlm.telemetry.formatting import duration, percent
 from maxlm.telemetry.goodput import PARTS
 from maxlm.telemetry.lifetime import Beat, Process, read_beat, read_processes
 from maxlm.telemetry.observer import Event, is_step
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_finite, is_number, read_objects
 
 TITLES = {  # the parts, in the order of a report
     "step": "steps that count",

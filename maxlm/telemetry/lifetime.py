@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.config import directory_lock
-from maxlm.config.errors import UserError
-from maxlm.config.paths import append_regular, read_file
-from maxlm.telemetry.strict_json import dumps, is_finite, is_number, read_objects
+from maxlm.base import directory_lock
+from maxlm.base.errors import UserError
+from maxlm.base.paths import append_regular, read_file
+from maxlm.base.strict_json import dumps, is_finite, is_number, read_objects
 
 BEAT_S = 5.0  # between two heartbeats
 

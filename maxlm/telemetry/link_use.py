@@ -9,8 +9,8 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from maxlm.config.errors import error_kind
-from maxlm.telemetry.atomic import replacing
+from maxlm.base.atomic import replacing
+from maxlm.base.errors import error_kind
 from maxlm.telemetry.formatting import figure, percent
 
 GB, MB = 1e9, 1e6

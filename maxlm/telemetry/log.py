@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxlm.config.errors import UserError
-from maxlm.telemetry.atomic import AppendFile
-from maxlm.telemetry.background import Background
+from maxlm.base.atomic import AppendFile
+from maxlm.base.background import Background
+from maxlm.base.errors import UserError
 
 _MAX_EARLY = 10_000  # records buffered before the file exists
 _CLOSE_S = 2.0

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypeGuard
 
-from maxlm.telemetry.background import Background
+from maxlm.base.background import Background
+from maxlm.base.metric import Metric
+from maxlm.base.strict_json import dumps, is_finite, is_number
 from maxlm.telemetry.balance import Balance
-from maxlm.telemetry.metric import Metric
-from maxlm.telemetry.strict_json import dumps, is_finite, is_number
 
 log = logging.getLogger(__name__)
 

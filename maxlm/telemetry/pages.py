@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jinja2
 
+from maxlm.base.strict_json import encodable
 from maxlm.telemetry.formatting import percent
-from maxlm.telemetry.strict_json import encodable
 
 # No network access: a page works from a disk, a mail or a bucket.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"

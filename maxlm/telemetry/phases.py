@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from maxlm.config.console import Console
+from maxlm.base.console import Console
 
 SHORT_S = 1.0  # a shorter phase leaves no line on a terminal
 

@@ -8,14 +8,14 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from maxlm.base.host import in_bytes
+from maxlm.base.strict_json import is_finite, is_number, read_objects
 from maxlm.hardware.chips import GIB
-from maxlm.hardware.host import in_bytes
 from maxlm.telemetry.course import first_step_since
 from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import duration
 from maxlm.telemetry.ledger import read_events
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_finite, is_number, read_objects
 
 SMALLEST_BYTES = GIB  # of a memory that the end of a run tells
 MEMORY, STEP = "memory_bytes", "step_s"  # keys of `predicted`

@@ -15,10 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import maxlm
+from maxlm.base.strict_json import encodable, is_number
 from maxlm.telemetry.ledger import TITLES, Ledger, read_ledger
 from maxlm.telemetry.observer import Event, StepRecord
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import encodable, is_number
 
 log = logging.getLogger(__name__)
 

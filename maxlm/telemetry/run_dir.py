@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxlm.config.errors import ConfigError, setting_error
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import ConfigError, setting_error
 from maxlm.config.rules import check_run_name
-from maxlm.telemetry.atomic import write_text
 
 PROBE_BYTES = 1 << 20  # written and removed again to test the disk
 

@@ -9,7 +9,7 @@ from tensorboardX.proto.event_pb2 import Event as TfEvent, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from maxlm.telemetry.atomic import AppendFile
+from maxlm.base.atomic import AppendFile
 from maxlm.telemetry.balance import peak
 from maxlm.telemetry.observer import Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory

@@ -2,7 +2,7 @@
 
 import json
 
-from maxlm.config.paths import read_file
+from maxlm.base.paths import read_file
 from maxlm.telemetry.run_dir import RunDirectory
 
 STRIKES = 2  # findings that name one device, after which its host is to be replaced

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from maxlm.config.errors import ConfigError
+from maxlm.base.errors import ConfigError
 from maxlm.config.sections.wandb import WandbConfig
 from maxlm.telemetry.observer import CLOSE_S, Event, StepRecord, evaluated
 from maxlm.telemetry.run_dir import RunDirectory

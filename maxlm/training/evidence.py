@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from maxlm.base.atomic import write_text
 from maxlm.data.order import batch_number
-from maxlm.telemetry.atomic import write_text
 from maxlm.training.health import Health
 from maxlm.training.session import RollBack, Session
 

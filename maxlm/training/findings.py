@@ -14,8 +14,8 @@ from typing import Any
 from jax.sharding import Mesh
 from pydantic import BaseModel
 
-from maxlm.config.paths import read_file
-from maxlm.telemetry.atomic import write_text
+from maxlm.base.atomic import write_text
+from maxlm.base.paths import read_file
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.unhealthy_hosts import STRIKES
 from maxlm.training.replicas import Element

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxlm.base.host import host_memory, in_bytes
+from maxlm.base.transient import is_out_of_memory
 from maxlm.config import UserError
 from maxlm.config.axes import BATCH_AXES
 from maxlm.config.capability import FLOAT32, State
@@ -22,9 +24,7 @@ from maxlm.config.layer_parts import layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig, TrainConfig
 from maxlm.config.sections.offload_state import OffloadStateConfig
 from maxlm.config.table import state
-from maxlm.config.transient import is_out_of_memory
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
-from maxlm.hardware.host import host_memory, in_bytes
 from maxlm.kernels.attention.xla import QUERY_BLOCK
 from maxlm.memory.spaces import peak_on_device
 from maxlm.models import count_parameters

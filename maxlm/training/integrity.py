@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlm.base.errors import ConfigError
 from maxlm.checkpoint.digest import digest
 from maxlm.cluster import agree
-from maxlm.config.errors import ConfigError
 from maxlm.config.sections.integrity import IntegrityConfig, on_mesh, on_platform
 from maxlm.telemetry.observer import Event
 from maxlm.training.cell_replay import FURTHER, CellReplay, comparable, erratic, judge_cells, wrong_work

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from maxlm.base.metric import Metric
 from maxlm.config.schema import HealthConfig, ModelConfig
 from maxlm.models.parameters import Parameters, abstract_parameters
 from maxlm.models.stack import within_layer
 from maxlm.objectives import Sums
 from maxlm.telemetry.layer_alarms import LayerFigures
-from maxlm.telemetry.metric import Metric
 from maxlm.training.step import TrainState, Transform
 
 MOST = 1e14  # the sum of the squares of so large entries stays finite up to 3e10 of them

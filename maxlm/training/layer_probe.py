@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from maxlm.base.metric import Metric
 from maxlm.config.axes import BATCH_AXES
 from maxlm.config.schema import HealthConfig, ModelConfig
 from maxlm.kernels.attention.entropy import attention_entropy
@@ -22,7 +23,6 @@ from maxlm.memory.spaces import on_device
 from maxlm.models import BlockContext, Parameters, bind, cast_matrices
 from maxlm.models.decoder import Block
 from maxlm.parallel import constrain
-from maxlm.telemetry.metric import Metric
 from maxlm.training.by_size import BySize
 from maxlm.training.gradients import cast_frozen
 from maxlm.training.layer_figures import RATIO, layer_names, squares

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
+from maxlm.base import directory_lock
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.checkpoints import STORE
 from maxlm.checkpoint.errors import CopyLostError
-from maxlm.config import directory_lock
-from maxlm.config.errors import UserError
 from maxlm.config.sections.health import HealthConfig
 from maxlm.config.table import averages
 from maxlm.data.input_pipeline import Pipeline

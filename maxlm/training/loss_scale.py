@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from maxlm.base.metric import Metric
 from maxlm.config.schema import PrecisionConfig
 from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
-from maxlm.telemetry.metric import Metric
 from maxlm.training.step import TrainState, Transform
 
 LOSS_SCALE = Metric("loss_scale", "Loss scale", "factor of the loss that gradients are computed of", reduce="sum")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from maxlm.base.metric import records
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number, sequences_before
 from maxlm.data.prefetch import Cause
@@ -18,7 +19,6 @@ from maxlm.telemetry.alarms import RoutingAlarms, not_finite
 from maxlm.telemetry.balance import Balance
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.device_memory import PROCESS, ProcessMemory, memory_use
-from maxlm.telemetry.metric import records
 from maxlm.telemetry.observer import Event, Observers, StepRecord
 from maxlm.training.health import ODD_BATCH, Health
 from maxlm.training.layer_figures import figures_of, layer_names

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxlm.base.metric import Metric
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import Sums
-from maxlm.telemetry.metric import Metric
 from maxlm.training.step import GradFn, Transform
 
 NOISE_SCALE = Metric("noise_scale", "Gradient noise scale", "tokens")

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from maxlm.base.host import environment_of_commands
 from maxlm.config.sections.profile import ProfileConfig
-from maxlm.hardware.host import environment_of_commands
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.profile import TRACE
 from maxlm.telemetry.profile.record import abandon_trace, start_trace, stop_trace

@@ -9,7 +9,8 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
+from maxlm.base.metric import Metric
 from maxlm.config.rules import check_chip
 from maxlm.config.schema import Config
 from maxlm.config.table import build
@@ -20,7 +21,6 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
 from maxlm.telemetry.balance import ROUTING_METRICS
-from maxlm.telemetry.metric import Metric
 from maxlm.training.by_size import BySize
 from maxlm.training.gradients import build_gradients, cast_frozen
 from maxlm.training.optimizer import build_optimizer

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlm.base.transient import first_line
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import UserError
-from maxlm.config.transient import first_line
 from maxlm.models.parameters import Parameters
 from maxlm.models.stack import within_layer
 from maxlm.telemetry.observer import Event

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import ConfigError, UserError
+from maxlm.base.paths import read_file
+from maxlm.base.transient import retried
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.cluster import agree
-from maxlm.config.errors import ConfigError, UserError
-from maxlm.config.paths import read_file
 from maxlm.config.sections.health import HealthConfig
-from maxlm.config.transient import retried
 from maxlm.data.order import batch_number
-from maxlm.telemetry.atomic import write_text
 
 LEFT_OUT, COUNT = "left_out", "roll_backs"  # entries of a data position
 

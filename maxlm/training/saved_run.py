@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from maxlm.base.transient import first_line, is_storage_error
 from maxlm.checkpoint import Checkpoints
 from maxlm.checkpoint.errors import UnreachableError
 from maxlm.cluster import agree
@@ -17,7 +18,6 @@ from maxlm.config import Config, UserError
 from maxlm.config.loader import RUN_CONFIG, load_saved
 from maxlm.config.sections.train import TrainConfig
 from maxlm.config.table import averages, build
-from maxlm.config.transient import first_line, is_storage_error
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import abstract_model_state, abstract_parameters, model_state_specs, parameter_specs
 from maxlm.models.adapted_matrix import merged

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.base.transient import RETRY_DELAYS_S
 from maxlm.checkpoint import CheckpointError, digest
 from maxlm.checkpoint.ahead import AheadOfTime
 from maxlm.checkpoint.errors import UnevenSaveError, UnreachableError
 from maxlm.checkpoint.retention import HEALTHY
 from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.cluster import agree
-from maxlm.config.transient import RETRY_DELAYS_S
 from maxlm.memory.disk import load_all
 from maxlm.memory.pieces import fold, pieces_of
 from maxlm.memory.spaces import is_on_host

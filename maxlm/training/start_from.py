@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxlm.base.errors import ConfigError
+from maxlm.base.transient import first_line, is_storage_error, retried
 from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.config import UserError
-from maxlm.config.errors import ConfigError
 from maxlm.config.fields import flatten
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.train import StartFromConfig
-from maxlm.config.transient import first_line, is_storage_error, retried
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.models import (
     Parameters,

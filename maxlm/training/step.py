@@ -15,10 +15,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, UInt32
 
+from maxlm.base.metric import Metric
 from maxlm.config.schema import Config
 from maxlm.models import Parameters, Routing, balance_experts
 from maxlm.objectives import Objective, Sums
-from maxlm.telemetry.metric import Metric
 from maxlm.training.optimizer import learning_rate
 from maxlm.training.state_paths import state_shardings
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from checkpoint_cases import bits, layout, make_state, open_store
 
+from maxlm.base.errors import ExitCode
 from maxlm.checkpoint import CheckpointError, manifest
 from maxlm.checkpoint.errors import UnreachableError
-from maxlm.config.errors import ExitCode
 
 
 def test_round_trip_is_bitwise_though_the_state_is_donated(tmp_path):

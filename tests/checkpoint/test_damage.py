@@ -14,8 +14,8 @@ import pytest
 from checkpoint_cases import bits, layout, make_state, open_store
 from orbax.checkpoint import v1 as ocp
 
+from maxlm.base.errors import ExitCode
 from maxlm.checkpoint import CheckpointError, manifest
-from maxlm.config.errors import ExitCode
 
 FLIPS = 40
 
@@ -151,7 +151,7 @@ def test_what_may_pass_is_not_damage(saved, copy, monkeypatch):
         raise ValueError("UNAVAILABLE: the bucket does not answer")
 
     monkeypatch.setattr("orbax.checkpoint.v1.load", unreachable)
-    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", ())
+    monkeypatch.setattr("maxlm.base.transient.RETRY_DELAYS_S", ())
     with pytest.raises(CheckpointError, match=r"could not be read: .*UNAVAILABLE"):
         open_store(copy).restore(saved[1][3])
 
@@ -255,7 +255,7 @@ def test_the_medium_is_told_from_the_content(saved, monkeypatch, error, transien
         raise error
 
     monkeypatch.setattr(ocp, "load", load)
-    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr("maxlm.base.transient.RETRY_DELAYS_S", (0.0, 0.0))
     with pytest.raises(CheckpointError) as caught:
         open_store(saved[0]).restore(saved[1][3])
     assert "\n" not in str(caught.value) and "Nothing was changed." in str(caught.value)
@@ -273,7 +273,7 @@ def test_a_storage_that_fails_for_a_moment_costs_nothing(saved, monkeypatch, cap
         return real(*args, **kwargs)
 
     monkeypatch.setattr(ocp, "load", load)
-    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("maxlm.base.transient.RETRY_DELAYS_S", (0.0, 0.0, 0.0))
     restored = open_store(saved[0]).restore(saved[1][3])
     assert (restored.step, restored.skipped) == (3, ())
     assert caplog.text.count("is tried again") == 1

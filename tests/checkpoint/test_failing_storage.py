@@ -11,12 +11,12 @@ from checkpoint_cases import IDENTITY, bits, open_store
 from jax.errors import JaxRuntimeError
 from test_processes import run
 
+from maxlm.base import transient
+from maxlm.base.errors import ExitCode, UnavailableError, UserError
 from maxlm.checkpoint import Checkpoints, manifest, reader
 from maxlm.checkpoint.errors import CheckpointError, DamagedError, UnreachableError, Verdict, verdict_of
 from maxlm.checkpoint.memory import MemoryCopies
 from maxlm.checkpoint.retention import HEALTHY, NewestHealthy
-from maxlm.config import transient
-from maxlm.config.errors import ExitCode, UnavailableError, UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.run.ownership import Ownership
 from maxlm.training.fits import explain_out_of_memory
@@ -35,7 +35,7 @@ BUCKET, DISK = HttpError("503"), OSError(errno.EIO, "Input/output error")
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """No pauses between tries."""
-    monkeypatch.setattr("maxlm.config.transient.RETRY_DELAYS_S", ())
+    monkeypatch.setattr("maxlm.base.transient.RETRY_DELAYS_S", ())
 
 
 def failing(error, times=10**9, only=None, real=None):
@@ -274,8 +274,8 @@ PROGRAM = """
 import json, pathlib, sys
 import jax
 from maxlm.checkpoint import Checkpoints, manifest
-from maxlm.config import transient
-from maxlm.config.errors import UserError
+from maxlm.base import transient
+from maxlm.base.errors import UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.config.schema import CheckpointConfig
 from maxlm.run.ownership import Ownership

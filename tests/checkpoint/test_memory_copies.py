@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 from checkpoint_cases import IDENTITY, bits, layout, make_state
 
+from maxlm.base.errors import ConfigError, ExitCode, UserError
 from maxlm.checkpoint import Checkpoints, host_copies, memory, snapshot
 from maxlm.checkpoint.memory import daly, steps_between
 from maxlm.checkpoint.snapshot import failure_domains, peer_ring
 from maxlm.checkpoint.tiles import Tiling, bounded, overlap
-from maxlm.config.errors import ConfigError, ExitCode, UserError
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.training.rollback import Journal

@@ -8,10 +8,10 @@ import pytest
 from checkpoint_cases import IDENTITY, layout, make_state, open_store
 
 from maxlm import __version__
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import CheckpointError, manifest
 from maxlm.checkpoint.manifest import Leaf
 from maxlm.checkpoint.reader import check_leaves
-from maxlm.config.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from small_run import environment, free_port
 
+from maxlm.base.errors import UnavailableError, UserError
 from maxlm.cluster import agree as agreement
 from maxlm.cluster.agree import agree, from_process_0, gather, largest, max_over_processes, on_all, on_process_0
-from maxlm.config.errors import UnavailableError, UserError
 
 PROGRAM = """
 import json, sys
@@ -22,7 +22,7 @@ number = int(sys.argv[2])
 use_virtual_devices(2 - number)
 import jax
 from maxlm.cluster.agree import agree, from_process_0, gather, largest, max_over_processes, on_process_0
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.base.errors import UnavailableError, UserError
 from maxlm.cluster import cluster
 
 def fail(error):

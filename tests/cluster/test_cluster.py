@@ -16,9 +16,9 @@ import pytest
 from small_run import command, environment, finish, free_port, make_workspace, start
 
 import maxlm
+from maxlm.base.errors import UserError
 from maxlm.cluster import cluster, process_group, progress_file
 from maxlm.cluster.environment import ProcessSpec
-from maxlm.config.errors import UserError
 
 SETTINGS = ("train.steps=2", "train.eval_batches=0", "optimizer.warmup_steps=1")
 

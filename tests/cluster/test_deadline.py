@@ -11,8 +11,8 @@ import fork_server
 import pytest
 from small_run import child
 
+from maxlm.base.errors import UserError
 from maxlm.cluster import deadline
-from maxlm.config.errors import UserError
 
 COMMAND = """
 import signal, sys, threading, time

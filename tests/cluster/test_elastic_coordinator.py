@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from small_run import free_port
 
+from maxlm.base.errors import ExitCode, UserError
 from maxlm.cluster import coordinator, process_group, progress_file, rendezvous
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.coordinator import Coordinator, ReturningProcesses, SupersededError, listen
@@ -19,7 +20,6 @@ from maxlm.cluster.message_socket import ConnectionLostError
 from maxlm.cluster.process_group import ProcessGroup
 from maxlm.cluster.quorum import Quorum, candidates
 from maxlm.cluster.rendezvous import ASK_SECONDS, connect
-from maxlm.config.errors import ExitCode, UserError
 from maxlm.supervision.launch import NO_RESTART
 
 SECRET = b"a secret of the tests"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from maxlm.base.errors import UserError
 from maxlm.cluster.environment import HOSTS, VARIABLES, find, first_node, split_arguments
-from maxlm.config.errors import UserError
 
 SLURM = {
     "SLURM_JOB_ID": "4097",

@@ -13,17 +13,17 @@ import fork_server
 import pytest
 from small_run import environment, free_port
 
+from maxlm.base.errors import UnavailableError, UserError
 from maxlm.cluster import coordinator, message_socket, progress_file, rendezvous
 from maxlm.cluster.coordinator import listen
 from maxlm.cluster.environment import ProcessSpec
 from maxlm.cluster.message_socket import AuthenticationError, ConnectionLostError, MessageSocket, read_hello, shared_secret, token
-from maxlm.config.errors import UnavailableError, UserError
 
 SECRET = "a secret of the tests, long enough"
 PROGRAM = """
 import json, sys, time
 import os
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.cluster import message_socket, process_group as established, rendezvous
 from maxlm.cluster.environment import ProcessSpec
 port, count, process, seconds, then = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]

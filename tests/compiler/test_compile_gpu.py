@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import maxlm
+from maxlm.base.errors import UserError
 from maxlm.compiler import aot, gpu_compiler
-from maxlm.config.errors import UserError
 from maxlm.cost.efficiency import GPU_ATTENTION_SHARES, GPU_HBM_SHARE, GPU_LAUNCH_S, GPU_MATMUL_SHARE, NVLINK_SHARE
 from maxlm.cost.mesh_links import axis_links, within_slice
 from maxlm.cost.network import AxisLinks, Network

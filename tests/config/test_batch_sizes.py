@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tiny import SEQ_LEN, tiny_config
 
+from maxlm.base.errors import UserError
 from maxlm.config.batch_sizes import BatchSizes, microbatches
-from maxlm.config.errors import UserError
 from maxlm.config.rules import check_devices
 
 FULL = 16

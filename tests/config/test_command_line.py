@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from maxlm import __version__, cli, command_line
+from maxlm.base.errors import ExitCode
 from maxlm.command_line import settings_named
 from maxlm.config import load
-from maxlm.config.errors import ExitCode
 from maxlm.config.fields import flatten
 from maxlm.config.loader import SHIPPED
 

@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny_config
 
-from maxlm.config.errors import ConfigError
+from maxlm.base.errors import ConfigError
 
 MUP, COMPLETE = {"kind": "mup", "base_width": 16}, {"kind": "completep", "base_width": 16, "base_depth": 2}
 REFUSED = {

@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny_config
 
-from maxlm.config.errors import ConfigError
+from maxlm.base.errors import ConfigError
 from maxlm.config.loader import validate
 
 

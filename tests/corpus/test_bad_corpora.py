@@ -23,7 +23,7 @@ from read_cases import answer, dump, page, warc
 
 import maxlm
 from maxlm import cli
-from maxlm.config import directory_lock
+from maxlm.base import directory_lock
 from maxlm.corpus import command, engine
 from maxlm.corpus.executors import local
 from maxlm.corpus.shards import read_shard

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus import command, engine
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.executors.local import LocalExecutor

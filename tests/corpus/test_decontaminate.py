@@ -17,7 +17,7 @@ from decontaminate_corpus import INSTRUCTION, LICENCE, NEGATIVES, PLANTS, QUOTES
 from pyarrow import parquet
 from pydantic import ValidationError
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus.decontaminate import DecontaminateSettings, Decontaminator, EvalIndex, EvalSet, Frequencies
 from maxlm.corpus.decontaminate.decontaminator import EXAMPLE
 from maxlm.corpus.decontaminate.frequencies import PIECE

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.base.errors import UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
 from maxlm.corpus.settings import CorpusSettings

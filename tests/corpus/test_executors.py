@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import ExitCode, UnavailableError, UserError
+from maxlm.base.errors import ExitCode, UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors import make_executor, slurm
 from maxlm.corpus.settings import CorpusSettings

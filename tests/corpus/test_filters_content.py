@@ -15,7 +15,7 @@ import pytest
 from filter_texts import NOUNS, prose, sentence
 from pydantic import ValidationError
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import FilterSettings, build_filters, language as filters_language, run_filters
 from maxlm.corpus.filters.language import sample_text

@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 from test_engine import digest, records, run, run_until, settings, write_corpus
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus import engine
 from maxlm.corpus.read import read
 from maxlm.corpus.settings import CorpusSettings

@@ -5,7 +5,7 @@ import json
 import pytest
 from test_engine import digest, records, run, run_until, settings, write_corpus
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus import engine
 from maxlm.corpus.document import PASSED, Document
 from maxlm.corpus.settings import CorpusSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.loader import load
 from maxlm.config.rules import topology_of
 from maxlm.cost.advice import _not_calibrated

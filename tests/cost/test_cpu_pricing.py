@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from test_prediction import BYTES, FLOPS, measured
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.cost.calibration import read as read_calibration
 from maxlm.cost.prediction import MAPPED_BYTES, _first_touch_s, cpu_chip
 from maxlm.cost.step_cost import estimate

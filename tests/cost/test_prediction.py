@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.schema import Config
 from maxlm.cost.calibration import Calibration, Factors, Measured
 from maxlm.cost.prediction import cpu_chip, predictor, topology_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.cost.efficiency import HBM_SHARE, MATMUL_SHARE
 from maxlm.cost.network import AxisLinks, Network
 from maxlm.cost.step_cost import StepCost, estimate

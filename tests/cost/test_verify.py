@@ -8,8 +8,8 @@ from dataclasses import replace
 import fork_server
 import pytest
 
+from maxlm.base.errors import UserError
 from maxlm.compiler.hidden_stderr import hidden_stderr, write_stderr_to
-from maxlm.config.errors import UserError
 from maxlm.cost import verify
 from maxlm.cost.verify import Compiler, Verdict
 

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer as Bpe
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.schema import DataConfig
 from maxlm.data import conversations, marks
 from maxlm.data.chat_template import Renderer, TemplateError

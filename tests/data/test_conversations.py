@@ -9,7 +9,7 @@ import pytest
 from data_cases import every_byte
 from tokenizers import Tokenizer as Bpe, processors
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.schema import DataConfig
 from maxlm.config.sections.prepare import PromptResponseConfig
 from maxlm.data import marks, rendering

@@ -12,7 +12,7 @@ import pytest
 from data_cases import END, prepare_config, some_texts, write_store
 from pyarrow import parquet
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.data.manifest import SPLITS
 from maxlm.data.metadata import About, about
 from maxlm.data.prepare import prepare

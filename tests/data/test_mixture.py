@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_cases import config_of, mixture_of, random_documents, write_store
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.sections.mixture import MixtureConfig
 from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.metadata import About

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data import order
 from maxlm.data.order import PADDING, SampleOrder, Stage, counts_at, planned, shares_of
 

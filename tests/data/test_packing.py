@@ -8,7 +8,7 @@ from data_cases import config_of, random_documents, write_store
 from marked_store import conversations, write_marked
 from tiny import tiny_config
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.data import marks
 from maxlm.data.batch import batch_of_segments
 from maxlm.data.input_pipeline import Pipeline

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.schema import DataConfig
 from maxlm.config.sections.prepare import PreferencesConfig, PromptResponseConfig
 from maxlm.data import marks

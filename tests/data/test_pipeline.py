@@ -15,7 +15,7 @@ import pytest
 from data_cases import END, all_of, config_of, mixture_of, random_documents, write_store
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.sections.data import SkipConfig
 from maxlm.data import manifest, storage
 from maxlm.data.batch import Batch, batch_of_windows

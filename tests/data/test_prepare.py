@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from data_cases import every_byte, prepare_config, some_texts
 
-from maxlm.config.errors import ConfigError, UserError, show
+from maxlm.base.errors import ConfigError, UserError, show
 from maxlm.config.schema import DataConfig
 from maxlm.data import encoding, manifest, prepare as module, storage, writer
 from maxlm.data.prepare import prepare

@@ -9,8 +9,8 @@ import pytest
 from data_cases import every_byte, prepare_config, some_texts
 from test_sources import KINDS, documents, write
 
-from maxlm.config import transient
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.base import transient
+from maxlm.base.errors import UnavailableError, UserError
 from maxlm.config.sections.prepare import PrepareConfig
 from maxlm.data.prepare import prepare
 from maxlm.data.sources import digests, find_files

@@ -13,7 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from data_cases import some_texts
 from pyarrow import parquet
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data.readers import Fields, documents_in
 from maxlm.data.sources import combined, digests, find_files
 

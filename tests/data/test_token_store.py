@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from data_cases import random_documents, write_store
 
-from maxlm.config import transient
-from maxlm.config.errors import UnavailableError, UserError
+from maxlm.base import transient
+from maxlm.base.errors import UnavailableError, UserError
 from maxlm.data import manifest, storage
 from maxlm.data.inspect import describe
 from maxlm.data.storage import DamagedStoreError

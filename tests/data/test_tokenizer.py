@@ -8,7 +8,7 @@ import tokenizers
 from data_cases import some_texts
 from tokenizers import Tokenizer as Bpe, models
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.data import tokenizer as module
 from maxlm.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 from small_run import command, environment, free_port
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.cost.mesh_links import bus_limit
 from maxlm.diagnostics.comm import arguments as sizes, bench_command, measure as measuring
 from maxlm.diagnostics.comm.bench_command import Request, plot

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from two_doors import FILES, PACKED, POINTER, TEXTS, agreed, by_corpus, by_prepare, lines
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.data.readers import Fields, documents_in
 from maxlm.data.sources import find_files
 from maxlm.documents.files import find_once

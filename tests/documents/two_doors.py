@@ -14,7 +14,7 @@ import pyarrow
 from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus.document import Document
 from maxlm.corpus.read import read
 from maxlm.data.readers import Fields, documents_in

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
 from maxlm.corpus.settings import CorpusSettings

@@ -31,8 +31,8 @@ from rich.table import Table
 from ruamel.yaml import YAML
 
 from maxlm import cli
+from maxlm.base.errors import LONGEST
 from maxlm.config import UserError, load
-from maxlm.config.errors import LONGEST
 from maxlm.config.explain import holds_text, section_of
 from maxlm.config.fields import flatten
 from maxlm.config.loader import SHIPPED, dump

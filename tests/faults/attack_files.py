@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from maxlm.base import transient
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
-from maxlm.config import transient
-from maxlm.config.errors import UserError
 from maxlm.config.schema import CheckpointConfig, DataConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data import manifest, storage

@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from maxlm.config.errors import ExitCode
+from maxlm.base.errors import ExitCode
 
 GRACE_SECONDS = 25.0
 MARGIN_SECONDS = 8.0  # for a machine that is busy

@@ -12,7 +12,7 @@ import pytest
 from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 from tensorboardX.proto.event_pb2 import Event as TfEvent
 
-from maxlm.config.errors import ExitCode
+from maxlm.base.errors import ExitCode
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from safetensors.numpy import save_file
 from small_run import CONFIG
 from typer.testing import CliRunner
 
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError, quoted
 from maxlm.cli import app
 from maxlm.config import load, show
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError, quoted
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model
 from maxlm.telemetry import report
@@ -79,7 +79,7 @@ def test_maxlm_report_prints_one_line(monkeypatch, name):
 def test_every_console_of_the_product_is_that_console():
     root = Path(__file__).resolve().parents[2] / "maxlm"
     raw = re.compile(r"rich.console import .*\bConsole\b")
-    assert [str(file.relative_to(root)) for file in root.rglob("*.py") if raw.search(file.read_text())] == ["config/console.py"]
+    assert [str(file.relative_to(root)) for file in root.rglob("*.py") if raw.search(file.read_text())] == ["base/console.py"]
 
 
 class Elements(HTMLParser):

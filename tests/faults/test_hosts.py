@@ -10,8 +10,8 @@ import pytest
 from hosts import Hosts, Run, can_make_hosts
 from small_run import command, environment, events, exact, finish, make_workspace, metrics, saved_state, start
 
+from maxlm.base.errors import ExitCode
 from maxlm.cluster.message_socket import KEEPALIVE_SECONDS
-from maxlm.config.errors import ExitCode
 
 pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root, network namespaces and iproute2")
 

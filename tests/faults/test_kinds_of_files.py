@@ -15,7 +15,7 @@ from attack_files import make_store
 from safetensors.numpy import save_file
 
 from maxlm import cli
-from maxlm.telemetry import atomic
+from maxlm.base import atomic
 
 GOLDEN = Path(__file__).resolve().parents[1] / "interop" / "golden" / "llama2.npz"
 SECONDS = 200  # a door that waits for a pipe never ends

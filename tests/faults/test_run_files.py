@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from maxlm.base.atomic import AppendFile
 from maxlm.cluster import progress_file
 from maxlm.config import UserError, load
 from maxlm.config.loader import load_saved, saved_text
@@ -19,7 +20,6 @@ from maxlm.ladder import recommend
 from maxlm.run import frozen, resume_checks
 from maxlm.supervision import limits, watchdog
 from maxlm.telemetry.alert_delivery import Limit
-from maxlm.telemetry.atomic import AppendFile
 from maxlm.telemetry.bill import rates_of, spent_before
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.ledger import read_ledger
@@ -223,7 +223,7 @@ def test_every_file_of_a_run_is_damaged_here():
 # Files that open others than through `config.paths`, which refuses pipes: why no pipe is there.
 TRUSTED = {
     "of the kernel, or of a program that was just run": (
-        *("hardware/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "supervision/stacks.py"),
+        *("base/host.py", "telemetry/device_memory.py", "telemetry/link_counters.py", "supervision/stacks.py"),
         *("cluster/accelerators.py", "diagnostics/comm/measure.py", "data/rendering.py", "compiler/hidden_stderr.py"),
         *("compiler/schedule.py", "kernel_lab/bundles.py", "kernel_lab/kernel_commands.py", "command_line.py"),
         *("supervision/launch.py", "cluster/deadline.py"),
@@ -244,7 +244,7 @@ TRUSTED = {
         *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "run/resume_checks.py"),
         *("run/reference_file.py", "run/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
         *("checkpoint/reader.py", "data/storage.py", "data/token_store.py", "documents/files.py", "documents/reader.py"),
-        *("config/paths.py", "run/consistency.py", "config/directory_lock.py"),
+        *("base/paths.py", "run/consistency.py", "base/directory_lock.py"),
     ),
     "written by this command before": ("interop/importing.py", "interop/new_folder.py", "corpus/executors/slurm.py"),
     "in the memory of this host, or checked by the library for buckets": ("checkpoint/host_copies.py", "checkpoint/folder.py"),

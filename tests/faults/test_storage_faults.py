@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from small_run import events, finish, make_workspace, metrics, start
 
-from maxlm.config.errors import ExitCode, UnavailableError, UserError
+from maxlm.base.errors import ExitCode, UnavailableError, UserError
 from maxlm.data import manifest, storage
 from maxlm.run import open_data
 from maxlm.telemetry.phases import Phases

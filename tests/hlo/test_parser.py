@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.hlo import parser
 from maxlm.hlo.replica_groups import axes_of, axes_of_pairs, device_groups
 

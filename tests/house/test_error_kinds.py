@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from source_files import ROOT, SOURCES
 
-from maxlm.config import errors
+from maxlm.base import errors
 
 WRONG_INPUT = {"UserError", "ConfigError", "CheckpointError", "RowError", "DamagedStoreError"}  # exit code 2
 MEANT = {  # handler -> why each OSError there is of the input, or of a process that this program has started

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlm.config.errors import LONGEST, UserError
+from maxlm.base.errors import LONGEST, UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.hf_config import read_config
 from maxlm.interop.hf_export_config import family_of

@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.interop.new_folder import new_folder
 from maxlm.interop.tensor_files import write_tensors
 

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tiny import tiny_batch, tiny_config
 
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
-from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.config.sections.matmul import QuantizedConfig
 from maxlm.interop import packed

@@ -11,7 +11,7 @@ from golden_hf import drawn
 from safetensors.numpy import load_file, save_file
 from test_golden import restored
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.exporting import export_model
 from maxlm.interop.hf_config import read_config, text_tower

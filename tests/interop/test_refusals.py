@@ -11,7 +11,7 @@ import pytest
 from golden_hf import drawn
 from safetensors.numpy import load_file, save_file
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.interop.exporting import export_model
 from maxlm.interop.importing import import_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.rope import Llama3Scaling, RopeConfig, YarnScaling
 from maxlm.interop import hf_config

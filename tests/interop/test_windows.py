@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.interop.hf_config import read_config
 
 PUBLISHED = json.loads(str(np.load(Path(__file__).parent / "golden" / "qwen2.npz")["config"]))

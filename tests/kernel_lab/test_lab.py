@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.kernel_lab import bundles, compiled, counted, measured
 from maxlm.kernel_lab.bundles import SPILLS, Code
 from maxlm.kernel_lab.counted import Row

@@ -6,7 +6,7 @@ import math
 import pytest
 from ladder_folder import LADDER, end_run, write_ladder
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.loader import load
 from maxlm.ladder import ladder_command, runs
 from maxlm.ladder.grid import Rung

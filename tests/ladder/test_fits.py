@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.ladder.analysis import doubts
 from maxlm.ladder.fits import _shared_noise, fit, limits
 from maxlm.ladder.forms import CHINCHILLA, COMPUTE, FORMS, KAPLAN, Runs

@@ -3,7 +3,7 @@
 import pytest
 from ladder_folder import LADDER, rungs_of, write_ladder
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.ladder.grid import token_costs
 from maxlm.models.counts import count_parameters, step_flops, token_flops
 

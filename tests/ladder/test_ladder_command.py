@@ -9,7 +9,7 @@ import pytest
 import yaml
 from ladder_folder import LADDER, end_all, end_run, rungs_of, write_ladder
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.ladder import analysis, ladder_command, runs
 from maxlm.ladder.fits import Fit

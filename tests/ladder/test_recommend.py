@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ladder_folder import end_all, rungs_of, write_ladder
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.loader import load
 from maxlm.ladder import ladder_command
 from maxlm.ladder.ladder_command import Options

@@ -11,9 +11,9 @@ import pytest
 from memory_cases import HOST, equal, run_both
 from tiny import run_steps, tiny_batch, tiny_program
 
+from maxlm.base.errors import UnavailableError
 from maxlm.checkpoint import Checkpoints
 from maxlm.config import UserError
-from maxlm.config.errors import UnavailableError
 from maxlm.config.schema import CheckpointConfig
 from maxlm.memory.disk import DiskArray, load_all
 from maxlm.memory.scratch import Buffer, ScratchFile

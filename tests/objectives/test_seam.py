@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, run_steps, tiny_batch, tiny_program
 
+from maxlm.base.metric import Metric, charts_of
 from maxlm.config.schema import ObjectiveConfig
 from maxlm.objectives import CONTENT, OBJECTIVES, ArraySpec, FurtherTokens, NextToken, Sums
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.files import FileObserver
-from maxlm.telemetry.metric import Metric, charts_of
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.run_dir import RunDirectory

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import GLOBAL_BATCH, SEQ_LEN, VOCAB, first_state, gradients_of, tiny_config, tiny_program
 
-from maxlm.config.errors import ConfigError, UserError
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.config.schema import Config
 from maxlm.data import marks
 from maxlm.data.batch import batch_of_segments

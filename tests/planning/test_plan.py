@@ -13,8 +13,8 @@ import fork_server
 import pytest
 
 from maxlm import cli
+from maxlm.base.errors import UserError
 from maxlm.compiler import aot
-from maxlm.config.errors import UserError
 from maxlm.config.loader import find, load
 from maxlm.config.sections.mesh import AXES
 from maxlm.cost.verify import Compiler, Verdict

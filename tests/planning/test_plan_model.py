@@ -11,8 +11,8 @@ import jax
 import pytest
 from tiny import tiny_config
 
+from maxlm.base.errors import ConfigError
 from maxlm.config import rules
-from maxlm.config.errors import ConfigError
 from maxlm.config.loader import load
 from maxlm.config.sections.mesh import AXES
 from maxlm.cost.memory import state_parts

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from test_plan_model import LARGE, analytic
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.loader import load
 from maxlm.cost.verify import Verdict
 from maxlm.hardware.topologies import parse

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.loader import load
 from maxlm.hardware.prices import LIST_PRICES, POWERS, Offer, PriceList, site_of
 from maxlm.hardware.topologies import parse

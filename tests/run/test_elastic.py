@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from maxlm.base.errors import ExitCode
 from maxlm.cluster import progress_file
 from maxlm.cluster.cluster import Cluster, ClusterPlace
 from maxlm.cluster.coordinator import RendezvousError
 from maxlm.cluster.environment import ProcessSpec
 from maxlm.config import ConfigError
-from maxlm.config.errors import ExitCode
 from maxlm.run.elastic import quorum_of, waiting_if_too_large, waiting_part
 from maxlm.run.ownership import FILE, Ownership, SupersededRunError
 from maxlm.training import fits

@@ -12,11 +12,11 @@ import pytest
 from small_run import child, events, finish, make_workspace, metrics, start, wait_for_step
 from tiny import tiny_config
 
+from maxlm.base.console import Console
+from maxlm.base.errors import ExitCode, UnavailableError
 from maxlm.checkpoint import Checkpoints
 from maxlm.cluster.progress_file import VARIABLE
 from maxlm.config import UserError, load
-from maxlm.config.console import Console
-from maxlm.config.errors import ExitCode, UnavailableError
 from maxlm.config.loader import LoadedConfig, shipped, validate
 from maxlm.run import frozen, open_data, open_run, ownership, run
 from maxlm.supervision.launch import Supervisor

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxlm.base.errors import UserError
+from maxlm.base.paths import user_path
 from maxlm.cluster.accelerators import Accelerator
 from maxlm.compiler import program_cache
-from maxlm.config.errors import UserError
-from maxlm.config.paths import user_path
 from maxlm.data.tokenizer import read_if_present
 from maxlm.diagnostics.inspect_data import _is_store
 from maxlm.hardware.chips import GPU_MEMORY_SHARE
@@ -67,7 +67,7 @@ def test_homes_are_expanded_in_one_place():
     own = re.compile(r"(?<!os\.path)\.expanduser\(|Path\.home")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if own.search(path.read_text())}
     checked = {"data/storage.py", "data/token_store.py"}  # folders of a store, which were expanded when they were given
-    assert found - checked == {"config/paths.py"}
+    assert found - checked == {"base/paths.py"}
 
 
 @pytest.mark.parametrize("make", [None, lambda path: path.mkdir(), os.mkfifo, lambda path: path.write_bytes(b"\xff")])

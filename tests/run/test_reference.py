@@ -16,9 +16,9 @@ from rich.console import Console
 from small_run import CONFIG, command, environment, finish, free_port, make_workspace, metrics, start
 from tiny import tiny_config, tiny_program
 
+from maxlm.base.errors import ExitCode, UserError
 from maxlm.checkpoint import Checkpoints
 from maxlm.cluster import agree
-from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.loader import dump
 from maxlm.data import storage
 from maxlm.parallel import build_mesh

@@ -425,7 +425,7 @@ def test_a_run_that_dies_without_an_outcome_keeps_its_progress(supervise):
 )
 def test_a_command_records_why_it_ended(tmp_path, raises, code, error):
     program = (
-        "from maxlm import __main__, cli\nfrom maxlm.config.errors import UserError\n"
+        "from maxlm import __main__, cli\nfrom maxlm.base.errors import UserError\n"
         f"def fails(**how):\n    {raises}\ncli.app = fails\n__main__.main()"
     )
     path = tmp_path / "progress.json"

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from maxlm.base.errors import ExitCode
 from maxlm.cluster import process_group
 from maxlm.cluster.environment import ProcessSpec
 from maxlm.cluster.message_socket import MessageSocket
 from maxlm.cluster.process_group import ProcessGroup, Report
-from maxlm.config.errors import ExitCode
 from maxlm.config.sections.watchdog import WatchdogConfig
 from maxlm.supervision import stacks, watchdog
 from maxlm.supervision.hang import Frame, Operation, hung

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from maxlm.config.errors import ConfigError
+from maxlm.base.errors import ConfigError
 from maxlm.config.loader import load
 from maxlm.config.sections.cost import CostConfig
 from maxlm.hardware.prices import POWERS

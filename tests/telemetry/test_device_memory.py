@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from maxlm.hardware.host import in_bytes
+from maxlm.base.host import in_bytes
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.device_memory import memory_use
 from maxlm.telemetry.formatting import duration

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.link_counters import Link, Sampler, read_host
 from maxlm.telemetry.link_use import LinkUse, Rates, plot, table
 

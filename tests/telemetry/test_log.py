@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.log import RunLog
 
 

@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 
-from maxlm.telemetry import background
-from maxlm.telemetry.background import Background
+from maxlm.base import background
+from maxlm.base.background import Background
+from maxlm.base.strict_json import dumps
 from maxlm.telemetry.observer import Event, Observers
-from maxlm.telemetry.strict_json import dumps
 
 
 class Recorder:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import maxlm.telemetry.report
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.files import FileObserver
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import check_place, default_place, write_report

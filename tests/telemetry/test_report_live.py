@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import fork_server
 import pytest
 
-from maxlm.config.errors import ExitCode, UserError
+from maxlm.base.errors import ExitCode, UserError
 from maxlm.telemetry.observer import Event
 from maxlm.telemetry.report import live, write_report
 from maxlm.telemetry.report.load import load_run

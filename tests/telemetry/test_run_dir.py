@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from maxlm.base.errors import ConfigError
 from maxlm.config import load
-from maxlm.config.errors import ConfigError
 from maxlm.telemetry import run_dir
 from maxlm.telemetry.run_dir import RunDirectory
 

@@ -8,7 +8,7 @@ import types
 import pytest
 from tiny import tiny_config
 
-from maxlm.config.errors import ConfigError
+from maxlm.base.errors import ConfigError
 from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.wandb_observer import WandbObserver, check_wandb

@@ -6,7 +6,7 @@ import count_step
 import pytest
 from count_step import Row
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 
 
 @pytest.mark.parametrize(

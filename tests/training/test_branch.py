@@ -9,8 +9,8 @@ import pytest
 from numbered_data import NumberedData
 from tiny import tiny_config, tiny_program
 
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
-from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.table import identity

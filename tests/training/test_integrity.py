@@ -13,8 +13,8 @@ from bit_flips import Flip, with_flip
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import tiny_batch, tiny_program
 
+from maxlm.base.errors import ConfigError
 from maxlm.checkpoint.tree_paths import named_leaves
-from maxlm.config.errors import ConfigError
 from maxlm.config.sections.integrity import IntegrityConfig
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import cell_replay, findings

@@ -9,7 +9,7 @@ import optax
 import pytest
 from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.rules import check_devices
 from maxlm.config.sections.noise_scale import NoiseScaleConfig
 from maxlm.objectives import build_objective

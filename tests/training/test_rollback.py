@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numbered_data import NumberedData
 from tiny import tiny_config
 
+from maxlm.base.errors import ConfigError, UserError
 from maxlm.checkpoint import Checkpoints, manifest
-from maxlm.config.errors import ConfigError, UserError
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data.order import batch_number

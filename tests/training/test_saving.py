@@ -19,10 +19,10 @@ from numbered_data import NumberedData
 from orbax.checkpoint import v1 as ocp
 from tiny import first_state, tiny_batch, tiny_config, tiny_program
 
+from maxlm.base.errors import ExitCode, UserError
 from maxlm.checkpoint import Checkpoints, digest, manifest, recovery
 from maxlm.checkpoint.errors import DamagedError
 from maxlm.checkpoint.host_copies import Draft
-from maxlm.config.errors import ExitCode, UserError
 from maxlm.config.sections.memory_checkpoints import MemoryCheckpointsConfig
 from maxlm.data.prefetch import Batches
 from maxlm.objectives import Sums, build_objective

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny import first_state, run_steps, tiny_batch, tiny_config, tiny_program
 
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
-from maxlm.config.errors import UserError
 from maxlm.config.loader import dump
 from maxlm.config.sections.train import StartFromConfig
 from maxlm.memory.spaces import is_on_host

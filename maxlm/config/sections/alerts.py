@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from maxlm.config import paths
+from maxlm.base import paths
 from maxlm.config.capability import Capability
 from maxlm.config.fields import Positive, Section, Text
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import model_validator
 
+from maxlm.base.errors import ConfigError
 from maxlm.config.capability import Capability, Inert, Problems
-from maxlm.config.errors import ConfigError
 from maxlm.config.fields import PositiveFloat, Section, Text
 from maxlm.hardware import topologies
 from maxlm.hardware.topologies import Topology, TopologyError

@@ -4,7 +4,7 @@ import re
 
 from pydantic import ConfigDict, model_validator
 
-from maxlm.config import paths
+from maxlm.base import paths
 from maxlm.config.capability import Capability, Problems, keeps
 from maxlm.config.fields import Bool, Few, Positive, Section, StoredPath
 from maxlm.config.sections.mixture import MixtureConfig

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from maxlm.config import conditions, paths
+from maxlm.base import paths
+from maxlm.config import conditions
 from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import AtLeastOne, PositiveFloat, Section, StoredPath, Text, Tokens
 

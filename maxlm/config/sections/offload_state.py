@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict, model_validator
 
-from maxlm.config import paths
+from maxlm.base import paths
 from maxlm.config.capability import Capability, Problems, State, excludes
 from maxlm.config.fields import LocalPath, Section
 from maxlm.config.sections.mesh import MeshConfig

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, Strict, model_validator
 
-from maxlm.config import paths
+from maxlm.base import paths
 from maxlm.config.capability import Capability, Problems
 from maxlm.config.fields import Positive, Section
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict
 
-from maxlm.config import paths
+from maxlm.base import paths
 from maxlm.config.capability import Capability
 from maxlm.config.fields import Section, Text
 

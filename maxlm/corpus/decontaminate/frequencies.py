@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxlm.config.errors import UserError, as_user_error, shorten
-from maxlm.config.paths import open_regular
+from maxlm.base.atomic import replacing
+from maxlm.base.errors import UserError, as_user_error, shorten
+from maxlm.base.paths import open_regular
 from maxlm.corpus.decontaminate.items import Item, read_items
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings
 from maxlm.corpus.decontaminate.tokens import I64, U64, HashTable, Words, clean, words
 from maxlm.corpus.document import Document, groups
-from maxlm.telemetry.atomic import replacing
 
 CHUNK = 1 << 18  # characters that are hashed at once: arrays of them stay in the cache
 PIECE = 1 << 20  # characters of a document that are hashed at once

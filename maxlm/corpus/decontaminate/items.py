@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.base.errors import UserError, shorten
 from maxlm.corpus.decontaminate.settings import DecontaminateSettings, EvalSet
 from maxlm.corpus.decontaminate.tokens import VERSION, clean
 from maxlm.documents.reader import records, text_lines

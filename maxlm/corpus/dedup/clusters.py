@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from maxlm.config.errors import UserError, shorten, system_errors
+from maxlm.base.errors import UserError, shorten, system_errors
 from maxlm.corpus.dedup.database import BATCH_ROWS, Database, open_database
 from maxlm.corpus.dedup.minhash import jaccard
 from maxlm.corpus.dedup.settings import DedupSettings, MinHashSettings, VerifySettings

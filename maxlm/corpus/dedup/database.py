@@ -9,7 +9,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from maxlm.config.errors import UnavailableError, UserError, system_errors
+from maxlm.base.errors import UnavailableError, UserError, system_errors
 from maxlm.corpus.dedup.writing import parquet
 
 BATCH_ROWS = 1 << 17

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.base.atomic import replacing
+from maxlm.base.errors import UserError, as_user_error, shorten
 from maxlm.corpus.document import Document
-from maxlm.telemetry.atomic import replacing
 
 
 @dataclass(frozen=True)

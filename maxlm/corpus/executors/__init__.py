@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.corpus.engine import Executor
 from maxlm.corpus.settings import CorpusSettings
 

@@ -7,7 +7,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.config.workers import end_with_parent
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import SECONDS, Progress

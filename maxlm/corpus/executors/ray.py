@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.base.errors import UserError, error_kind
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.settings import RaySettings

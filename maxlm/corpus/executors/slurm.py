@@ -11,12 +11,12 @@ from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.logging import logger
 
-from maxlm.config.errors import ExitCode, UnavailableError, UserError, shorten
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import ExitCode, UnavailableError, UserError, shorten
 from maxlm.corpus.engine import Plan, combine, run_task
 from maxlm.corpus.executors.progress import Progress
 from maxlm.corpus.settings import SlurmSettings
 from maxlm.corpus.tasks import Task
-from maxlm.telemetry.atomic import write_text
 
 POLL_S = 5.0
 LATE_S = 60.0  # for which a file written on another node may be invisible here

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.base.errors import UserError, shorten
 from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.language_tags import covered, has_script, label_of, primary_language

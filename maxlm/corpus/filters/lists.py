@@ -3,9 +3,9 @@
 import numpy as np
 from pydantic import Field
 
-from maxlm.config.errors import UserError, as_user_error, shorten
+from maxlm.base.errors import UserError, as_user_error, shorten
+from maxlm.base.paths import read_file
 from maxlm.config.fields import Section
-from maxlm.config.paths import read_file
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters import scan
 from maxlm.corpus.filters.protocol import removed

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from maxlm.config.errors import UserError, error_kind, shorten
+from maxlm.base.errors import UserError, error_kind, shorten
 from maxlm.config.fields import Section
 from maxlm.corpus.document import Document, Removed
 from maxlm.corpus.filters.protocol import Scorer, removed, replace_text

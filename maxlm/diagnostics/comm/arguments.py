@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from itertools import count, takewhile
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 
 OF_COLLECTIVES = ("operation", "smallest", "largest")
 OF_TRAINING = ("topology", "slices", "steps")

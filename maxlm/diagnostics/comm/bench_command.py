@@ -15,16 +15,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from maxlm.base.atomic import replacing
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import check_out
 from maxlm.cluster import cluster
 from maxlm.config import Config, load, rules
-from maxlm.config.console import Console
-from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import check_out
 from maxlm.diagnostics.comm.arguments import LARGEST_ON_CPU, format_seconds, format_size, split_config, three_digits
 from maxlm.diagnostics.comm.measure import OPERATIONS, Row, actual, fitting_sizes, measure
 from maxlm.parallel.mesh import build_mesh, lay_mesh
 from maxlm.run.jax_setup import enable_compilation_cache, select_platform
-from maxlm.telemetry.atomic import replacing
 
 DEFAULT_CONFIG = "runs/quickstart"  # its mesh is one axis over all devices
 GB = 1e9

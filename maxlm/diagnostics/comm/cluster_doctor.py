@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from maxlm.base.errors import UserError
 from maxlm.cluster import agree, cluster
 from maxlm.cluster.cluster import Cluster
 from maxlm.cluster.environment import process_label
-from maxlm.config.errors import UserError
 from maxlm.diagnostics.comm.arguments import format_seconds, format_size
 from maxlm.diagnostics.comm.measure import (
     OPERATIONS,

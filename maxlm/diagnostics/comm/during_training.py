@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 
+from maxlm.base.console import Console
+from maxlm.base.errors import ConfigError
+from maxlm.base.paths import check_out
 from maxlm.cluster import agree, cluster
 from maxlm.cluster.cluster import Cluster
 from maxlm.config import Config
-from maxlm.config.console import Console
-from maxlm.config.errors import ConfigError
-from maxlm.config.paths import check_out
 from maxlm.hardware.chips import chip_of
 from maxlm.parallel import build_mesh
 from maxlm.run.consistency import check_devices

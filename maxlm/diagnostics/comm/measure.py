@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32
 
+from maxlm.base.host import host_memory
 from maxlm.cluster import agree
-from maxlm.hardware.host import host_memory
 
 RUN_SECONDS, LONG_SECONDS = 0.1, 1.0  # duration of a run: the target, and above which fewer are made
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 3000  # in a run; the first one touches new pages

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from maxlm.config.errors import UserError, quoted, shorten
+from maxlm.base.errors import UserError, quoted, shorten
 from maxlm.config.fields import INT64, LARGEST
 from maxlm.config.schema import ModelConfig
 from maxlm.interop.known_keys import HARMLESS, NEUTRAL

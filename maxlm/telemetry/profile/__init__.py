@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from maxlm.config.errors import error_kind
-from maxlm.telemetry.atomic import replacing, write_text
+from maxlm.base.atomic import replacing, write_text
+from maxlm.base.errors import error_kind
 from maxlm.telemetry.profile.attribution import Profile, profile_of
 from maxlm.telemetry.profile.page import Facts, render
 from maxlm.telemetry.profile.scopes import TITLES

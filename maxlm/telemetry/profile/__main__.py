@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.profile import PAGE, TRACE, Facts, reduce_trace
 
 

@@ -6,7 +6,7 @@ from html import escape
 
 import numpy as np
 
-from maxlm.hardware.host import in_bytes
+from maxlm.base.host import in_bytes
 from maxlm.telemetry import pages
 from maxlm.telemetry.formatting import duration, percent
 from maxlm.telemetry.pages import table

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.profile.messages import HloProto
 from maxlm.telemetry.profile.xplane import Trace, text
 

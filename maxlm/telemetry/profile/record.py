@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from maxlm.config.errors import UserError
-from maxlm.config.transient import message_line
+from maxlm.base.errors import UserError
+from maxlm.base.transient import message_line
 from maxlm.telemetry.profile import PAGE, TRACE, VIEWER_FILE
 
 _RAW = "raw"  # folder in which jax writes; removed

@@ -9,8 +9,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from jaxtyping import Int64
 
-from maxlm.config.errors import UserError, error_kind
-from maxlm.config.paths import open_regular
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.paths import open_regular
 from maxlm.telemetry.profile.messages import LineHead, XLine, XSpace
 
 MOST_BYTES = 2**31 - 1  # that protobuf reads

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxlm.config.errors import UserError, error_kind
-from maxlm.telemetry.atomic import write_text
+from maxlm.base.atomic import write_text
+from maxlm.base.errors import UserError, error_kind
 from maxlm.telemetry.report.load import check_distinct, load_run
 from maxlm.telemetry.report.render import TITLE_END, identity, render
 

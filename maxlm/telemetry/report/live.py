@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
+from maxlm.base.strict_json import encodable
 from maxlm.telemetry.report.load import check_distinct, load_run
 from maxlm.telemetry.report.render import render
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import encodable
 
 HOST = "127.0.0.1"  # other machines connect through a tunnel of ssh, which authenticates them
 NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?", re.IGNORECASE)  # a site with another name that resolves to here gets no answer

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ruamel.yaml.error import YAMLError
 
-from maxlm.config.errors import UserError, error_kind
+from maxlm.base.errors import UserError, error_kind
+from maxlm.base.strict_json import is_number, read_objects
 from maxlm.config.fields import flatten
 from maxlm.config.loader import parse_yaml
 from maxlm.telemetry.course import Undone, current_step, surviving
@@ -24,7 +25,6 @@ from maxlm.telemetry.observer import Event, evaluated, is_step
 from maxlm.telemetry.report.results import Outcomes, read_results
 from maxlm.telemetry.report.samples import Sample, read_samples
 from maxlm.telemetry.run_dir import RunDirectory
-from maxlm.telemetry.strict_json import is_number, read_objects
 
 
 class Series(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.base.strict_json import is_number
 from maxlm.telemetry import pages
 from maxlm.telemetry.formatting import duration, figure, sentence
 from maxlm.telemetry.ledger import TITLES
@@ -21,7 +22,6 @@ from maxlm.telemetry.report import curves, maps, results, samples
 from maxlm.telemetry.report.charts import FEW_RUNS, points_per_line
 from maxlm.telemetry.report.load import EMPTY, Run
 from maxlm.telemetry.report.summary import FIGURES, Status, figures_of, headline, loss_text, notes_of, status_of
-from maxlm.telemetry.strict_json import is_number
 
 MAX_EVENTS = 200  # rows a run; all are in events.jsonl
 ROUTINE = {"save": "Saved", "eval": "Evaluated", "skip": "Skipped the update"}  # frequent events

@@ -5,11 +5,11 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from maxlm.base.strict_json import is_finite, read_objects
 from maxlm.telemetry.course import Undone
 from maxlm.telemetry.formatting import figure
 from maxlm.telemetry.observer import is_step
 from maxlm.telemetry.pages import Cell
-from maxlm.telemetry.strict_json import is_finite, read_objects
 
 
 class Outcome(NamedTuple):

@@ -7,10 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlm.telemetry.atomic import AppendFile
+from maxlm.base.atomic import AppendFile
+from maxlm.base.strict_json import dumps, is_finite, read_objects
 from maxlm.telemetry.course import Undone
 from maxlm.telemetry.observer import is_step
-from maxlm.telemetry.strict_json import dumps, is_finite, read_objects
 
 MAX_STEPS = 10  # of a run on a page: the newest
 MAX_TEXTS = 20  # of a step

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.hardware.host import in_bytes
+from maxlm.base.host import in_bytes
+from maxlm.base.strict_json import is_finite
 from maxlm.telemetry.course import first_step_since
 from maxlm.telemetry.device_memory import PEAK, PROCESS
 from maxlm.telemetry.formatting import count, duration, energy, figure, money, percent
 from maxlm.telemetry.ledger import OVER
 from maxlm.telemetry.predicted import MEMORY, STEP, predicted_of
 from maxlm.telemetry.report.load import Run, Series
-from maxlm.telemetry.strict_json import is_finite
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from synthetic_trace import field
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.profile import PAGE, VIEWER_FILE, Facts, attribution, reduce_trace
 from maxlm.telemetry.profile.attribution import Op, profile_of
 from maxlm.telemetry.profile.page import _drawn_op, render

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.profile import PAGE, TRACE, VIEWER_FILE
 from maxlm.telemetry.profile.record import abandon_trace, start_trace, stop_trace
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from synthetic_trace import Event, Instruction, PlaneWriter, field, hlo_proto, metadata_plane
 
-from maxlm.config.errors import UserError
+from maxlm.base.errors import UserError
 from maxlm.telemetry.profile import xplane
 from maxlm.telemetry.profile.programs import parse_program, programs_of
 from maxlm.telemetry.profile.xplane import Trace

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from maxlm.config.errors import BITS, UserError, printable, shorten
-from maxlm.hardware.host import process_namespace, process_started
+from maxlm.base.errors import BITS, UserError, printable, shorten
+from maxlm.base.host import process_namespace, process_started
 
 NAME = ".lock"
 _POLL_SECONDS = 0.2

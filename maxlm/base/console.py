@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.text import Text
 
-from maxlm.config.errors import printable
+from maxlm.base.errors import printable
 
 
 class Console(RichConsole):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from maxlm.config.errors import printable
+from maxlm.base.errors import printable
 
 MAX_QUEUED = 100_000  # calls; beyond it the oldest are dropped and counted
 RETRY_S, RETRY_MAX_S = 0.1, 2.0  # wait after an OSError; doubled each time

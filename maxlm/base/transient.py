@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from maxlm.config.errors import ExitCode, UserError
+from maxlm.base.errors import ExitCode, UserError
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from pydantic_core import PydanticCustomError
 
-from maxlm.config.errors import UserError, shorten
+from maxlm.base.errors import UserError, shorten
 
 MOST_BYTES = 2**26  # of a file that is read as a whole
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")

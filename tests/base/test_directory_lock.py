@@ -19,16 +19,15 @@ import pytest
 from small_run import environment, events, finish, make_workspace, metrics, start, wait_for_step
 from tiny import tiny_config
 
+from maxlm.base import atomic, directory_lock
+from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
-from maxlm.config import directory_lock
-from maxlm.config.errors import UserError
 from maxlm.data import prepare, storage
 from maxlm.data.writer import FlatWriter
 from maxlm.run import ownership
-from maxlm.telemetry import atomic
 
 HOLD = (
-    "import sys, time\nfrom pathlib import Path\nfrom maxlm.config.directory_lock import locked\n"
+    "import sys, time\nfrom pathlib import Path\nfrom maxlm.base.directory_lock import locked\n"
     "with locked(Path(sys.argv[1]), 'run.dir', 0, print, 'end that first'):\n    print('held', flush=True)\n    time.sleep(60)"
 )
 
@@ -339,7 +338,7 @@ def flock(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 if sys.argv.pop(1) == "no locks":
     fcntl.flock = flock
-from maxlm.config import directory_lock
+from maxlm.base import directory_lock
 directory_lock.process_namespace = lambda: str(os.getpid())
 from maxlm.__main__ import main
 main()

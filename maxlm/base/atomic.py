@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from maxlm.config import directory_lock
-from maxlm.config.paths import append_regular, irregular
+from maxlm.base import directory_lock
+from maxlm.base.paths import append_regular, irregular
 
 
 @contextlib.contextmanager

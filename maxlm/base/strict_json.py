@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
-from maxlm.config.paths import open_regular
+from maxlm.base.paths import open_regular
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -5,7 +5,7 @@ import gzip
 
 import pytest
 
-from maxlm.config.transient import is_storage_error, is_transient
+from maxlm.base.transient import is_storage_error, is_transient
 
 
 def raised_in(module: str, text: str, *kinds: type[Exception]) -> Exception:
