@@ -11,7 +11,6 @@ import pytest
 from hosts import Hosts, can_make_hosts
 from rich.console import Console
 from small_run import command, environment, make_workspace
-from tiny import tiny_config
 
 from maxlm import cli
 from maxlm.cluster.agree import agree
@@ -94,7 +93,7 @@ def test_figures_are_printed_although_the_plot_cannot_be_written(tmp_path, capsy
     found = during_training.Found(0.5, 3, None, [use])
     for as_json in (True, False):
         with pytest.raises(UserError, match=r"--out .* cannot be written"):
-            during_training._print(tiny_config(), found, [use], here, tmp_path / "missing" / "plot.png", as_json=as_json)
+            during_training._print("tiny", found, [use], here, tmp_path / "missing" / "plot.png", as_json=as_json)
         assert "eth0 sent" in capsys.readouterr().out
 
 
