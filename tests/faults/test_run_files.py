@@ -237,7 +237,7 @@ TRUSTED = {
         "telemetry/pages.py",
         "data/sources.py",
         "config/reference.py",
-        "hardware/chips.py",
+        *("hardware/chips.py", "hardware/published_runs.py"),
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
         *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
