@@ -10,6 +10,7 @@ import pytest
 from tiny import tiny_batch, tiny_config, tiny_program
 
 from maxlm.config.sections.health import HealthConfig
+from maxlm.config.table import call
 from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
 from maxlm.telemetry.layer_alarms import DEAD_STEPS, LayerAlarms, LayerFigures
 from maxlm.training.layer_figures import GRADIENT, RATIO, layer_names
@@ -67,7 +68,7 @@ def test_a_lasting_change_is_let_through(judged):
 def test_the_update_after_which_workers_meet_for_the_last_time_is_let_through(sections, refused):
     """Without it their updates since the last meeting would be lost; no later one makes up for it."""
     config = tiny_config(mesh={"data": 2}, train={"steps": 100}, health={"spike": "skip"}, **sections)
-    guard, found = SpikeGuard.from_config(config, None), []
+    guard, found = call(SpikeGuard.from_config, config, config.health), []
     for step in (50, 99):
         window = Window(jnp.full(JUMP_WINDOW, 2.0), jnp.zeros(JUMP_WINDOW), jnp.int32(JUMP_WINDOW), jnp.int32(step))
         state = TrainState(jnp.int32(step), jnp.int32(0), {}, ())
