@@ -19,9 +19,9 @@ from maxlm.config.schema import Config
 
 BOUNDS = {  # a figure -> its largest value; the comment has the figure that the house is to reach
     "settings": 303,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
-    "functions that take the whole Config": 86,  # 90
-    "files with functions that take the whole Config": 42,  # 35
-    "files below 60 lines with one importer": 11,  # 0
+    "functions that take the whole Config": 82,  # 90
+    "files with functions that take the whole Config": 40,  # 35
+    "files below 60 lines with one importer": 10,  # 0
     "vague words a thousand lines": 2,  # 2
     "public functions without docstring": 86,  # 0
     "modules that a feature touches": 13.4,  # 2: the mean of the last five features
