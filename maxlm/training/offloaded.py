@@ -63,7 +63,8 @@ class GroupUpdate:
         old, names = self._leaves | dict(zip(self._group.leaves, changed, strict=True)), self._group.names
         optimizer = build_optimizer(self._update.config, self._axes, first_row)
         params = nested({name: old["params", *name] for name in names})
-        opt_state = jax.eval_shape(optimizer.init, params)
+        masters = jax.tree.map(lambda stored: jax.ShapeDtypeStruct(stored.shape, jnp.float32), params)  # perhaps stored in bfloat16
+        opt_state = jax.eval_shape(optimizer.init, masters)
         opt_state = jax.tree_util.tree_map_with_path(lambda path, _: old["opt_state", *path_of(path)], opt_state)
         kept = [one.name for one in self._update.transforms if one.by_parameter]
         extra = {kind: nested({name: old.get(("extra", kind, *name)) for name in names}) for kind in kept}

@@ -29,9 +29,14 @@ SOAK = pytest.mark.soak
     ],
 )
 def test_three_steps_are_bitwise_those_on_the_device(mesh, sections, cut):
-    """Layers are streamed one by one, each with all of its matrices: of one alone XLA divides the moments in another way."""
+    """Layers are streamed one by one, each with all of its matrices: of one alone XLA divides the moments in another way. The norm of the
+    gradient, which clips nothing here, is a sum that XLA may compute in another order where other operations follow it.
+    """
     (plain, seen), (offloaded, seen_there), program = run_both(mesh, sections, HOST)
     equal(offloaded, plain)
+    np.testing.assert_allclose([m.grad_norm for m in seen_there], [m.grad_norm for m in seen], rtol=1e-6)
+    for metrics in (*seen, *seen_there):
+        metrics.values.pop("grad_norm")
     equal(seen_there, seen)
     assert max(group.pieces for group in program.placement.groups) == 2
     assert jax.tree.map(lambda leaf: leaf.sharding, offloaded) == program.state_shardings
