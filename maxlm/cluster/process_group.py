@@ -76,7 +76,7 @@ class ProcessGroup:
         self.codes_before: Mapping[int, int] = {}  # by process: how the attempt before ended there, where that was sent
         self.service_bind = ""  # at process 0: the address at which jax's service is to listen, without its port
         self.regrouping = ""  # why all are to save and join anew
-        self._sockets = dict(sockets)  # those that are open
+        self._sockets = dict(sockets)  # open connections, by process number
         self._leaving: set[int] = set()  # processes that have announced their end
         self._addresses = {number: one.peer_address() for number, one in sockets.items()}
         self._symptoms: dict[int, str] = {}  # processes that an error of their own ends, earliest first, and the peer that it names

@@ -53,7 +53,7 @@ def clear() -> None:
 
 
 def _misfit(one: Capability) -> str:
-    """What is wrong with a record of another package, and the fix; "" if nothing is."""
+    """Describe the first fault of another package's record, and the fix; "" if it has no fault."""
     if not isinstance(one.key, str) or not _KEY.fullmatch(one.key):
         return "its key is no setting; use lower-case letters, digits and _, with dots between sections, as in train.swa"
     if any(one.key == known.key for known in capabilities()):

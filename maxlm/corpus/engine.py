@@ -173,7 +173,7 @@ def _check_output(settings: CorpusSettings, inputs: list[SourceFile]) -> None:
         for folder in folders(source.paths):
             below = Path(os.path.relpath(real, os.path.realpath(folder))).parts
             if not any(part.startswith(".") for part in below):  # ".." is outside, and hidden folders are left out
-                raise UserError(  # what is written would be input when the same command is given again
+                raise UserError(  # the next run of the same command would read this output as input
                     f"output = {shorten(str(output))}: it lies in the folder {shorten(folder)} of sources.{name}.paths, all files of which "
                     "are read, so that what is written would be input; give a folder outside."
                 )

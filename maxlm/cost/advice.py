@@ -102,7 +102,7 @@ def _is_more(settings: Settings, enough: Settings) -> bool:
 
 
 def _candidates(now: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Settings to try, each once, without those of the config `now`."""
+    """Yield combinations of settings to try, each once; settings that the config `now` has already are left out."""
     seen: list[dict[str, Any]] = []
     for settings in _changes(now["train"], now["memory"]["remat"], sizes):
         new = {key: value for key, value in settings.items() if now[key.partition(".")[0]][key.partition(".")[2]] != value}

@@ -65,7 +65,7 @@ class TpuPricing(_Pricing):
         self.clock_hz, self.tile = chip.clock_hz, chip.matrix_unit
 
     def seconds(self, op: Op, computation: Computation) -> float:
-        """Seconds of `op` of `computation`, 0 for one that does no work."""
+        """Seconds of the operation `op` of `computation`; 0 if the operation does no work."""
         if op.target == PALLAS:
             return self._kernel(op, computation)
         if op.cycles is not None:
@@ -169,7 +169,7 @@ class GpuPricing(_Pricing):
         super().__init__(module, chip, efficiency.gpu_hbm_share(chip))
 
     def seconds(self, op: Op, computation: Computation) -> float:
-        """Seconds of `op` of `computation`, 0 for one that does no work."""
+        """Seconds of the operation `op` of `computation`; 0 if the operation does no work."""
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot"):
             return 0.0
         flops, (kernel, inside) = self.flops(op, computation), self._kernel(op, computation)
@@ -217,7 +217,7 @@ class CpuPricing(_Pricing):
         super().__init__(module, chip, 1.0)
 
     def seconds(self, op: Op, computation: Computation) -> float:
-        """Seconds of `op` of `computation`, 0 for one that does no work."""
+        """Seconds of the operation `op` of `computation`; 0 if the operation does no work."""
         if op.opcode not in MOVES and op.opcode not in ("custom-call", "dot", "convolution"):
             return 0.0
         if self.chip.cpu is None:

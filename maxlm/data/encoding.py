@@ -48,7 +48,7 @@ class Encode(Protocol):
 
     def __call__(self, documents: list[Document]) -> tuple[Sequence[np.ndarray | None], Sequence[bytes], Sequence[Note | None]]: ...
     def close(self) -> None:
-        """Free what it holds besides memory."""
+        """Close open files and end processes that the encoder uses."""
 
 
 Encoder = Callable[[], Encode]  # sent once to every process that encodes

@@ -102,5 +102,5 @@ GRIDS: Mapping[str, float] = facts()["grids"]  # kg of CO2 equivalent a kWh, by 
 
 
 def site_of(provider: str | None, *, tpu: bool) -> Site:
-    """Overhead where a chip is; TPUs are Google's, also those that no provider has a price for."""
+    """Overhead of the site of a chip: the provider's site, Google's for a TPU without a provider, else the default."""
     return SITES.get(provider.lower() if provider else "google" if tpu else "", ANY_SITE)

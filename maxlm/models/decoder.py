@@ -275,7 +275,7 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
 # XLA's partitioner also fails on a lookup inside a `jax.shard_map` over some axes.
 def embedding_lookup(table_VD: Float[Array, "V D"], tokens_BS: Int[Array, "B S"]) -> Float[Array, "B S D"]:
     """The row of every token, split as activations are between tensor-parallel regions, and along the sequence over the other axes that
-    split the vocabulary: the sum over those is scattered, since the gradient of a replicated sum would be summed again.
+    split the vocabulary: the sum over these axes is scattered, since the gradient of a replicated sum would be summed again.
 
     A `shard_map` that gathers the width and scatters its gradient: XLA's partitioner reduces the whole table's gradient over every axis.
     """

@@ -143,7 +143,7 @@ class Limits:
 
 
 class _Saved(BaseModel):
-    """What `to_json` returns."""
+    """Schema of the JSON that `to_json` returns."""
 
     lengths: dict[str, dict[Annotated[int, Field(ge=0, le=_LARGEST)], _Count]]
     raised: dict[str, tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Annotated[int, Field(ge=0, le=2 * KEPT)]]]

@@ -23,7 +23,7 @@ class BySize:
         return self._compiled[size](*args)
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Compile the programs of these sizes, those that are not yet."""
+        """Compile the programs of these sizes that are not compiled yet."""
         for size in sizes:
             if size not in self._compiled:
                 why = f"batches of {size:,} sequences, the first of this size in this attempt"

@@ -71,7 +71,7 @@ class Record(BaseModel):
 
     findings: list[dict[str, Any]] = []
     strikes: dict[str, int] = {}  # by key of the device
-    hosts: dict[str, dict[str, Any]] = {}  # those with a device that was named
+    hosts: dict[str, dict[str, Any]] = {}  # hosts with a device that a finding names
     unsettled: Unsettled | None = None
 
 

@@ -182,7 +182,7 @@ class Program:
             return self.placement.lower()
 
     def evaluated(self, state: TrainState) -> TrainState:
-        """The state that is evaluated, with parameters on the device: those that its form says, such as an averaged point."""
+        """The state that is evaluated, with parameters on the device; a stored form may replace them, for example by an average."""
         state = self.placement.readable(state)
         return replace(state, params=reduce(lambda params, form: form.evaluated(params, state.opt_state), self._forms, state.params))
 

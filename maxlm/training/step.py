@@ -216,7 +216,7 @@ def split(batch: Any, microbatches: int) -> Any:
     return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, microbatches, *a.shape[1:]), 1, 0), batch)
 
 
-# What varies between updates.
+# Optional parts of an update.
 
 
 class Transform:

@@ -118,7 +118,7 @@ def _identity(settings: CompressionConfig, mesh_slices: int, diloco: object, opt
     if diloco is None:
         kept["mesh.slices"] = mesh_slices  # each has feedback of its own
         if settings.kind != "int8":
-            kept["optimizer.beta2"] = optimizer_beta2  # second moments stay those of the warm-up, whose weights sum to what it says
+            kept["optimizer.beta2"] = optimizer_beta2  # second moments stay as the warm-up left them, weighted by beta2
     return kept
 
 

@@ -79,7 +79,7 @@ def find_runs(
         for hashes, places in _places(database, files):
             database.insert("windows", {"hash": hashes, "place": places})
         size = settings.min_words
-        database.run(  # words of windows that are not the first of their hash, but for those shared with a first one that they overlap
+        database.run(  # words of repeated windows; words that overlap the first window of the same hash stay
             f"CREATE TABLE later AS SELECT greatest(place, head + {size}) AS first, place + {size} AS last FROM windows "  # noqa: S608
             "JOIN (SELECT hash, min(place) AS head FROM windows GROUP BY hash HAVING count(*) > 1) USING (hash) WHERE place <> head"
         )
