@@ -23,7 +23,7 @@ from maxlm.config.fields import Section
 from maxlm.config.schema import Config
 
 GIVEN = ("sizes", "chip", "state")  # parameters that only some functions of a record have, as its fields say
-PLACES = ("transforms", "update", "placement", "probes", "observers", "stored")  # fields of a record that name implementations
+PLACES = ("transforms", "update", "placement", "probes", "readers", "observers", "stored")  # fields of a record that name implementations
 RULES = ("rules", "mesh_rules", "full_mesh_rules", "chip_rules", "written_rules")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", re.ASCII)
 _PLACE = re.compile(r"[\w.]+:\w+")

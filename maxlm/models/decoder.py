@@ -264,7 +264,7 @@ def rematerialise(function: Callable, memory: MemoryConfig) -> Callable:
     else:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[] if memory.remat == "full" else list(memory.remat),
-            names_which_can_be_offloaded=list(memory.offload),
+            names_which_can_be_offloaded=list(memory.offload_by_policy),
             offload_src="device",
             offload_dst="pinned_host",
         )

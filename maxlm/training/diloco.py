@@ -20,7 +20,8 @@ from maxlm.models.parameters import Parameters
 from maxlm.objectives import Objective, Sums
 from maxlm.parallel import mesh_axes
 from maxlm.training.compression import CompressedSums
-from maxlm.training.step import GradFn, TrainState, Transform, Update, keep_if
+from maxlm.training.step import GradFn, TrainState, Update, keep_if
+from maxlm.training.transform import Transform
 
 AXIS = "data"
 WORKERS = "workers"  # entry of `TrainState.extra`

@@ -10,7 +10,6 @@ import pytest
 from maxlm.config.schema import Config
 from maxlm.models.feed_forward.router import Routing
 from maxlm.objectives import build_objective
-from maxlm.telemetry.alarms import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
 from maxlm.telemetry.balance import ROUTING_METRICS, Balance, collapsed, effective_experts, evenness, peak, times_even
 from maxlm.telemetry.console import describe
 from maxlm.telemetry.files import FileObserver
@@ -18,6 +17,7 @@ from maxlm.telemetry.observer import Event, Observers
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.telemetry.tensorboard import TensorBoardObserver
 from maxlm.training import meter
+from maxlm.training.routing import COLLAPSED_STEPS, IDLE_STEPS, RoutingAlarms
 from maxlm.training.step import Metrics
 
 TOKENS = 4096

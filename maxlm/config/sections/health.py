@@ -48,5 +48,6 @@ CAPABILITY = Capability(
     rules=(_problems,),
     inert=_inert,
     probes=("maxlm.training.layer_probe:LayerProbe",),
+    readers=("maxlm.training.layer_probe:UpdateNorms",),
     transforms=("maxlm.training.layer_figures:LayerFiguresOfUpdates", "maxlm.training.spike_guard:SpikeGuard"),
 )
