@@ -52,7 +52,6 @@ from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
@@ -177,8 +176,6 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
     """
     config, directory, console = run.config, run.directory, run.context.phases.console
     active: list[Observer] = [ConsoleObserver(config.total_steps, primary=directory.primary, console=console)]
-    if run.metrics_port is not None:
-        active.append(PrometheusObserver(run.metrics_port, directory, run.context.goodput.summary))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver(directory.path))
     if directory.primary:
@@ -191,7 +188,8 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
 
         ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
         settings = config.model_dump(mode="json")
-        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
+        known = {"directory": directory, "settings": settings, "goodput": run.context.goodput.summary, "held": run.held}
+        active += build(config, "observers", **known, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers

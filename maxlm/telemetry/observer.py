@@ -11,6 +11,7 @@ from maxlm.base.background import Background
 from maxlm.base.metric import Metric
 from maxlm.base.strict_json import dumps, is_finite, is_number
 from maxlm.telemetry.balance import Balance
+from maxlm.telemetry.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -153,9 +154,17 @@ class ConfiguredObserver(Observer, Protocol):
         """Raise ConfigError for what this host lacks; called on every host before the run opens anything."""
 
     @classmethod
+    def open(cls, section: Any, directory: RunDirectory, warn: Callable[[str], None]) -> Any:
+        """Open what the observer holds from the beginning, such as a port; called on the first process, before anything is written.
+        Raises ConfigError, which ends the run on all hosts. `warn` prints a line.
+        """
+        return None
+
+    @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> "ConfiguredObserver":
         """Gets the section and, by name, settings of the config, the run's `directory`, all `settings` as JSON, `report`, which takes an
-        event for all observers, and `ended`, which takes the cause of a stop that a person was told of.
+        event for all observers, `ended`, which takes the cause of a stop that a person was told of, `goodput`, as `Goodput.summary`, and
+        what all observers have opened, `held`, by the keys of their sections.
         """
 
 
