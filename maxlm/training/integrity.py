@@ -209,5 +209,6 @@ class PossibleChecks(Opening):
         state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
         step = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
         if state + step > limit:
-            rule = f"needs a copy of the state beside the step: {(state + step) / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
+            needed, most = (state + step) / 2**30, limit / 2**30
+            rule = f"needs a copy of the state in addition to the step: {needed:.1f} GiB of a device that has {most:.1f}"
             raise ConfigError("integrity.repeat_every", every, rule, "leave it out, or split the state over more devices")
