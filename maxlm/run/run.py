@@ -62,7 +62,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
-from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
+from maxlm.training.saved_run import TOKENIZER, SavedRun, copy_published, source_tokenizer
 from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
@@ -79,7 +79,7 @@ class SamplePrinter(Protocol):
     """Prints and returns samples of the parameters of a finished run, by prompt; returns early once `stopped()`."""
 
     def __call__(
-        self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+        self, saved: SavedRun, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
     ) -> dict[str, str | None]: ...
 
 
@@ -333,7 +333,7 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "mfu_peak": PEAK_NAMES[mfu_format(config)],
+        "mfu_peak": PEAK_NAMES[mfu_format(config.precision.matmul)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_tokens,
@@ -397,7 +397,7 @@ def _conclude(run: OpenRun, outcome: Outcome, print_samples: Callable[..., dict[
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
                 state = run.program.evaluated(outcome.state)
-                texts = print_samples(config, directory.path, state.params, state.model_state, console)
+                texts = print_samples(SavedRun(directory.path, config), state.params, state.model_state, console)
                 append_samples(directory.samples, outcome.step, texts)
                 message = _report(directory) if texts else message
         except Exception as error:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from maxlm.data.input_pipeline import Pipeline
 from maxlm.data.order import batch_number, sequences_before
 from maxlm.data.prefetch import Cause
 from maxlm.hardware.chips import chip_of
-from maxlm.models import mfu_format, step_flops
+from maxlm.models import mfu_format, token_flops
 from maxlm.telemetry.compilations import Compilations
 from maxlm.telemetry.device_memory import PROCESS, ProcessMemory, memory_use
 from maxlm.telemetry.observer import Event, Observers, StepRecord
@@ -55,13 +55,13 @@ class Meter:
         """
         self._progress = LoopProgress() if progress is None else progress
         config = program.config
-        chip = chip_of(jax.devices()[0].device_kind)
+        chip = None if config.precision.compute == "float32" else chip_of(jax.devices()[0].device_kind)
         self._observers, self._compilations, self._data = observers, compilations, data
         self._log_every = config.run.log_every
         self._total = config.total_steps
         self._sizes, self._left_out, self._seq_len = config.batch_sizes, tuple(left_out), config.data.seq_len
-        self._flops_per_token = step_flops(config) / config.tokens_per_step / program.mesh.size  # of one device
-        self._peak = chip.peak_flops_per_device(mfu_format(config)) if chip and config.precision.compute != "float32" else None
+        self._flops_per_token = token_flops(config.model, config.data.seq_len) / program.mesh.size  # of one device
+        self._peak = None if chip is None else chip.peak_flops_per_device(mfu_format(config.precision.matmul))
         self._pending: _Pending | None = None
         self._since = time.monotonic()
         self._steps, self._tokens, self._seconds, self._waited = 0, 0, 0.0, 0.0  # since the last record
@@ -133,7 +133,9 @@ class Meter:
             figures = one.record(figures)
         values = records(figures)
         del values["tokens"]  # the record counts those consumed
-        details = [one.details() for one in self._readers] if self._due(step, self._detail_every) else []
+        details = dict[str, Any]()
+        for one in self._readers if self._due(step, self._detail_every) else ():
+            details |= one.details()
         return StepRecord(
             step=step,
             loss=values.pop("loss"),
@@ -153,7 +155,7 @@ class Meter:
                 **({} if self._process_memory is None else {PROCESS: self._process_memory.peak()}),
             },
             declared=self._declared,
-            **ChainMap({}, *details),
+            **details,
         )
 
     def _watch(self, step: int, metrics: Metrics) -> None:

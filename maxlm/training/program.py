@@ -23,7 +23,7 @@ from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
 from maxlm.parallel import partition_spec
 from maxlm.training.by_size import BySize
 from maxlm.training.gradients import build_gradients, cast_frozen
-from maxlm.training.optimizer import build_optimizer
+from maxlm.training.optimizer import build_optimizer, learning_rate
 from maxlm.training.placement import Placement
 from maxlm.training.reader import Reader
 from maxlm.training.step import GradFn, TrainState, Update
@@ -56,7 +56,7 @@ class Program:
     def update(self) -> Update:
         """The update with its transforms: from one gradient of the whole batch, or as a section combines whole updates."""
         transforms = in_order(build(self.config, "transforms", device_mesh=self.mesh))
-        parts = self.config, self.objective, self.optimizer, self.gradients, transforms
+        parts = self.objective, self.optimizer, learning_rate(self.config), self.gradients, transforms
         return self._only(Update, "update", parts=parts) or Update(*parts)
 
     @cached_property

@@ -22,8 +22,9 @@ from maxlm.checkpoint import Checkpoints, manifest
 from maxlm.checkpoint.errors import DamagedError, UnreachableError
 from maxlm.config import UserError
 from maxlm.config.fields import flatten
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
+from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.data.tokenizer import Tokenizer, open_tokenizer
 from maxlm.models import (
@@ -246,17 +247,18 @@ def branch_off(program: Program, source: BranchFromConfig, identity: dict[str, s
         fix = f"use {' or '.join(map(str, fit[-3:]))}" if fit else "wait for a later checkpoint"
         raise ConfigError("train.branch_from.step", source.step, f"is no checkpoint to continue: {unfit[source.step]}", fix)
     restored = checkpoints.restore(program.abstract_state, source.step)
-    _check_rate(program.config, saved.trained, source.step - int(jax.device_get(restored.state.skipped)))
+    updates = source.step - int(jax.device_get(restored.state.skipped))
+    old, new = (float(learning_rate(one)(updates)) for one in (saved.trained, program.config))
+    _check_rate(saved.trained.optimizer, program.config.optimizer, old, new)
     data = {"seconds": round(time.monotonic() - began, 3), "passed_over": [], "source": BRANCH, "branch_of": source.path}
     return Start(program.placement.adopt(restored.state), restored.step, data, restored.data_position)
 
 
-def _check_rate(config: Config, before: Config, updates: int) -> None:
-    """Raise ConfigError if a cosine would have fallen since the beginning of a run that had another schedule."""
-    if config.optimizer.schedule != "cosine" or before.optimizer.schedule == "cosine":
-        return
-    old, new = (float(learning_rate(one)(updates)) for one in (before, config))
-    if new < old and config.optimizer.peak_lr == before.optimizer.peak_lr:
+def _check_rate(before: OptimizerConfig, now: OptimizerConfig, old: float, new: float) -> None:
+    """Raise ConfigError if a cosine would have fallen, from the `old` rate to the `new`, since the beginning of a run that had another
+    schedule.
+    """
+    if now.schedule == "cosine" != before.schedule and new < old and now.peak_lr == before.peak_lr:
         rule = f"decays from the beginning of the run that is branched off, and the rate would fall from {old:.3g} to {new:.3g} at once"
         raise ConfigError("optimizer.schedule", "cosine", rule, "use wsd, which decays over optimizer.decay_steps, or constant")
 

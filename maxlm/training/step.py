@@ -15,10 +15,8 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, UInt32
 
-from maxlm.config.schema import Config
 from maxlm.models import Parameters, Routing, balance_experts
 from maxlm.objectives import Objective, Sums
-from maxlm.training.optimizer import learning_rate
 from maxlm.training.state_paths import state_shardings
 
 Transform = Any  # `training.transform.Transform`, which imports this module
@@ -61,11 +59,10 @@ def build_train_step(
     update: "Update", run: Callable[[TrainState, Any], tuple[Any, Sums, Array]] | None = None
 ) -> Callable[[TrainState, Any], tuple[Any, Metrics]]:
     """The training step, ready to be jitted. `run`: computes the update, if its state is not on the device; default `update` itself."""
-    rate = learning_rate(update.config)
 
     def train_step(state: TrainState, batch: Any) -> tuple[Any, Metrics]:
         """One optimizer update. Pure; jitted once with the state donated."""
-        lr = jnp.asarray(rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
+        lr = jnp.asarray(update.rate(state.step - state.skipped), jnp.float32)  # a skipped update does not move the schedule
         batch = update.objective.with_randomness(batch, state.step)
         after, sums, grad_norm = (run or update)(state, batch)
         values = sums.values(update.metrics)
@@ -96,13 +93,14 @@ class Update:
 
     def __init__(
         self,
-        config: Config,
         objective: Objective,
         optimizer: optax.GradientTransformation,
+        rate: optax.Schedule,
         gradients: GradFn,
         transforms: Sequence[Transform] = (),
     ) -> None:
-        self.config, self.objective, self.optimizer, self.gradients = config, objective, optimizer, gradients
+        """`rate`: updates before -> learning rate, for the record; the optimizer has it already."""
+        self.objective, self.optimizer, self.rate, self.gradients = objective, optimizer, rate, gradients
         self.transforms = tuple(transforms)
         self.metrics = (*objective.metrics, *(metric for one in self.transforms for metric in one.metrics))
 
@@ -116,7 +114,7 @@ class Update:
 
     def shardings(self, mesh: Mesh) -> TrainState:
         """A NamedSharding for every leaf of the state."""
-        shardings = TrainState(*state_shardings(self.config.model, self.optimizer, mesh))
+        shardings = TrainState(*state_shardings(self.objective.config.model, self.optimizer, mesh))
         extra = {one.name: one.shardings(shardings.params, mesh) for one in self.transforms}
         return replace(shardings, extra={name: own for name, own in extra.items() if own is not None})
 
@@ -138,10 +136,10 @@ class Update:
             one.declared({**sums.added, **sums.largest}, {*before.added, *before.largest})
         norm = self.norm(gradient)
         good, extra = self.judge(state, sums, norm, extra)
-        model_state = balance_experts(self.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
+        model_state = balance_experts(self.objective.config.model, state.model_state, sums.routing) if sums.routing else state.model_state
         skipped = state.skipped + jnp.where(good, 0, 1)
         after = TrainState(state.step + 1, skipped, {}, (), keep_if(good, model_state, state.model_state), extra)
-        return Pending(gradient, good, clip_factor(norm, self.config.optimizer.clip_norm), after), sums, norm
+        return Pending(gradient, good, clip_factor(norm, self.objective.config.optimizer.clip_norm), after), sums, norm
 
     def norm(self, gradient: Parameters) -> Float[Array, ""]:
         """Global norm of a gradient, in float32."""

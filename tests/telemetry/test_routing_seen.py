@@ -192,7 +192,7 @@ def test_unsound_logits_name_the_first_layer_at_once():
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Runs a meter over steps with the given routing, and gives the run's directory."""
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
 
     def steps(first, last, total, log_every=1, routing_of=lambda step: routing(HEALTHY), loss=3.0, n_dense=0, rest=()):
         experts = {"n_experts": 8, "top_k": 2, "d_ff": 32, "n_dense": n_dense}

@@ -143,7 +143,7 @@ def test_figures_are_in_the_record_of_their_step(monkeypatch, program):
         def on_event(self, event): ...
         def close(self): ...
 
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     config = Config.model_validate({**program.config.model_dump(mode="json"), "run": {"name": "r", "log_every": 4}})
     records = Records()
     observers = Observers([records])

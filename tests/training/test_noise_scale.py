@@ -105,7 +105,7 @@ def test_both_are_averaged_before_they_are_divided():
 
 
 def test_a_record_holds_the_scale_and_a_checkpoint_its_averages(monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     config = tiny_config(train={"microbatches": 2, **MEASURED})
     program = SimpleNamespace(config=config, objective=build_objective(config), mesh=SimpleNamespace(size=1), metrics=())
     seen = []
