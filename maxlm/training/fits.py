@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from maxlm.base.host import host_memory, in_bytes
 from maxlm.base.transient import is_out_of_memory
 from maxlm.config import UserError
-from maxlm.config.axes import BATCH_AXES
 from maxlm.config.capability import FLOAT32, State
 from maxlm.config.fields import Section
 from maxlm.config.layer_parts import layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig, TrainConfig
+from maxlm.config.sections.mesh import BATCH_AXES
 from maxlm.config.table import build, state
 from maxlm.hardware.chips import MOST_VMEM_BYTES, chip_of
 from maxlm.kernels.attention.xla import QUERY_BLOCK
