@@ -5,13 +5,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from maxlm.base.background import Background
 from maxlm.base.metric import Metric
 from maxlm.base.strict_json import dumps, is_finite, is_number
-from maxlm.telemetry.balance import Balance
-from maxlm.telemetry.run_dir import RunDirectory
+
+if TYPE_CHECKING:  # numpy, which takes longer to import than a line of progress to print
+    from maxlm.telemetry.balance import Balance
+    from maxlm.telemetry.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class StepRecord:
     data_wait_s: float  # of a step, waiting for its batch
     time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
     extra: Mapping[str, float | None] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest, and of bill.py
-    balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
+    balance: "Balance | None" = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
     declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics with their values in `extra`
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,7 +156,7 @@ class ConfiguredObserver(Observer, Protocol):
         """Raise ConfigError for what this host lacks; called on every host before the run opens anything."""
 
     @classmethod
-    def open(cls, section: Any, directory: RunDirectory, warn: Callable[[str], None]) -> Any:
+    def open(cls, section: Any, directory: "RunDirectory", warn: Callable[[str], None]) -> Any:
         """Open what the observer holds from the beginning, such as a port; called on the first process, before anything is written.
         Raises ConfigError, which ends the run on all hosts. `warn` prints a line.
         """
