@@ -72,7 +72,7 @@ class Meter:
         self._declared = program.metrics
         self._skipped = skipped
         self._layers = layer_names(config.model)
-        trained = config.train.start_from is not None or config.train.branch_from is not None
+        trained = any(one.first_state() is not None for one in build(config, "opening"))
         self._readers: list[Reader] = build(config, "readers", levels=levels or {})
         self.health = Health(program.objective.untrained_loss, levels, trained=trained, settings=config.health)
 

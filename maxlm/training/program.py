@@ -16,7 +16,7 @@ from maxlm.config.rules import check_chip
 from maxlm.config.schema import Config
 from maxlm.config.table import build
 from maxlm.hardware.chips import chip_of
-from maxlm.hardware.xla_flags import compiler_options
+from maxlm.hardware.xla_flags import options_of_device
 from maxlm.models import init_model_state, init_parameters
 from maxlm.models.parameters import Parameters
 from maxlm.objectives import ArraySpec, Objective, Sums, build_objective
@@ -113,7 +113,7 @@ class Program:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """XLA's options for the devices of this mesh."""
-        return compiler_options_of(self.mesh, traced=self.config.run.profile is not None)
+        return options_of_device(self.mesh.devices.flat[0], traced=self.config.run.profile is not None)
 
     def init(self) -> TrainState:
         """The first state, created where it will live."""
@@ -169,13 +169,6 @@ class Program:
         split = self.placement.read_shardings(), self.state_shardings.model_state, self.batch_sharding
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(figures, in_shardings=split, out_shardings=whole, compiler_options=self.compiler_options)
-
-
-def compiler_options_of(mesh: Mesh, *, traced: bool = False) -> dict[str, str | bool]:
-    """XLA's options for the devices of `mesh`; `traced`: for a profile."""
-    device = mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
-    return compiler_options(chip.name if chip is not None else device.platform, traced=traced)
 
 
 def build_program(config: Config, mesh: Mesh) -> Program:
