@@ -92,8 +92,8 @@ class Recommendation:
 def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -> Recommendation:
     """The size and length with the least predicted loss for `flops` model FLOPs, in the proportions of the config `name`.
 
-    Raises UserError: no fitted ladder in `folder`, one that says nothing of other ratios, or a config with experts, whose width the
-    ladder does not tell.
+    Raises UserError: no fitted ladder in `folder`, one that says nothing of other ratios, or a config with experts: the ladder does
+    not tell their width.
     """
     if not (math.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops} is not a number of FLOPs: give one such as 1e22.")

@@ -65,7 +65,7 @@ class Collectives:
 
     def _traffic(self, mesh: tuple[tuple[str, int], ...], across: str, zero: int, attention: str, parts: bool) -> Traffic:
         """Traffic on a mesh; `parts`: with several microbatches, so that gradients are summed over `data` once they are all there, unless
-        those of the layers go to host memory one by one.
+        the layers' gradients go to host memory one by one.
         """
         sizes = dict(mesh)
         network = Network(self.topology.chip, sizes, self._links(mesh, across))

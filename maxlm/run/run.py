@@ -154,7 +154,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
-class _ProgressObserver:
+class _ProgressObserver(Observer):
     """Records each logged step for the supervisor, and that the run has a checkpoint; keeps nothing open."""
 
     def __init__(self, folder: Path) -> None:

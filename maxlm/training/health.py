@@ -217,6 +217,6 @@ class Health:
             return f"the loss of step {step}, {loss:.4g}, is more than {DIVERGED:g} nat above that {what}, {began:.4g}"
         learned = self._untrained - self._best
         if learned >= LEARNED and loss > self._best + LOST * learned:
-            untrained = f"that of an untrained model, {self._untrained:.4g}"
+            untrained = f"the loss of an untrained model, {self._untrained:.4g}"
             return f"the loss of step {step}, {loss:.4g}, is back at {untrained}, after it was {self._best:.4g}"
         return ""

@@ -197,5 +197,5 @@ def check_memory(program: Program, limit: int | None) -> None:
     state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
     needed = state + memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     if needed > limit:
-        rule = f"needs a copy of the state beside the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
+        rule = f"needs a copy of the state in addition to the step: {needed / 2**30:.1f} GiB of a device that has {limit / 2**30:.1f}"
         raise ConfigError("integrity.repeat_every", settings.repeat_every, rule, "leave it out, or split the state over more devices")

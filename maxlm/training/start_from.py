@@ -67,7 +67,7 @@ def begin_from(program: Program, source: StartFromConfig, tokenizer: Tokenizer |
         _check_tokens(source.path, saved.tokenizer, tokenizer)
     grown = other.vocab_size != model.vocab_size
     if grown and program.config.model.lora is not None:
-        rule = f"is above that of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
+        rule = f"is above the vocab_size of {source.path}, {other.vocab_size}, and model.lora would freeze the new rows as they are drawn"
         raise ConfigError("model.vocab_size", model.vocab_size, rule, f"use {other.vocab_size}, or train without model.lora first")
     wanted = _wanted(program, saved, model)
     restored = saved.restore(wanted, source.step, source.weights)
@@ -214,7 +214,7 @@ def _check_rate(config: Config, before: Config, updates: int) -> None:
         return
     old, new = (float(learning_rate(one)(updates)) for one in (before, config))
     if new < old and config.optimizer.peak_lr == before.optimizer.peak_lr:
-        rule = f"decays from the beginning of the run that is branched off, whose rate of {old:.3g} would fall to {new:.3g} at once"
+        rule = f"decays from the beginning of the run that is branched off, and the rate would fall from {old:.3g} to {new:.3g} at once"
         raise ConfigError("optimizer.schedule", "cosine", rule, "use wsd, which decays over optimizer.decay_steps, or constant")
 
 

@@ -344,7 +344,7 @@ def test_limits_end_the_run_with_evidence(tmp_path):
     assert outcome.status == "unhealthy"
     assert len(events.of("rollback")) == 2
     assert "rolled back 2 times in 1,000 steps, and health.recent_roll_backs = 2" in outcome.message
-    assert "the newest checkpoint is that of step 30" in outcome.message
+    assert "the newest checkpoint is of step 30" in outcome.message
     pages = [page.read_text() for page in tmp_path.glob("evidence-*.md")]
     assert any("training was stopped" in page and page.count("- from step") == 2 for page in pages)
     again, _ = run(tmp_path, Script(poison=range(33, 999), recent_roll_backs=2))

@@ -151,7 +151,7 @@ def test_five_restarts_of_an_unhealthy_run_leave_the_good_checkpoints(tmp_path, 
         postponed = [event for event in events.of("alarm") if event.data["cause"] == "save_postponed"]
         assert [event.step for event in postponed] == [25], "said once"
         assert "the last state is not saved" in outcome.message
-        assert "the newest checkpoint is that of step 20" in outcome.message
+        assert "the newest checkpoint is of step 20" in outcome.message
     if poison == "parameter":
         assert "the state holds values that are not finite, in params.w" in outcome.message
     if poison == "absurd":
@@ -282,7 +282,7 @@ def test_a_preempted_run_saves_no_unhealthy_state_and_says_so(tmp_path):
     assert saved_in(tmp_path) == [5]
     (event,) = events.of("preempt")
     assert event.data["reason"].startswith("stopped by SIGTERM; the last state is not saved (the update of step 8 was skipped")
-    assert event.data["reason"].endswith("the newest checkpoint is that of step 5")
+    assert event.data["reason"].endswith("the newest checkpoint is of step 5")
 
 
 def test_what_a_loss_has_come_down_to_is_known_after_a_restart_on_the_same_data(tmp_path):
