@@ -60,7 +60,7 @@ def tiny_batch(seed: int = 0) -> Batch:
 def first_state(program: Program) -> TrainState:
     """`program.init()`, drawn once a model for all meshes and settings: its compilation takes a third of the time of a small program.
 
-    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix` by `steps_on`.
+    That a mesh draws what one device does is what tests with `Program.init` show: `test_layouts`, and `test_matrix`.
     """
     if not program.placement.on_device:
         return _from_weights(program)
@@ -95,6 +95,11 @@ def drawn_parameters(config: ModelConfig) -> Parameters:
         return jnp.asarray(rng.normal("scale" in jax.tree_util.keystr(path), 0.05, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_parameters(config))
+
+
+def drawn_on(program: Program) -> Parameters:
+    """`drawn_parameters` as a program holds them."""
+    return jax.device_put(drawn_parameters(program.config.model), program.state_shardings.params)
 
 
 def states_of_steps(program: Program, steps: int) -> tuple[list[TrainState], TrainState]:
