@@ -292,7 +292,7 @@ def test_what_a_loss_has_come_down_to_is_known_after_a_restart_on_the_same_data(
     lost = Script(loss=lambda n: math.log(128))
     outcome, _ = run(tmp_path, lost)
     assert outcome.status == "unhealthy"
-    assert "is back at that of an untrained model" in outcome.message
+    assert "is back at the loss of an untrained model" in outcome.message
     other = Data()
     other.fingerprint = "0" * 64
     outcome, _ = run(tmp_path, lost, data=other)
