@@ -1,9 +1,12 @@
 """The table of capabilities: a record for each file of sections, and what a package of a stranger registers."""
 
+import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -149,6 +152,24 @@ def test_implementations_exist():
     for one in table.capabilities():
         for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.readers, *one.observers, *one.stored):
             assert callable(load_object(place).from_config), one.key
+
+
+BY_NAME = {  # file -> sections that a config may lack and that the file reads by name, each with the reason
+    "run/open_run.py": {"cluster": "the machine, which is compared with the devices"},
+    "training/fits.py": {"optimizer.state": "bytes of the moments, by the rule of the optimizer"},
+    "training/meter.py": {"health": "settings of the judge of every run", "precision.matmul": "the peak that MFU is a share of"},
+    "training/program.py": {"run.profile": "the only section that asks for other options of the compiler"},
+}
+
+
+@pytest.mark.parametrize("file", BY_NAME)
+def test_what_iterates_over_the_table_names_no_section(file):
+    tree = ast.parse((Path(maxlm.__file__).parent / file).read_text(encoding="utf-8"))
+    chains = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = {chain.rpartition("config.")[2] for chain in chains if re.match(r"(\w+\.)*config\.", chain)}
+    config = tiny_config()
+    absent = {one.key for one in table.capabilities() if value_of(config, one.key) is None}
+    assert {key for key in absent for one in read if f"{one}.".startswith(f"{key}.")} == set(BY_NAME[file])
 
 
 def test_a_registered_section_is_part_of_a_config(average):
