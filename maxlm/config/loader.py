@@ -258,9 +258,9 @@ class _Files:
         return [self._parent(path, name) for name in names]
 
     def _parent(self, path: Path, name: str) -> Path:
-        beside = path.parent / f"{name.removesuffix('.yml')}.yml"
+        neighbour = path.parent / f"{name.removesuffix('.yml')}.yml"
         try:
-            return beside if "\0" not in name and _is(beside.is_file) else find(name)
+            return neighbour if "\0" not in name and _is(neighbour.is_file) else find(name)
         except UserError as error:
             raise UserError(f"{shorten(str(path))}: extends {error}") from None
 
