@@ -25,8 +25,9 @@ from maxlm.planning.analytic import Analytic
 from maxlm.planning.layouts import LayoutSpace
 from maxlm.telemetry.run_dir import RunDirectory
 from maxlm.training import fits
-from maxlm.training.program import Program, in_order
+from maxlm.training.program import Program
 from maxlm.training.saved_run import open_run
+from maxlm.training.transform import in_order
 
 ONE = dict.fromkeys(AXES, 1)
 
@@ -146,7 +147,7 @@ def test_rules_of_a_section_run_after_those_of_the_sections_before_it():
 
 def test_implementations_exist():
     for one in table.capabilities():
-        for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.observers, *one.stored):
+        for place in (*one.transforms, *one.update, *one.placement, *one.probes, *one.readers, *one.observers, *one.stored):
             assert callable(load_object(place).from_config), one.key
 
 
@@ -253,6 +254,19 @@ def test_transforms_with_one_name_or_without_a_phase_are_refused(average, monkey
     monkeypatch.setattr(StochasticAverage, *named)
     with pytest.raises(UserError, match=message):
         _ = tiny_program(1, ema={}, train={"steps": 4, "swa": {"every": 2}}).update
+
+
+def test_a_figure_that_a_transform_does_not_declare_is_an_error_when_the_step_is_traced(average, monkeypatch):
+    program = tiny_program(1, train={"steps": 4, "swa": {"every": 2}})
+    error = r"StochasticAverage \(transform 'swa'\) reports the figure 'spread', which it does not declare: add Metric\('spread', \.\.\.\)"
+    hooks = {
+        "figures": lambda self, before, after: {"spread": 1.0},
+        "reduce": lambda self, state, sums, gradient: (sums._replace(added={**sums.added, "spread": 1.0}), gradient, None),
+    }
+    for name, hook in hooks.items():
+        with monkeypatch.context() as patched, pytest.raises(UserError, match=error):
+            patched.setattr(StochasticAverage, name, hook)
+            program.lower()
 
 
 def test_sections_without_a_place_or_that_exclude_each_other_are_refused(average):
