@@ -196,7 +196,8 @@ def test_a_registered_section_is_part_of_the_identity_and_of_the_state(average):
 
 def test_a_registered_average_trains_and_resumes_to_the_bit(average, tmp_path):
     """It is saved, evaluated and read by other runs; `maxlm plan` counts its bytes, and `maxlm config` shows it."""
-    program = tiny_program(1, train={"steps": 4, "swa": {"every": 2}})
+    model = {"n_layers": 1}
+    program = tiny_program(1, model=model, train={"steps": 4, "swa": {"every": 2}})
     config, run = program.config, RunDirectory(tmp_path, primary=True)
     states = [run_steps(program, steps, first=Program.init)[0] for steps in (2, 4)]
     checkpoints = Checkpoints(run.checkpoints, config.checkpoint, table.identity(config, ""))
@@ -215,9 +216,11 @@ def test_a_registered_average_trains_and_resumes_to_the_bit(average, tmp_path):
     assert table.averages(config) == ("swa",) and "swa" in CliRunner().invoke(app, ["config", str(tmp_path)]).output
 
     layout, mesh = LayoutSpace(config, 1).own(), ONE
-    plain, planned = (Analytic(one, parse("v5p:2x2x1"), lambda layout: {}).estimate(layout).state for one in (tiny_config(), config))
+    plain, planned = (
+        Analytic(one, parse("v5p:2x2x1"), lambda layout: {}).estimate(layout).state for one in (tiny_config(model=model), config)
+    )
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(states[0].extra["swa"]))
-    assert planned - plain == held and fits.least(config, mesh)[0].bytes - fits.least(tiny_config(), mesh)[0].bytes == held
+    assert planned - plain == held and fits.least(config, mesh)[0].bytes - fits.least(tiny_config(model=model), mesh)[0].bytes == held
 
 
 def test_state_lies_where_masters_lie():
