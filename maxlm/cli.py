@@ -390,7 +390,7 @@ def import_(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the mesh that the parameters are spread over, such as mesh.fsdp=8."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the config.json beside the weights.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of the config.json in the folder of the weights.")] = None,
 ) -> None:
     """Import a published model. On a cluster every host runs it, and all see the source and the new folder."""
     import jax

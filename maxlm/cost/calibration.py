@@ -1,4 +1,4 @@
-"""Correction factors of a machine: the file that `maxlm plan --calibrate` writes, and a topology whose chip has them. No jax here."""
+"""Correction factors of a machine: the file that `maxlm plan --calibrate` writes, and a topology with a chip that has them. No jax here."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -66,6 +66,7 @@ class _Replay:
 
     @property
     def results(self) -> list[Buffer]:
+        """Buffers of the root instruction, in the order of its shapes."""
         return self.values[self.computation.root]
 
     def peak(self) -> tuple[Buffer, ...]:

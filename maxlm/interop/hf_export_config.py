@@ -1,4 +1,4 @@
-"""The config.json that describes a model of ours: the family whose config, read again, gives the same settings."""
+"""The config.json that describes a model of ours: written by the family that reads the same settings from it."""
 
 from maxlm.base.errors import UserError
 from maxlm.config.fields import flatten

@@ -52,7 +52,6 @@ from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
@@ -63,7 +62,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
-from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
+from maxlm.training.saved_run import TOKENIZER, SavedRun, copy_published, source_tokenizer
 from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
@@ -80,7 +79,7 @@ class SamplePrinter(Protocol):
     """Prints and returns samples of the parameters of a finished run, by prompt; returns early once `stopped()`."""
 
     def __call__(
-        self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+        self, saved: SavedRun, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
     ) -> dict[str, str | None]: ...
 
 
@@ -154,7 +153,7 @@ def _run(context: RunContext, print_samples: SamplePrinter, open_tasks: OpenTask
     return ExitCode.HUNG if watchdog.fired else EXIT_CODES[outcome.status]
 
 
-class _ProgressObserver:
+class _ProgressObserver(Observer):
     """Records each logged step for the supervisor, and that the run has a checkpoint; keeps nothing open."""
 
     def __init__(self, folder: Path) -> None:
@@ -177,8 +176,6 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
     """
     config, directory, console = run.config, run.directory, run.context.phases.console
     active: list[Observer] = [ConsoleObserver(config.total_steps, primary=directory.primary, console=console)]
-    if run.metrics_port is not None:
-        active.append(PrometheusObserver(run.metrics_port, directory, run.context.goodput.summary))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver(directory.path))
     if directory.primary:
@@ -191,7 +188,8 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
 
         ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
         settings = config.model_dump(mode="json")
-        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
+        known = {"directory": directory, "settings": settings, "goodput": run.context.goodput.summary, "held": run.held}
+        active += build(config, "observers", **known, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers
@@ -335,7 +333,7 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "mfu_peak": PEAK_NAMES[mfu_format(config)],
+        "mfu_peak": PEAK_NAMES[mfu_format(config.precision.matmul)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_tokens,
@@ -399,7 +397,7 @@ def _conclude(run: OpenRun, outcome: Outcome, print_samples: Callable[..., dict[
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
                 state = run.program.evaluated(outcome.state)
-                texts = print_samples(config, directory.path, state.params, state.model_state, console)
+                texts = print_samples(SavedRun(directory.path, config), state.params, state.model_state, console)
                 append_samples(directory.samples, outcome.step, texts)
                 message = _report(directory) if texts else message
         except Exception as error:

@@ -196,7 +196,7 @@ def _unreachable(session: Session, before: int) -> str:
         return ""
     if not steps:  # as if all saves have failed: going back to the beginning would lose all
         return "no checkpoint has been saved"
-    return f"the oldest checkpoint, that of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
+    return f"the oldest checkpoint, of step {min(steps):,}, is later than step {before:,}; raise checkpoint.keep"
 
 
 def _run(session: Session, meter: Meter, saving: Saving, start: Start) -> Outcome:
@@ -295,7 +295,7 @@ def _conclude(session: Session, meter: Meter, saving: Saving, end: Outcome) -> O
     saving.finish(end.step, state, saved=not wrong)
     if wrong:
         newest = session.checkpoints.latest()
-        left = "there is no checkpoint" if newest is None else f"the newest checkpoint is that of step {newest:,}"
+        left = "there is no checkpoint" if newest is None else f"the newest checkpoint is of step {newest:,}"
         because = "" if wrong == end.message else f" ({wrong})"
         end = replace(end, message=f"{end.message}; the last state is not saved{because}, and {left}")
     if end.status in STOPPED:

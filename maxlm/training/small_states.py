@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32
 
-from maxlm.config.axes import RULES
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.mesh import RULES
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.models import abstract_parameters
 from maxlm.models.adapters import leaf as leaf_of

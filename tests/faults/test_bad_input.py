@@ -328,8 +328,8 @@ SETTINGS = {  # overrides -> words of the message: field, value, rule, fix
     "memory.offload_state={optimizer: host, nvme: {dir: x}}": ["memory.offload_state", "no nvme section", "optimizer: nvme"],
     "memory.offload_state={optimizer: host} ; diloco={workers: 1, every: 2}": ["diloco = set", "memory.offload_state", "remove one"],
     "memory.offload_state={optimizer: host} ; health={layers: warn}": ["health.layers = set", "memory.offload_state"],
-    "memory.offload_state={master: host, gradients: host}": ["memory.offload_state", "optimizer: host beside gradients: host"],
-    "memory.offload_state={optimizer: host, weights: host}": ["memory.offload_state", "master: host beside weights: host"],
+    "memory.offload_state={master: host, gradients: host}": ["memory.offload_state", "optimizer: host with gradients: host"],
+    "memory.offload_state={optimizer: host, weights: host}": ["memory.offload_state", "master: host with weights: host"],
     "memory.offload_state={optimizer: host, gradients: nvme}": ["memory.offload_state.gradients = nvme", "host"],
     "memory.offload_state={optimizer: host, master: nvme, nvme: {dir: x}, gradients: host}": ["memory.offload_state", "no state in files"],
     **{

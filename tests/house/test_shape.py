@@ -19,11 +19,11 @@ from maxlm.config.schema import Config
 
 BOUNDS = {  # a figure -> its largest value; the comment has the figure that the house is to reach
     "settings": 303,  # of all sections, nested ones included; a new setting replaces one, or is argued for here
-    "functions that take the whole Config": 82,  # 90
-    "files with functions that take the whole Config": 40,  # 35
+    "functions that take the whole Config": 70,  # 90
+    "files with functions that take the whole Config": 32,  # 35
     "files below 60 lines with one importer": 10,  # 0
-    "vague words a thousand lines": 2,  # 2
-    "public functions without docstring": 86,  # 0
+    "vague words a thousand lines": 0.1,  # 2
+    "public functions without docstring": 0,  # 0
     "modules that a feature touches": 13.4,  # 2: the mean of the last five features
 }
 MEDIAN_LINES = (117, 200)  # of a file; 130 to 200
