@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
     def run(
         self, x_BSD: Array, context: BlockContext, entries: Names = ENTRIES, values: Values | None = None, layer: Callable | None = None
     ) -> DecoderOutput:
-        """Run the blocks of these `ENTRIES`, each by `layer` (default `run_layer`) with its entry of `values` as a further input."""
+        """Run the blocks of `entries`, each by `layer` (default `run_layer`). `values`: a further input for each block, if any."""
         routers, run_block = list[RouterOutput](), partial(layer or run_layer, replace(context, scan=None))
         for entry in entries:
             groups, blocks = layer_groups(self.config, (entry,)), getattr(self, entry)  # one stacked block for each group
@@ -226,7 +226,7 @@ class Decoder(nnx.Module):
 
 
 def _stacked(config: ModelConfig, group: LayerGroup) -> Block:
-    """The blocks of a group as one, their parameters stacked."""
+    """Declare the blocks of a group as one `Block` with stacked parameters."""
     blocks = jax.vmap(lambda _: Block(config, group.parts, ahead=group.path[0] == "ahead"))(jnp.arange(math.prod(group.stacked)))
     return jax.tree.map(lambda stack: stack.reshape(*group.stacked, *stack.shape[1:]), blocks)
 
@@ -241,7 +241,7 @@ def _run_period(groups: Sequence[LayerGroup], scan: Callable, layer: Callable, x
 
 
 def over_layers(config: ModelConfig, context: BlockContext, entry: str, period: Callable, x_BSD: Array, layers: Any) -> tuple[Array, Any]:
-    """Run the blocks of an entry: once `period`, or for the layer pattern a scan of it over all periods."""
+    """Run the blocks of an entry: for `layers` a scan of `period` over all periods of the layer pattern, for others `period` once."""
     scan = partial(jax.lax.scan, unroll=context.memory.unroll)
     if (quantized := context.precision.matmul) is not None:
         return run_quantized(quantized, config, scan, entry, period, x_BSD, layers)

@@ -107,7 +107,7 @@ def _named(x: Array, name: str) -> Array:
 
 
 def enter(x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """Enter a tensor-parallel region. Where several matmuls read x, their gradients are summed before they are scattered, once."""
+    """Enter a tensor-parallel region. The gradients of x from all matmuls that read it are summed, then scattered once."""
     return constrain(_fence_gradient(x_BSD, BETWEEN) if _scatters_gradient() else x_BSD, *ENTERING)
 
 
@@ -156,7 +156,7 @@ def _fenced(multiply: Callable[[Array], Array], x: Array, reads: Axes, writes: A
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _fence_gradient(x: Array, axes: Axes) -> Array:
-    """x, with a fence after its gradient only: the input of a matmul may be computed inside it."""
+    """x, with a fence after its gradient only: XLA may fuse the computation of x into the matmul that reads it."""
     return x
 
 

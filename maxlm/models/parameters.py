@@ -24,7 +24,7 @@ Parameters = dict[str, Any]  # nested by module; leaves are arrays, specs, axes 
 
 
 def cast_matrices(model: ModelConfig, compute: str, parameters: Parameters, *, state: bool = False) -> Parameters:
-    """Parameters, or model state, as the forward pass reads them: matrices in `compute`, scales and biases unchanged."""
+    """Parameters, or model state, as the forward pass reads them: matrices in the dtype `compute`, scales and biases unchanged."""
     matrix = _tree(model, lambda _, variable: is_matrix(variable.axes), state=state)
     return jax.tree.map(lambda leaf, cast: leaf.astype(compute) if cast else leaf, parameters, matrix)
 
@@ -35,7 +35,7 @@ def is_matrix(axes: tuple[str, ...]) -> bool:
 
 
 def bind(config: ModelConfig, parameters: Parameters, model_state: Parameters | None = None) -> Decoder:
-    """The model that computes with `parameters` and `model_state`, which a model without state does not need."""
+    """Build the model with these arrays in place of its shapes. `model_state`: None for a model without state."""
     trees = {False: parameters, True: model_state or {}}
     leaves = [reduce(getitem, name, trees[isinstance(variable, StateVariable)]) for name, variable in declarations(config)]
     return jax.tree.unflatten(jax.tree.structure(abstract_decoder(config)), leaves)

@@ -31,7 +31,7 @@ class ArraySpec(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Figures of a batch or a part of it, float32, by the names of their declarations. `added`: sums, also of means; `largest`: maxima."""
+    """Figures of a batch or a part of it, float32, by their declared names. `added`: sums, and numerators of means; `largest`: maxima."""
 
     denominator: Float[Array, ""]  # of means: tokens that count, or as the objective says
     added: dict[str, Array]
@@ -157,7 +157,7 @@ class Objective(ABC):
         )
 
     def sums(self, batch: Any, values: Mapping[str, Array], routing: Routing | None = None) -> Sums:
-        """`values` by the names of `metrics`, reduced over `batch`: sums over its tokens, or maxima, as they are declared."""
+        """Sort `values`, already reduced over the tokens of `batch`, into sums and maxima, as `metrics` declares them by name."""
         largest = {metric.name for metric in self.metrics if metric.reduce == "max"}
         added = {name: value for name, value in values.items() if name not in largest}
         return Sums(self.denominator(batch), added, {name: values[name] for name in values if name in largest}, routing)
@@ -182,7 +182,7 @@ class NextToken(Objective):
         return batch_of_windows(window_BT, length_B, end_of_document, mask_documents=self.config.data.mask_documents)
 
     def denominator(self, batch: Batch) -> Float[Array, ""]:
-        """Tokens with their target in the same document."""
+        """Number of tokens whose target is in the same document."""
         return jnp.sum(batch.weights_BS)
 
     def head(self, model: Decoder, output: DecoderOutput, batch: Any, summed: tuple[str, ...]) -> tuple[Float[Array, ""], Sums]:

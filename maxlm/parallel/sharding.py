@@ -1,4 +1,4 @@
-"""Sharding is data: model code names logical axes, one table maps them to mesh axes (`LOGICAL_AXES`), one function translates."""
+"""Sharding is data: model code names logical axes, one table maps them to mesh axes: `LOGICAL_AXES`, of which `RULES` is one column."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def split_axes(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> tuple[
 
 
 def mesh_axes_of(axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
-    """Mesh axes that split each dim of a tensor with these logical axes. Raises KeyError for an unknown one."""
+    """Mesh axes that split each dim of a tensor: `embed` by its axes that split no other dim. Raises KeyError for an unknown name."""
     if unknown := [name for name in axes if name is not None and name not in RULES]:
         raise KeyError(f"no logical axis {unknown[0]!r}: the table has {', '.join(RULES)}")
     taken = {axis for name in axes if name not in (None, "embed") for axis in RULES[name]}

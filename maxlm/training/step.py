@@ -1,8 +1,8 @@
 """The training step: one update of the state, and its metrics.
 
 An update is the gradient of a batch, then a list of transforms, each of which may keep state in `TrainState.extra` under its name. What
-concerns all parameters (reductions, the norm, whether the update is applied) is computed first. `Update.apply` then takes some parameters
-at a time, so that state which is not on the device is streamed through the same code (offloaded.py, nvme_step.py).
+concerns all parameters (reductions, the norm, whether the update is applied) is computed first. `Update.apply` then takes all parameters
+at once, or a group at a time where state that is not on the device is streamed through it (offloaded.py, nvme_step.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ GradFn = Callable[[Parameters, Parameters, Any, Float[Array, ""]], tuple[Sums, P
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """State after `step` batches, `skipped` of which changed nothing because loss or gradients were not finite."""
+    """State after `step` batches. `skipped` updates were not applied: loss or gradient not finite, or refused by a transform."""
 
     step: Any  # int32 scalar
     skipped: Any  # int32 scalar
@@ -73,8 +73,8 @@ def build_train_step(
 
 
 class Pending(NamedTuple):
-    """An update before its parameters are computed. `good`: it is applied; `clip`: factor of the gradient; `after`: the new state
-    without parameters and what is kept for each of them.
+    """An update before its parameters are computed. `good`: it is applied; `clip`: factor of the gradient; `after`: the new state,
+    without the parameters, the optimizer's state, and the states of transforms that have an array for each parameter.
     """
 
     gradient: Parameters
@@ -89,7 +89,7 @@ class Pending(NamedTuple):
 
 
 class Update:
-    """Gradients, then `transforms` from the first to the last; parameters are written from the last to the first."""
+    """One update. `transforms` see the gradient from the first to the last, and the new parameters from the last to the first."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class Update:
         return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradient))
 
     def judge(self, state: TrainState, sums: Sums, norm: Array, extra: Mapping[str, Any]) -> tuple[Bool[Array, ""], dict[str, Any]]:
-        """(True if the update is applied, states that are not by parameter): loss and norm, the same on all devices, are finite, and no
-        transform refuses it. `extra`: the states after `reduce`.
+        """(True if the update is applied, states of transforms without an array for each parameter). It is applied if loss and norm are
+        finite, on all devices alike, and no transform refuses it (its `judge` is True to refuse). `extra`: states after `reduce`.
         """
         loss, found = sums.values(self.metrics)["loss"], dict[str, Any]()
         good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -161,8 +161,8 @@ class Update:
     def apply(
         self, state: TrainState, pending: Pending, optimizer: optax.GradientTransformation | None = None, first_row: Array | int = 0
     ) -> tuple[TrainState, dict[str, Array]]:
-        """(`pending.after` with the parameters of `state`, updated unless the update is refused; figures of the change). `optimizer`: of
-        these parameters alone, if `state` and the gradient hold some.
+        """(the state after the update, or with the old parameters if it is refused; figures of the change). Where `state` and gradient
+        hold only a group of the parameters, `optimizer` is for the group, and `first_row` its first row of stacked parameters.
         """
         masters, extra, figures = state.params, dict(state.extra), dict[str, Array]()
         for one in self.transforms:
@@ -184,7 +184,7 @@ def keep_if(good: Bool[Array, ""], new: Any, old: Any) -> Any:
 
 
 def clip_factor(norm: Float[Array, ""], limit: float | None) -> Float[Array, ""]:
-    """Factor of gradients of this norm, so that theirs is at most `limit`."""
+    """Factor that scales a gradient of this norm to a norm of at most `limit`; 1 without a limit."""
     return jnp.float32(1.0) if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
 

@@ -34,7 +34,7 @@ _MERGED: Axes = ("batch", "seq", "heads")  # heads side by side
 
 
 def rope_angles(config: RopeConfig, head_dim: int, positions_BS: Int[Array, "B S"], ids_BS: Int[Array, "B S"] | None = None) -> Angles:
-    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; pairs at rest last."""
+    """Cosines and sines of the rotary embedding (arXiv 2104.09864), float32, scaled as `config.scaling` says; unrotated pairs last."""
     dim = config.rotary_dims(head_dim)
     rest = head_dim // 2 - dim // 2
     plain = [config.theta ** (-2 * i / dim) for i in range(dim // 2)] + [0.0] * rest  # radians a token
