@@ -1,6 +1,7 @@
 """Make a token store from text: `maxlm data prepare`. The same command again returns at once, or continues an interrupted one."""
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ from typing import Any
 from rich.progress import Progress, TimeElapsedColumn
 
 from maxlm.base import directory_lock
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import ConfigError, UserError, setting_error, show
 from maxlm.base.host import host_memory, in_bytes
 from maxlm.base.paths import is_remote, user_path
@@ -235,7 +236,7 @@ def _write(job: _Job, tokenizer: Tokenizer, router: Router, done: SavedProgress)
     if not any(split.documents for split in splits.values()):
         raise UserError(f"all {seen:,} conversations are left out: {'; '.join(lines)}.")
     for line in lines:
-        job.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(job.console, line)
     return splits
 
 
@@ -324,7 +325,7 @@ def _locked(store: str) -> Iterator[None]:
             yield
         owner.release()
         return
-    folder, say = user_path(store), Console(stderr=True, highlight=False, soft_wrap=True).print
+    folder, say = user_path(store), functools.partial(print_line, Console(stderr=True))
     with contextlib.ExitStack() as lock:
         try:
             lock.enter_context(directory_lock.locked(folder, "data.store", LOCK_SECONDS, say, "wait for it to end"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.paths import read_file
 from maxlm.config import Config, UserError
 from maxlm.config.schema import ModelConfig
@@ -188,7 +188,7 @@ def print_samples(
     try:
         encoded, sampler = _encoded(directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
     except UserError as error:  # the run is done and saved
-        console.print(f"no samples: {error}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"no samples: {error}")
         return {}
     most, ids = most_generated(config.model, config.data.seq_len), dict(zip(samples.prompts, encoded, strict=True))
     lengths = {text: len(ids[text]) for text in ids}
@@ -203,7 +203,7 @@ def print_samples(
     for prompt in config.samples.prompts:
         console.rule(f"{'answer to' if samples.chat else 'continuation of'} {prompt!r}", align="left", style="dim")
         if prompt in texts:
-            console.print(texts[prompt] if samples.chat else prompt + texts[prompt], markup=False, highlight=False, soft_wrap=True)
+            print_line(console, texts[prompt] if samples.chat else prompt + texts[prompt])
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)
     return {prompt: texts.get(prompt) for prompt in config.samples.prompts}

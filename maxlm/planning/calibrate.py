@@ -5,7 +5,6 @@ import functools
 import importlib.metadata
 import json
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxlm.base.atomic import write_text
+from maxlm.base.console import shell_command
 from maxlm.base.errors import UserError, error_kind
 from maxlm.base.paths import check_out
 from maxlm.config.schema import MeshConfig
@@ -170,10 +170,10 @@ def _show(found: Calibration, path: Path) -> None:
     if factors is None:
         console.print(
             f"No peak of {found.device_kind} is known, so these are no factors. A run predicts its step by them: "
-            f"maxlm train CONFIG {shlex.quote(f'cost.calibration={path}')}"
+            f"maxlm train CONFIG {shell_command(f'cost.calibration={path}')}"
         )
     elif "TPU" in found.device_kind:
         console.print(f"{path} holds what was measured. Times on TPUs are XLA's own estimates, which no factor changes.")
     elif found.chip is not None:
-        typed = shlex.join(["--topology", f"{found.chip.lower()}:1x{found.devices}", "--calibration", str(path)])
+        typed = shell_command("--topology", f"{found.chip.lower()}:1x{found.devices}", "--calibration", str(path))
         console.print(f"{path} holds the factors. Use them: maxlm plan CONFIG {typed}")

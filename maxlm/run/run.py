@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 
 import maxlm
-from maxlm.base.console import Console
+from maxlm.base.console import Console, print_line
 from maxlm.base.errors import ExitCode
 from maxlm.base.metric import charts_of
 from maxlm.base.strict_json import read_objects
@@ -106,7 +106,7 @@ def run_training(
     if config.run.alerts is not None:
         progress_file.record(name=config.run.name, alerts=config.run.alerts.model_dump(mode="json"))
     select_platform()
-    say = functools.partial(phases.console.print, markup=False, highlight=False, soft_wrap=True)
+    say = functools.partial(print_line, phases.console)
     goodput = Goodput(began=phases.began, mark=jax.profiler.TraceAnnotation)
     with contextlib.ExitStack() as stack:
         with goodput.measure(elastic.waiting_part(config.elastic)):
