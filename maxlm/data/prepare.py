@@ -30,8 +30,7 @@ from maxlm.data.encoding import Encoder, TextEncoder, encode_in_order, is_held_o
 from maxlm.data.manifest import StoreInfo
 from maxlm.data.messages import FIELD
 from maxlm.data.metadata import write_index
-from maxlm.data.readers import Fields, documents_in, read_documents
-from maxlm.data.sources import Digests, SourceFile, combined, digests, find_files
+from maxlm.data.sources import Digests, Fields, SourceFile, combined, digests, documents_in, find_files, read_documents
 from maxlm.data.template_files import opening_of, template_file, template_of_config, with_template
 from maxlm.data.tokenizer import Tokenizer, companions_of, load_tokenizer, stored_tokenizer, tokenizer_hash, train_tokenizer
 from maxlm.data.writer import Router, SavedProgress, SplitWriter, load_progress, save_progress

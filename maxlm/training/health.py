@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxlm.config.sections.health import HealthConfig
-from maxlm.telemetry.alarms import JUMP_SPREADS, JUMP_STEPS, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
-from maxlm.telemetry.layer_alarms import LayerAlarms, LayerFigures
+from maxlm.telemetry.alarms import JUMP_SPREADS, JUMP_STEPS, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm, LayerAlarms, LayerFigures
 from maxlm.telemetry.observer import Event
 from maxlm.training.session import RollBack
 

@@ -13,8 +13,8 @@ import pytest
 from maxlm.base.errors import UnavailableError, UserError
 from maxlm.corpus import engine
 from maxlm.corpus.executors.local import LocalExecutor
+from maxlm.corpus.files import read_shard
 from maxlm.corpus.settings import CorpusSettings
-from maxlm.corpus.shards import read_shard
 
 
 def write_corpus(folder):

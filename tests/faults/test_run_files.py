@@ -240,7 +240,7 @@ TRUSTED = {
         *("hardware/chips.py", "hardware/published_runs.py"),
     ),
     "looked at first, with is_file, `irregular` or `check_regular`": (
-        *("interop/published_files.py", "interop/exporting.py", "interop/restating.py", "interop/tensor_files.py", "evaluation/task.py"),
+        *("interop/published_files.py", "interop/exporting.py", "interop/tensor_files.py", "evaluation/task.py"),
         *("telemetry/report/__init__.py", "telemetry/report/load.py", "telemetry/files.py", "run/resume_checks.py"),
         *("run/reference_file.py", "run/ownership.py", "training/start_from.py", "checkpoint/memory.py", "checkpoint/manifest.py"),
         *("checkpoint/reader.py", "data/storage.py", "data/token_store.py", "documents/files.py", "documents/reader.py"),
