@@ -5,12 +5,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from maxlm.base.background import Background
 from maxlm.base.metric import Metric
 from maxlm.base.strict_json import dumps, is_finite, is_number
-from maxlm.telemetry.balance import Balance
+
+if TYPE_CHECKING:  # numpy, which takes longer to import than a line of progress to print
+    from maxlm.telemetry.balance import Balance
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class StepRecord:
     data_wait_s: float  # of a step, waiting for its batch
     time: float = field(default_factory=time.time, compare=False)  # seconds since 1970
     extra: Mapping[str, float | None] = field(default_factory=dict)  # of declared metrics, and skipped, batch_digest, and of bill.py
-    balance: Balance | None = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
+    balance: "Balance | None" = field(default=None, compare=False, repr=False)  # expert by expert; on about a thousand records a run
     declared: Sequence[Metric] = field(default=(), compare=False, repr=False)  # metrics with their values in `extra`
 
     def to_dict(self) -> dict[str, Any]:
