@@ -372,8 +372,8 @@ def combine(plan: Plan, number: int, threads: int) -> None:
         (folder / COMBINED).unlink(missing_ok=True)  # it vouches for the results that are about to be replaced
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        files = [plan.collected(number - 1, task) for task in plan.tasks]
-        plan.stages[number - 1].combine(files, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
+        collected = [plan.collected(number - 1, task) for task in plan.tasks]
+        plan.stages[number - 1].combine(collected, folder, plan.tasks, Resources(work, plan.settings.run.memory_mb, threads))
         files.finish(folder / COMBINED, {"fingerprint": plan.fingerprints[number][0]})
         shutil.rmtree(work, ignore_errors=True)
 
