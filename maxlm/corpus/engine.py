@@ -100,10 +100,10 @@ class Plan:
 
     def mark(self, number: int, task: Task) -> dict[str, Any] | None:
         """Counts of a finished task; None if it is to be done."""
-        files = [self.documents(number, task), self.removed(number, task)]
+        written = [self.documents(number, task), self.removed(number, task)]
         if number + 1 < len(self.names):
-            files.append(self.collected(number, task))
-        return self.counts(number, task) if all(file.is_file() for file in files) else None
+            written.append(self.collected(number, task))
+        return self.counts(number, task) if all(file.is_file() for file in written) else None
 
     def counts(self, number: int, task: Task) -> dict[str, Any] | None:
         """Counts of a finished task, whether or not what only the next passes need is still there."""
