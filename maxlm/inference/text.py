@@ -128,7 +128,9 @@ def generate_from_run(
         raise UserError(
             f"prompt and continuation have {length:,} tokens, and this model takes {most:,}: shorten the prompt, or lower --tokens."
         )
-    mesh = _mesh(config.model, config.data.seq_len, overrides)
+    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
+    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
+    mesh = build_mesh(without_training(config.model, config.data.seq_len, len(devices), chosen), devices)
     with jax.set_mesh(mesh):
         slots, rows = cache_slots(longest, sampler.max_new_tokens), batch_rows(len(prompts))
         check_generation(config.model, slots, rows, dict(mesh.shape), dtype)
@@ -154,13 +156,6 @@ def _plain(tokenizer: Tokenizer, prompt: Prompt, special: bool) -> Ids:
         fix = "--special-tokens reads it as that token, and --chat renders the model's own chat template"
         _log.warning("the prompt holds %s, which is read as text: %s", found[0], fix)
     return tokenizer.encode_prompt(prompt, special=special)
-
-
-def _mesh(model: ModelConfig, seq_len: int, overrides: Sequence[str]) -> jax.sharding.Mesh:
-    """The mesh of `overrides` over all devices; of none, one device."""
-    refusal = " is no setting of the mesh: only those change how a model is generated with, such as mesh.fsdp=8."
-    chosen, devices = command_line(overrides, ["mesh"], refusal), jax.devices() if overrides else jax.devices()[:1]
-    return build_mesh(without_training(model, seq_len, len(devices), chosen), devices)
 
 
 def continue_texts(
