@@ -1,7 +1,5 @@
 """Console for text with names from outside: they are neither markup nor codes of emoji, and no control character reaches a terminal."""
 
-import os
-import shlex
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -25,13 +23,3 @@ class Console(RichConsole):
 def print_line(console: RichConsole, line: str) -> None:
     """Print a line without colours and without breaking it at the width of the terminal, so that it can be copied or searched for."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def shell_command(*words: str) -> str:
-    """Join words to one line for a POSIX shell; a word with control characters is quoted as `$'...'`, with its bytes as escapes."""
-    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_escaped, word))}'" for word in words)
-
-
-def _escaped(char: str) -> str:
-    """A character within `$'...'`."""
-    return char if char.isprintable() and char not in "'\\" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))

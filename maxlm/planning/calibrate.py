@@ -21,8 +21,7 @@ import numpy as np
 from jax import lax
 
 from maxlm.base.atomic import write_text
-from maxlm.base.console import shell_command
-from maxlm.base.errors import UserError, error_kind
+from maxlm.base.errors import UserError, error_kind, shell_command
 from maxlm.base.paths import check_out
 from maxlm.config.schema import MeshConfig
 from maxlm.cost.calibration import Calibration, Factors, Measured

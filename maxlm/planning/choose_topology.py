@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from maxlm.base.console import print_line, shell_command
-from maxlm.base.errors import ConfigError
+from maxlm.base.console import print_line
+from maxlm.base.errors import ConfigError, shell_command
 from maxlm.compiler.aot import available_hbm, why_not
 from maxlm.config import rules
 from maxlm.config.schema import ClusterConfig, Config

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from rich.table import Column, Table
 
 from maxlm.base.atomic import replacing
-from maxlm.base.console import Console, print_line, shell_command
-from maxlm.base.errors import printable
+from maxlm.base.console import Console, print_line
+from maxlm.base.errors import printable, shell_command
 from maxlm.cost.compile_command import output_console
 from maxlm.cost.compile_report import expected_line
 from maxlm.hardware.chips import GIB

@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 import secrets
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import jax
 
 import maxlm
 from maxlm.base.console import Console, print_line
-from maxlm.base.errors import ExitCode
+from maxlm.base.errors import ExitCode, shell_command
 from maxlm.base.metric import charts_of
 from maxlm.base.strict_json import read_objects
 from maxlm.checkpoint.errors import first_line
@@ -385,7 +384,7 @@ def _report(directory: RunDirectory) -> str:
         message = f"report: {write_report([directory.path], directory.report)}"
         progress_file.record(reported=True)
     except Exception as error:
-        message = f"the report cannot be written ({error}); make it with `maxlm report {shlex.quote(str(directory.path))}`"
+        message = f"the report cannot be written ({error}); make it with `maxlm report {shell_command(str(directory.path))}`"
     return message
 
 

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from small_run import CONFIG
 from typer.testing import CliRunner
 
-from maxlm.base.console import Console, shell_command
-from maxlm.base.errors import UserError, quoted
+from maxlm.base.console import Console
+from maxlm.base.errors import UserError, quoted, shell_command
 from maxlm.cli import app
 from maxlm.config import load, show
 from maxlm.interop.exporting import export_model
