@@ -161,7 +161,7 @@ class KilledError(Exception):
 
 def run_until(config, monkeypatch, limit):
     """Run until the mark number `limit` is about to be written; to the end if there are fewer."""
-    count, finish = itertools.count(), engine.shards.finish
+    count, finish = itertools.count(), engine.files.finish
 
     def killed(path, mark):
         if next(count) == limit:
@@ -169,7 +169,7 @@ def run_until(config, monkeypatch, limit):
         finish(path, mark)
 
     with monkeypatch.context() as patch, contextlib.suppress(KilledError):
-        patch.setattr(engine.shards, "finish", killed)
+        patch.setattr(engine.files, "finish", killed)
         run(config)
 
 
