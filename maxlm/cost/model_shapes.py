@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ class LayerKind:
         """True if its feed-forward part has experts."""
         return self.expert_width > 0
 
-    @property
+    @cached_property
     def expert_width(self) -> int:
         """Numbers of a row in each of `gate` and `up` of the experts; 0 without any."""
         return next((matmul.wide_out for matmul in self.matmuls if matmul.experts and matmul.name == "up"), 0)

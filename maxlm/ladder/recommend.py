@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -105,9 +106,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
     result = _read(folder)
     found = result.fit()
     candidates = [
-        made
-        for width in _widths(base.model)
-        if (made := _candidate(base.model, base.data.seq_len, width, result.parameters, flops)) and made[1][1] >= base.tokens_per_step
+        (settings, (parameters, flops / token, flops, 1.0))
+        for settings, parameters, token in _sizes(base.model, base.data.seq_len, result.parameters)
+        if flops / token >= base.tokens_per_step
     ]
     if not candidates:
         raise UserError(f"--flops {flops:g} is too little for {name}: not one update of a model {UNIT} wide; give more.")
@@ -189,11 +190,12 @@ def _widths(base: ModelConfig) -> list[int]:
     return widths
 
 
-def _candidate(
-    base: ModelConfig, seq_len: int, width: int, kind: str, flops: float
-) -> tuple[dict[str, int], tuple[float, float, float, float]]:
-    """(settings, a row of Runs) of the model of this width, as deep as the proportions of `base` say."""
-    layers = max(1, round(width * base.n_layers / base.d_model))
-    settings = model_settings(base, SizeConfig(d_model=width, n_layers=layers))
-    model = resized(base, settings)
-    return settings, (float(parameters_of(model, kind)), flops / token_flops(model, seq_len), flops, 1.0)
+@lru_cache(maxsize=8)
+def _sizes(base: ModelConfig, seq_len: int, kind: str) -> tuple[tuple[dict[str, int], float, float], ...]:
+    """(settings, parameters, FLOPs of a token) of the model of each width, as deep as the proportions of `base` say."""
+    found = []
+    for width in _widths(base):
+        settings = model_settings(base, SizeConfig(d_model=width, n_layers=max(1, round(width * base.n_layers / base.d_model))))
+        model = resized(base, settings)
+        found.append((settings, float(parameters_of(model, kind)), token_flops(model, seq_len)))
+    return tuple(found)

@@ -109,6 +109,7 @@ class Analytic:
     ) -> None:
         self.config, self.topology = config, topology
         self._shares = lru_cache(maxsize=None)(self._shares_of)
+        self._host_state = lru_cache(maxsize=None)(self._host_state_of)
         self._attention_of = lru_cache(maxsize=None)(self._attention_seconds)
         self._waiting = lru_cache(maxsize=None)(lambda schedule: schedule.depth)
         self._layers_s = lru_cache(maxsize=None)(self._each_matmul_s)
@@ -123,6 +124,7 @@ class Analytic:
         self.splash = flash is True
         if flash is None and not topology.is_tpu:
             flash = gpu_attention.kernel_runs(config.model, config.data.seq_len, config.precision.compute, chip)
+        self.driven = not topology.is_tpu or set(SPARSE_CORE) <= set(FLAGS.get(chip.name, ()))
         self.writes_scores = not topology.is_tpu and not flash
         self.layers = model_shapes.layers(config.model)
         self.quantized = quantization_of(config)
@@ -307,6 +309,8 @@ class Analytic:
 
     def _quantizing(self, kind: LayerKind, layout: Layout) -> float:
         """Bytes a token that all layers of a kind move to quantize operands."""
+        if not self.quantized.names:
+            return 0.0
         tensor, moved = layout.sizes["tensor"], 0.0
         for matmul in kind.matmuls:
             wide_in, wide_out = matmul.local(tensor)
@@ -323,9 +327,8 @@ class Analytic:
         sums = parts * (share * traffic.sums + traffic.end_sums)
         shared = (share * traffic.crossing + traffic.ends) * tokens  # of tensor-parallel regions, experts, and the ends of a pipeline
         ring = share * tokens * ((1 + self.recomputes_attention(layout)) * traffic.ring + traffic.ring_backward)
-        driven = not self.topology.is_tpu or set(SPARSE_CORE) <= set(FLAGS.get(self.topology.chip.name, ()))
-        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if driven else ALONE_WAIT * (gathers + sums)
-        waits += (ONCE_WAIT if driven else ALONE_WAIT) * traffic.once
+        waits = GATHERS_WAIT * gathers + SUMS_WAIT * sums if self.driven else ALONE_WAIT * (gathers + sums)
+        waits += (ONCE_WAIT if self.driven else ALONE_WAIT) * traffic.once
         waits += TENSOR_WAIT * shared + max(RING_WAIT * ring, ring - self._attention_s(layout, tokens))
         return max(waits, gathers + sums + traffic.once + shared + ring - compute_s)
 
@@ -337,8 +340,12 @@ class Analytic:
     # Memory
 
     def _host_bytes(self, layout: Layout, tokens: int) -> int:
-        state = sum(leaf.held_bytes(("host",), leaf.on_device(layout.sizes)) for leaf in self.leaves)
-        return state + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
+        return self._host_state(layout.mesh) + self._of_layers_on_host(layout) + self._held_bytes(layout.offload, layout, tokens)
+
+    def _host_state_of(self, mesh: tuple[tuple[str, int], ...]) -> int:
+        """Bytes of the state of one device in host memory."""
+        sizes = dict(mesh)
+        return sum(leaf.held_bytes(("host",), leaf.on_device(sizes)) for leaf in self.leaves)
 
     def _hosted(self, layout: Layout, kind: str) -> int:
         """Numbers of one device in the layers' matrices, if their `gradients` or their `weights` are in host memory; else 0."""

@@ -20,7 +20,7 @@ from maxlm.hardware.topologies import Topology, near, parse
 from maxlm.hardware.vocabulary import Vocabulary, vocabulary
 from maxlm.planning.branching import search_all
 from maxlm.planning.explore import STOPPED, Point, Search, explore, points
-from maxlm.planning.layouts import Layout, why_microbatches_stay
+from maxlm.planning.layouts import Layout, Saving, why_microbatches_stay
 from maxlm.planning.plan import Scale, analytic_model, best_estimate, describe, scale_of
 from maxlm.planning.plan_output import layout_table, point_json
 from maxlm.planning.run_cost import RunCost, Wanted, ramp_line, run_cost, to_json
@@ -88,8 +88,8 @@ class Comparison:
         """Add `topology` with its layouts predicted: without offloading, and with the user's own loss chunks, which matter little."""
         chunks = self.config.train.loss_chunks
 
-        def offered(layout: Layout) -> bool:
-            return not layout.offload and layout.loss_chunks == chunks
+        def offered(saving: Saving) -> bool:
+            return not saving.offload and saving.loss_chunks == chunks
 
         config = self.config.model_copy(update={"cluster": ClusterConfig(topology=topology.name)})
         scale, available = scale_of(config, topology, tokens), available_hbm(parse(near(topology.chip, 1, most=1)[0]))

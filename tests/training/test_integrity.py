@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bit_flips import Flip, with_flip
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny import tiny_batch, tiny_program
+from tiny import first_state, tiny_batch, tiny_program
 
 from maxlm.base.errors import ConfigError
 from maxlm.checkpoint.tree_paths import named_leaves
@@ -29,7 +29,7 @@ from maxlm.training.step import in_one_pass
 def copied():
     """A program whose matrices have four copies, its state after two updates, and the comparison of its copies."""
     program = tiny_program(8, mesh={"data": 4, "fsdp": 2}, integrity={"every_steps": 1})
-    state = program.init()
+    state = first_state(program)
     with jax.set_mesh(program.mesh):
         for n in range(2):
             state, _ = program.step(state, jax.device_put(tiny_batch(n), program.batch_sharding))

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import first_state, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.sections.precision import LARGEST_SCALE, LossScaleConfig
 from maxlm.config.table import identity
 from maxlm.training.health import SKIPS_IN_A_ROW, Health
-from maxlm.training.loop import restore_or_init
 from maxlm.training.loss_scale import LOSS_SCALE, LossScale, adjusted, overflow
 
 STEPS, ODD = 4, 2  # updates, and the number of the one whose second microbatch repeats one token
@@ -45,7 +44,7 @@ def exact():
 def run():
     """(program, states before each update and at the end, metrics) in float16 on one device."""
     program = tiny_program(1, precision=HALF, train={"microbatches": 2})
-    state, states, seen = program.init(), [], []
+    state, states, seen = first_state(program), [], []
     with jax.set_mesh(program.mesh):
         for n in range(STEPS):
             states.append(jax.device_get(state))
@@ -106,9 +105,8 @@ def test_layouts_agree(layout, exact):
 def test_a_run_resumes_to_the_bit_and_on_another_mesh_with_its_scale(run, saved):
     program, states, seen = run
     checkpoints = Checkpoints(saved, program.config.checkpoint, identity(program.config, ""))
-    start = restore_or_init(program, checkpoints)
-    assert (float(start.state.extra["loss_scale"].factor), int(start.state.extra["loss_scale"].good)) == (2**16, 0)
-    state, again = start.state, []
+    state, again = checkpoints.restore(program.abstract_state).state, []
+    assert (float(state.extra["loss_scale"].factor), int(state.extra["loss_scale"].good)) == (2**16, 0)
     with jax.set_mesh(program.mesh):
         for n in range(ODD, STEPS):
             state, metrics = program.step(state, jax.device_put(batches(n), program.batch_sharding))

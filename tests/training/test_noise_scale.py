@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tiny import gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
+from tiny import first_state, gradients_of, run_steps, tiny_batch, tiny_config, tiny_program
 
 from maxlm.base.errors import UserError
 from maxlm.config.rules import check_devices
@@ -64,7 +64,7 @@ def test_the_parts_are_microbatches_of_each_device_that_reduces_once(layout):
     batch = tiny_batch()
     batch.weights_BS[0::2] *= np.linspace(0.0, 1.0, 8)[:, None] > 0.4  # parts of different sizes; on four shards one is empty
     rows = np.asarray(split(np.arange(16), 2)).reshape(2, shards, -1).reshape(2 * shards, -1)
-    state = program.init()
+    state = first_state(program)
     wanted = by_hand(program, jax.device_get(state), batch, rows)
     _, (metrics,) = run_steps(program, 1, batches=lambda n: batch, first=lambda program: state)
     assert float(metrics.values[PARTS]) == wanted[0]

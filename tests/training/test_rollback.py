@@ -1,6 +1,7 @@
 """Going back: a scripted step around the real loop, with real checkpoints. What is left out is part of the data order."""
 
 import errno
+import functools
 import json
 from dataclasses import replace
 
@@ -60,7 +61,7 @@ class Script:
     def init(self):
         return jax.device_put(TrainState(jnp.int32(0), jnp.int32(0), {"w": jnp.uint32(7), "bad": jnp.int32(0)}, {}), WHOLE)
 
-    @property
+    @functools.cached_property
     def abstract_state(self):
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self.init())
 
@@ -72,13 +73,17 @@ class Script:
 
     def step(self, state, n):
         self.trained.append(n)
-        bad = state.params["bad"] | int(n in self.poison)
-        loss = jnp.where(bad, self.loss, 3.0 + 0.01 * (n * 7919 % 13)).astype(jnp.float32)
-        params = {"w": state.params["w"] * jnp.uint32(31) + jnp.uint32(n), "bad": bad}
-        good, kept = jnp.isfinite(loss), keep_if(jnp.isfinite(loss), replace(state, params=params), state)
-        state = jax.device_put(replace(kept, step=state.step + 1, skipped=state.skipped + ~good), WHOLE)
-        values = {"loss": loss, "grad_norm": jnp.float32(1.0), "lr": loss, "tokens": loss, "skipped": state.skipped}
-        return state, Metrics(values)
+        return advanced(state, n, n in self.poison, self.loss)
+
+
+@functools.partial(jax.jit, out_shardings=WHOLE)
+def advanced(state, n, poisoned, bad_loss):
+    bad = state.params["bad"] | poisoned
+    loss = jnp.where(bad, bad_loss, 3.0 + 0.01 * (n * 7919 % 13)).astype(jnp.float32)
+    params = {"w": state.params["w"] * jnp.uint32(31) + n.astype(jnp.uint32), "bad": bad}
+    good, kept = jnp.isfinite(loss), keep_if(jnp.isfinite(loss), replace(state, params=params), state)
+    state = replace(kept, step=state.step + 1, skipped=state.skipped + ~good)
+    return state, Metrics({"loss": loss, "grad_norm": jnp.float32(1.0), "lr": loss, "tokens": loss, "skipped": state.skipped})
 
 
 class KilledError(Exception):
