@@ -14,7 +14,7 @@ import numpy as np
 
 from maxlm.base.console import Console, print_line
 from maxlm.base.paths import read_file
-from maxlm.config import Config, UserError
+from maxlm.config import UserError
 from maxlm.config.derived import command_line, without_training
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.samples import most_generated
@@ -236,16 +236,17 @@ def _prompt(line: str, where: str, is_json: bool) -> Prompt:
 
 
 def print_samples(
-    config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+    saved: SavedRun, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
 ) -> dict[str, str | None]:
     """Continue `samples.prompts`, in one batch on the mesh of `params`, print and return them: of a prompt that fills the context None; {}
     once `stopped()`.
     """
-    if config.samples is None or stopped():
+    config, samples = saved.trained, saved.trained.samples
+    if samples is None or stopped():
         return {}
-    tokenizer, samples = SavedRun(directory, config).text_tokenizer(), config.samples
+    tokenizer = saved.text_tokenizer()
     try:
-        encoded, sampler = _encoded(directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
+        encoded, sampler = _encoded(saved.directory / TOKENIZER, tokenizer, samples.prompts, Sampler(), chat=samples.chat)
     except UserError as error:  # the run is done and saved
         print_line(console, f"no samples: {error}")
         return {}
@@ -259,10 +260,10 @@ def print_samples(
             cut = replace(sampler, max_new_tokens=limit)
             found = _continue(config.model, params, model_state, tokenizer, [ids[prompt] for prompt in batch], cut, "float32")
             texts |= dict(zip(batch, found, strict=True))
-    for prompt in config.samples.prompts:
+    for prompt in samples.prompts:
         console.rule(f"{'answer to' if samples.chat else 'continuation of'} {prompt!r}", align="left", style="dim")
         if prompt in texts:
             print_line(console, texts[prompt] if samples.chat else prompt + texts[prompt])
         else:
             console.print(f"nothing: the prompt fills all {most:,} tokens of the context", markup=False, highlight=False)
-    return {prompt: texts.get(prompt) for prompt in config.samples.prompts}
+    return {prompt: texts.get(prompt) for prompt in samples.prompts}

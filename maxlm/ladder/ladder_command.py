@@ -154,7 +154,7 @@ def _result(settings: LadderSettings, analysis: Analysis, optima: Sequence[Optim
     fit = analysis.fit
     return {
         "base": settings.base,
-        "assumed": assumed(base_of(settings)),
+        "assumed": assumed(base_of(settings).model_dump(mode="json", exclude_none=True)),
         "form": fit.form.name,
         "parameters": settings.fit.parameters,
         "theta": fit.theta_P.tolist(),

@@ -134,7 +134,8 @@ class Analytic:
         self.attention_flops = model_shapes.attention_flops(config.model, config.data.seq_len), sum(looped)
         experts = 1 if config.model.moe is None else config.model.moe.n_experts
         self.rows = {expert: rows_of(config.model, expert, MESSAGE) / MESSAGE for expert in divisors(experts)}
-        self.collectives = Collectives(config, topology, links, lambda: self.leaves, self.rows)
+        settings, streamed = (self.quantized, self.number, config.compression), config.memory.layers_on_host
+        self.collectives = Collectives(config.model, topology, links, lambda: self.leaves, self.rows, *settings, streamed=streamed)
 
     @cached_property
     def leaves(self) -> tuple[ParameterLeaf, ...]:

@@ -51,7 +51,6 @@ from maxlm.telemetry.lifetime import Heartbeat
 from maxlm.telemetry.log import RunLog
 from maxlm.telemetry.observer import Event, Observer, Observers, StepRecord
 from maxlm.telemetry.phases import Phases
-from maxlm.telemetry.prometheus import PrometheusObserver
 from maxlm.telemetry.report import write_report
 from maxlm.telemetry.report.samples import append_samples
 from maxlm.telemetry.run_dir import RunDirectory
@@ -62,7 +61,7 @@ from maxlm.training.integrity import Integrity, build_integrity
 from maxlm.training.loop import train
 from maxlm.training.profiling import RunProfiler
 from maxlm.training.program import Program
-from maxlm.training.saved_run import TOKENIZER, copy_published, source_tokenizer
+from maxlm.training.saved_run import TOKENIZER, SavedRun, copy_published, source_tokenizer
 from maxlm.training.session import STOPPED, Outcome, Session, Start
 
 EXIT_CODES = {
@@ -79,7 +78,7 @@ class SamplePrinter(Protocol):
     """Prints and returns samples of the parameters of a finished run, by prompt; returns early once `stopped()`."""
 
     def __call__(
-        self, config: Config, directory: Path, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
+        self, saved: SavedRun, params: Parameters, model_state: Parameters, console: Console, *, stopped: Callable[[], bool]
     ) -> dict[str, str | None]: ...
 
 
@@ -176,8 +175,6 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
     """
     config, directory, console = run.config, run.directory, run.context.phases.console
     active: list[Observer] = [ConsoleObserver(config.total_steps, primary=directory.primary, console=console)]
-    if run.metrics_port is not None:
-        active.append(PrometheusObserver(run.metrics_port, directory, run.context.goodput.summary))
     if progress_file.VARIABLE in os.environ:
         active.append(_ProgressObserver(directory.path))
     if directory.primary:
@@ -190,7 +187,8 @@ def _observing(run: OpenRun, bill: Bill | None) -> Iterator[Observers]:
 
         ended = lambda cause: progress_file.record(alerted=cause)  # noqa: E731
         settings = config.model_dump(mode="json")
-        active += build(config, "observers", directory=directory, settings=settings, report=report, ended=ended)
+        known = {"directory": directory, "settings": settings, "goodput": run.context.goodput.summary, "held": run.held}
+        active += build(config, "observers", **known, report=report, ended=ended)
     observers = Observers(active) if bill is None else Observers(active, bill.complete)
     try:
         yield observers
@@ -334,7 +332,7 @@ def _facts(run: OpenRun, bill: Bill | None) -> dict[str, Any]:
         "trained_parameters": count_trained(config.model),
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
-        "mfu_peak": PEAK_NAMES[mfu_format(config)],
+        "mfu_peak": PEAK_NAMES[mfu_format(config.precision.matmul)],
         "processes": jax.process_count(),
         "total_steps": config.total_steps,
         "total_tokens": config.total_tokens,
@@ -398,7 +396,7 @@ def _conclude(run: OpenRun, outcome: Outcome, print_samples: Callable[..., dict[
         try:
             with deadline.allow(deadline.PROMPT):  # all is saved: a signal need not wait for a long sample
                 state = run.program.evaluated(outcome.state)
-                texts = print_samples(config, directory.path, state.params, state.model_state, console)
+                texts = print_samples(SavedRun(directory.path, config), state.params, state.model_state, console)
                 append_samples(directory.samples, outcome.step, texts)
                 message = _report(directory) if texts else message
         except Exception as error:

@@ -98,7 +98,8 @@ class Replay:
         try:
             with session.goodput.measure("eval"):
                 batch = session.data.device_batch(step - 1, self._program.batch_sharding)
-                sized = Replay(self._program.of_size(len(batch.tokens_BS))) if self._program.config.train.batch_ramp else self
+                program = self._program.of_size(len(batch.tokens_BS))
+                sized = self if program is self._program else Replay(program)
                 tensor, layer = sized.first_not_finite(state, batch, step - 1)
             where = tensor if layer is None else f"{tensor} of layer {layer}"
             reason = f"{where} is the first tensor that is not finite, in a replay of update {step:,}"

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int8, Int32, UInt8, UInt32
 
-from maxlm.config.axes import RULES
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.mesh import RULES
 from maxlm.config.sections.optimizer_state import FLOAT32, OptimizerStateConfig
 from maxlm.models import abstract_parameters
 from maxlm.models.adapters import leaf as leaf_of

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.health import HealthConfig
-from maxlm.telemetry.alarms import LEAST_LOSS_SPREAD, JumpAlarm, LayerFigures
+from maxlm.telemetry.alarms import LEAST_LOSS_SPREAD, JumpAlarm
+from maxlm.telemetry.layer_alarms import LayerFigures
 from maxlm.training.health import BAD_AT_END, BAD_STEPS, SKIPS_IN_A_ROW, Health
 
 VOCAB = 320

@@ -11,16 +11,8 @@ from tiny import first_state, tiny_batch, tiny_config, tiny_program
 
 from maxlm.config.sections.health import HealthConfig
 from maxlm.config.table import call
-from maxlm.telemetry.alarms import (
-    DEAD_STEPS,
-    JUMP_FEWEST,
-    JUMP_WINDOW,
-    LEAST_LOSS_SPREAD,
-    LEAST_NORM_SPREAD,
-    JumpAlarm,
-    LayerAlarms,
-    LayerFigures,
-)
+from maxlm.telemetry.alarms import JUMP_FEWEST, JUMP_WINDOW, LEAST_LOSS_SPREAD, LEAST_NORM_SPREAD, JumpAlarm
+from maxlm.telemetry.layer_alarms import DEAD_STEPS, LayerAlarms, LayerFigures
 from maxlm.training.layer_figures import GRADIENT, RATIO, layer_names
 from maxlm.training.spike_guard import SpikeGuard, Window, empty_window, judge, limit
 from maxlm.training.step import TrainState
