@@ -330,9 +330,8 @@ def _parsed(text: str) -> Any:
 
 
 class _Scanner(Scanner):
-    """Raise RecursionError for brackets that no config has: the time to parse them grows with the square of their depth."""
-
     def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        """Raise RecursionError for brackets that no config has: the time to parse them grows with the square of their depth."""
         if self.flow_level == 4 * MOST_DEEP:
             raise RecursionError
         super().fetch_flow_collection_start(TokenClass, to_push)

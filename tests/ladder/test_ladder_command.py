@@ -20,7 +20,7 @@ from maxlm.ladder.runs import Found
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty working folder; pages, whose plots take long, are written where a test reads one."""
+    """An empty working folder; plots take long, so only a test that reads a page writes one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "dump", dump_once)
     monkeypatch.setattr(ladder_command, "page", lambda *_: "")

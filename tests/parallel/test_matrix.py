@@ -28,7 +28,7 @@ METRICS = ("loss", "z", "grad_norm", "lr")
 
 
 def three_steps(mesh):
-    """A mesh of `stage` and `data` draws its first state, others take that of one device."""
+    """Metrics, moments and parameters; a mesh of `stage` and `data` draws its first state, others take the state of one device."""
     settings = {"model": {"n_layers": 4}, "train": {"microbatches": 2}, "optimizer": {"clip_norm": 1e3, "eps": 0.1}}  # nothing is blown up
     program = tiny_program(math.prod(mesh.values()), mesh={"fsdp": 1, **mesh}, **settings)
     return steps_of(program, STEPS, Program.init if {"stage", "data"} <= mesh.keys() else first_state)
