@@ -12,7 +12,7 @@ from maxlm.config.capability import divisors_text, value_of
 from maxlm.config.schema import Config
 from maxlm.config.sections import cluster
 from maxlm.config.sections.mesh import MeshConfig
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.config.table import inert, problems, weights_kinds
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.topologies import Topology, either

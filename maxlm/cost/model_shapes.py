@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from maxlm.config.axes import mesh_axes_of
 from maxlm.config.layer_parts import LayerParts, layer_parts, mixer_class
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.mesh import AXES
@@ -24,6 +23,7 @@ from maxlm.models.mtp import FutureTokenModule
 from maxlm.models.parameters import abstract_parameters, is_matrix
 from maxlm.models.saved_tensors import Matmul
 from maxlm.models.stack import PATTERN
+from maxlm.parallel import mesh_axes_of
 from maxlm.parallel.experts import rows_of_round
 from maxlm.training.optimizer import build_optimizer
 

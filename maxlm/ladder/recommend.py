@@ -130,8 +130,9 @@ def recommend(folder: Path, name: str, overrides: Sequence[str], flops: float) -
         f"({low_loss[0]:.4g} to {high_loss[0]:.4g}).",
         "That is " + ", ".join(f"{key.removeprefix('model.')} {value}" for key, value in settings.items()) + ".",
     ]
+    here = assumed(base.model_dump(mode="json", exclude_none=True))
     if others := [
-        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in assumed(base).items() if (was := result.assumed[key]) != now
+        f"{key} = {printable(shorten(str(was)))} ({now} here)" for key, now in here.items() if (was := result.assumed[key]) != now
     ]:
         sentences.append(f"The ladder was trained with {', '.join(others)}: its losses do not hold for this config.")
     asked = {"flops": flops, "parameters": parameters, "tokens": tokens}

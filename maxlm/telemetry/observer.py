@@ -13,6 +13,7 @@ from maxlm.base.strict_json import dumps, is_finite, is_number
 
 if TYPE_CHECKING:  # numpy, which takes longer to import than a line of progress to print
     from maxlm.telemetry.balance import Balance
+    from maxlm.telemetry.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class Event:
               compile_s`, `cache_hits cache_misses` of the persistent cache, `longest` (name, seconds, cached)
     save      step of a committed save; `seconds`, `blocked_s` the loop waited for it
     skip      step of an update that was not applied; `reason`, `cause` (spike, where loss and gradient are finite; loss_scale)
-    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py and
-              layer_alarms.py; not_finite, with `tensor`: see replay.py; recompilation of the training step: see compilations.py). Of the
+    alarm     step at which something needs attention; `reason` (what and what to do), `cause` and `layer` (see alarms.py, routing.py
+              and layer_alarms.py; not_finite, with `tensor`: see evidence.py; recompilation of the step: see compilations.py). Of the
               watchdog: `hang` (`hosts` to blame, if known; `seconds` without progress), and `slow_host`, `slow_link` (`hosts`, `since`
               which step) with `slow_host_recovered` and `slow_link_recovered`; `no_watchdog`. Of `corrupted`: `devices` (ids), `hosts`,
               and `certain` if these are the wrong ones and not suspects (see integrity.py)
@@ -155,9 +156,17 @@ class ConfiguredObserver(Observer, Protocol):
         """Raise ConfigError for what this host lacks; called on every host before the run opens anything."""
 
     @classmethod
+    def open(cls, section: Any, directory: "RunDirectory", warn: Callable[[str], None]) -> Any:
+        """Open what the observer holds from the beginning, such as a port; called on the first process, before anything is written.
+        Raises ConfigError, which ends the run on all hosts. `warn` prints a line.
+        """
+        return None
+
+    @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> "ConfiguredObserver":
         """Gets the section and, by name, settings of the config, the run's `directory`, all `settings` as JSON, `report`, which takes an
-        event for all observers, and `ended`, which takes the cause of a stop that a person was told of.
+        event for all observers, `ended`, which takes the cause of a stop that a person was told of, `goodput`, as `Goodput.summary`, and
+        what all observers have opened, `held`, by the keys of their sections.
         """
 
 

@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import drawn_parameters
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.model import ClampConfig
 from maxlm.config.sections.rope import RopeConfig
-from maxlm.models import bind, init_parameters
+from maxlm.models import bind
 from maxlm.models.feed_forward.dense import ACTIVATIONS, gated
 from maxlm.models.layers import BlockContext
-from maxlm.models.mixers.attention import rope_angles
+from maxlm.models.mixers import attention
 from maxlm.models.mixers.rope_scaling import rope_gains
+
+rope_angles = jax.jit(attention.rope_angles, static_argnums=(0, 1))
 
 
 def clamped(gate, up, limit=7.0, slope=1.702):
@@ -40,13 +43,13 @@ def test_the_clamped_gate_has_no_gradient_beyond_its_bounds():
 
 
 def test_a_feed_forward_layer_uses_the_gate_of_its_activation():
-    config = ModelConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=4, d_ff=48, init_std=1.0, activation="swiglu_clamped")
-    params = init_parameters(config, 0)
+    config = ModelConfig(vocab_size=61, d_model=32, n_layers=1, n_heads=4, d_ff=48, activation="swiglu_clamped")
+    params = jax.tree.map(lambda leaf: 20 * leaf, drawn_parameters(config))  # beyond the clamps
     mlp = jax.tree.map(lambda x: x[0], bind(config, params).layers[0]).mlp
     x = np.random.default_rng(0).normal(size=(1, 5, 32)).astype(np.float32)
     p = {name: np.asarray(w[0], np.float64) for name, w in params["layers"]["0"]["mlp"].items()}
     wanted = clamped(x @ p["gate_DF"], x @ p["up_DF"]) @ p["down_FD"]
-    y, _ = mlp(jnp.asarray(x), BlockContext({}, jnp.ones((1, 5), jnp.int32)))
+    y, _ = jax.jit(lambda x: mlp(x, BlockContext({}, np.ones((1, 5), np.int32))))(x)
     np.testing.assert_allclose(y, wanted, atol=1e-3, rtol=1e-4)
 
 

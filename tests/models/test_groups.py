@@ -1,7 +1,6 @@
 """The groups of layers: every depth once, and orders, padding and stacking that lose nothing."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,12 +36,12 @@ def test_every_depth_is_in_one_group_and_of_its_kind(config):
 
 def test_values_by_group_come_back_in_depth_order(config):
     groups = layer_groups(config)
-    values_LX = jnp.arange(2 * (config.n_layers + config.mtp_depth)).reshape(-1, 2)
-    parts = by_group(groups, values_LX)
+    values_LX = np.arange(2 * (config.n_layers + config.mtp_depth)).reshape(-1, 2)
+    parts = jax.jit(lambda values_LX: by_group(groups, values_LX))(values_LX)
     for group, part in zip(groups, parts, strict=True):
         assert part.shape == (*group.depths.shape, 2)
         np.testing.assert_array_equal(part[..., 0], 2 * group.depths)
-    np.testing.assert_array_equal(in_depth_order(groups, parts), values_LX)
+    np.testing.assert_array_equal(jax.jit(lambda parts: in_depth_order(groups, parts))(parts), values_LX)
 
 
 def test_stacked_dims_are_those_of_the_group(config):
@@ -59,10 +58,10 @@ def test_padding_to_whole_periods_is_undone(config):
     layers, _ = split_layers(abstract_parameters(config), pattern=True)
     rng = np.random.default_rng(0)
     layers = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), layers)
-    padded = pad_periods(config, layers)
+    padded = jax.jit(lambda layers: pad_periods(config, layers))(layers)
     periods = -(-(config.n_layers - config.n_dense) // len(config.layer_pattern))
     assert {leaf.shape[0] for leaf in jax.tree.leaves(padded)} == {periods}
-    jax.tree.map(np.testing.assert_array_equal, cut_periods(config, padded), layers)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda layers: cut_periods(config, layers))(padded), layers)
 
 
 def test_model_state_is_empty_without_balancing_biases(config):

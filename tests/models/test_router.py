@@ -1,5 +1,7 @@
 """Which experts tokens meet: by definition, never silently fewer, and with gradients that finite differences confirm."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +19,16 @@ def moe(top_k=2, **router):
 
 
 def logits(seed=0, spread=2.0):
-    return spread * jax.random.normal(jax.random.key(seed), (B, S, E))
+    return jnp.asarray(spread * np.random.default_rng(seed).standard_normal((B, S, E), np.float32))
 
 
-def routed(config, logits_BSE, bias_E=None, there=None, **options):
-    there = jnp.ones((B, S), bool) if there is None else there
-    return route(config, logits_BSE, bias_E, there, BlockContext({}, there, **options))
+def routed(config, logits_BSE, bias_E=None, there=None):
+    return _routed(config, logits_BSE, bias_E, np.ones((B, S), bool) if there is None else there)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _routed(config, logits_BSE, bias_E, there):
+    return route(config, logits_BSE, bias_E, there, BlockContext({}, there))
 
 
 def test_mixtral_weights_are_a_softmax_over_the_chosen():
@@ -41,7 +47,7 @@ def test_without_normalising_weights_are_the_scores_of_all():
 def test_sigmoid_scores_and_groups_as_deepseek_v3_has_them():
     """Two of four groups, by the sum of their two best biased scores; the bias chooses, and does not weigh."""
     config = moe(top_k=3, scores="sigmoid", groups=4, top_groups=2, scale=2.5)
-    bias_E = jnp.linspace(-0.5, 0.5, E)
+    bias_E = np.linspace(-0.5, 0.5, E, dtype=np.float32)
     choice, _, _ = routed(config, logits(), bias_E)
     scores = np.asarray(jax.nn.sigmoid(logits()))
     for b in range(B):
@@ -104,7 +110,7 @@ def test_experts_that_choose_are_all_full():
 
 @pytest.mark.parametrize("router", ({}, {"capacity": 1.0}, {"choice": "expert"}), ids=str)
 def test_padding_meets_no_expert(router):
-    there = jnp.arange(S)[None].repeat(B, 0) < 10
+    there = np.arange(S)[None].repeat(B, 0) < 10
     choice, penalty, routing = routed(moe(**router), jnp.where(there[..., None], logits(), jnp.nan), there=there)
     assert np.all(choice.experts_BSK[~there] == E) and np.all(choice.weights_BSK[~there] == 0)
     assert routing.tokens == there.sum() and routing.unsound == 0
@@ -138,8 +144,8 @@ def test_balance_is_one_when_even_and_e_over_k_when_collapsed(over):
 )
 def test_gradients_by_finite_differences(router):
     """Of weights and of auxiliary losses, along directions that change nobody's choice."""
-    config, there = moe(**router), jnp.arange(S)[None].repeat(B, 0) < 13
-    mix_BSE = jax.random.normal(jax.random.key(7), (B, S, E))
+    config, there = moe(**router), np.arange(S)[None].repeat(B, 0) < 13
+    mix_BSE = logits(7, 1.0)
 
     def total(logits_BSE):
         choice, penalty, _ = routed(config, logits_BSE, there=there)

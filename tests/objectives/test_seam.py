@@ -93,7 +93,7 @@ def test_every_objective_can_be_named_in_a_config():
 
 
 def test_a_declaration_is_all_that_records_console_and_report_need(tmp_path, monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     program = tiny_program(1)
     stand_in = SimpleNamespace(config=program.config, mesh=SimpleNamespace(size=1), metrics=Weighted.metrics, objective=program.objective)
     run, seen = RunDirectory.create(tmp_path, "r"), []

@@ -13,7 +13,7 @@ from maxlm.config.loader import dump, saved_text
 from maxlm.config.schema import EmaConfig
 from maxlm.config.sections.branch_from import BranchFromConfig
 from maxlm.config.sections.objective import DpoConfig, NextTokenConfig, SftConfig
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.config.table import identity
 from maxlm.interop import averaging
 from maxlm.interop.averaging import average

@@ -124,7 +124,7 @@ class Records(list):
 @pytest.mark.parametrize("log_every", [1, 3])
 def test_tokens_and_speed_are_those_of_the_batches(monkeypatch, left_out, log_every):
     config = tiny_config(**ramped({"run": {"log_every": log_every}}))
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1e9)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1e9 / (16 * SEQ_LEN))
     clock = iter(range(1000))
     monkeypatch.setattr(meter.time, "monotonic", lambda: next(clock))
     program = SimpleNamespace(config=config, objective=build_objective(config), mesh=SimpleNamespace(size=1), metrics=())

@@ -14,7 +14,7 @@ from maxlm.objectives import build_objective
 from maxlm.telemetry.observer import Observers
 from maxlm.training import meter
 from maxlm.training.layer_figures import GRADIENT, RATIO
-from maxlm.training.layer_probe import ACTIVATION, ENTROPY, UPDATE, WEIGHT, first_rows, with_updates
+from maxlm.training.layer_probe import ACTIVATION, ENTROPY, UPDATE, WEIGHT, UpdateNorms, first_rows
 from maxlm.training.program import Program
 from maxlm.training.step import Metrics
 
@@ -148,7 +148,7 @@ def test_figures_are_in_the_record_of_their_step(monkeypatch, program):
         def on_event(self, event): ...
         def close(self): ...
 
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     config = Config.model_validate({**program.config.model_dump(mode="json"), "run": {"name": "r", "log_every": 4}})
     records = Records()
     observers = Observers([records])
@@ -165,6 +165,6 @@ def test_figures_are_in_the_record_of_their_step(monkeypatch, program):
     assert sorted(found) == [1, 4, 6]
     assert found[6][f"{UPDATE}_1"] == 2.0
     assert f"{WEIGHT}_1" not in found[4]
-    assert with_updates(values) == values
+    assert UpdateNorms().record(values) == values
     declared = {metric.name for metric in program.metrics}
     assert {ACTIVATION, ENTROPY, WEIGHT, UPDATE} < declared

@@ -13,7 +13,7 @@ from maxlm.checkpoint.tree_paths import named_leaves
 from maxlm.config import ConfigError, UserError, rules
 from maxlm.config.loader import dump
 from maxlm.config.schema import Config
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.models import abstract_parameters, bind
 from maxlm.models.counts import token_flops
 from maxlm.training.saved_run import SavedRun, open_run

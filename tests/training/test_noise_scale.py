@@ -92,24 +92,24 @@ def metrics_of(trace, square, tokens=64.0, parts=4):
 def test_both_are_averaged_before_they_are_divided():
     noise = NoiseScale(NoiseScaleConfig(updates=4))
     assert noise.figures == {}
-    noise.update(metrics_of(100.0, 2.0))
+    noise.update(1, Metrics(metrics_of(100.0, 2.0)))
     assert noise.figures == {"noise_scale": pytest.approx(50.0)}
-    noise.update(metrics_of(300.0, -1.0))
+    noise.update(1, Metrics(metrics_of(300.0, -1.0)))
     assert noise.figures == {"noise_scale": pytest.approx((0.75 * 100 + 300) / (0.75 * 2 - 1))}
     before = noise.figures
     for useless in (metrics_of(np.nan, 1.0), metrics_of(np.inf, 1.0), metrics_of(7.0, 1.0, parts=1)):
-        noise.update(useless)
+        noise.update(1, Metrics(useless))
     assert noise.figures == before
     again = NoiseScale(NoiseScaleConfig(updates=4), json.loads(json.dumps(noise.levels)))
     for one in (noise, again):
-        one.update(metrics_of(5.0, 9.0))
+        one.update(1, Metrics(metrics_of(5.0, 9.0)))
     assert again.figures == noise.figures
-    noise.update(metrics_of(5000.0, -20.0))
+    noise.update(1, Metrics(metrics_of(5000.0, -20.0)))
     assert noise.figures == {}, "the noise hides the gradient"
 
 
 def test_a_record_holds_the_scale_and_a_checkpoint_its_averages(monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
     config = tiny_config(train={"microbatches": 2, **MEASURED})
     program = SimpleNamespace(config=config, objective=build_objective(config), mesh=SimpleNamespace(size=1), metrics=())
     seen = []

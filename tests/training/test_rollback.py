@@ -108,7 +108,7 @@ class Events(list):
 
 @pytest.fixture(autouse=True)
 def no_flops(monkeypatch):
-    monkeypatch.setattr(meter, "step_flops", lambda config: 1.0)
+    monkeypatch.setattr(meter, "token_flops", lambda *_: 1.0)
 
 
 def run(folder, script, leave_out=(), events=None, stop=lambda step: None, init=None, copies=0):
@@ -150,7 +150,7 @@ def test_batch_numbers_are_those_not_left_out():
 def rolled_back(tmp_path_factory):
     """(folder, outcome, events, script) of a run with poison in batch 43: the spike is seen at update 48."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(meter, "step_flops", lambda config: 1.0)
+    patch.setattr(meter, "token_flops", lambda *_: 1.0)
     folder, script = tmp_path_factory.mktemp("rolled"), Script(poison=(43,))
     (folder / "config-until-45.yml").write_text("the settings until then")
     outcome, events = run(folder, script)

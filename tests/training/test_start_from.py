@@ -11,7 +11,7 @@ from tiny import first_state, run_steps, tiny_batch, tiny_config, tiny_program
 from maxlm.base.errors import UserError
 from maxlm.checkpoint import Checkpoints
 from maxlm.config.loader import dump
-from maxlm.config.sections.train import StartFromConfig
+from maxlm.config.sections.start_from import StartFromConfig
 from maxlm.memory.spaces import is_on_host
 from maxlm.parallel import build_mesh
 from maxlm.training.program import Program, build_program

@@ -37,4 +37,4 @@ def _problems(
         yield "train.branch_from", "set", rule, "use train.start_from"
 
 
-CAPABILITY = Capability(key="train.branch_from", rules=(_problems,))
+CAPABILITY = Capability(key="train.branch_from", rules=(_problems,), opening=("maxlm.training.start_from:BranchOff",))

@@ -123,5 +123,6 @@ CAPABILITY = Capability(
     key="memory.offload_state",
     rules=(excludes(ON_DEVICE, ", and memory.offload_state keeps it elsewhere"), _layers_on_host),
     state=_state,
+    needs=("maxlm.training.memory_needs:OffloadedState",),
     placement=("maxlm.training.offloaded:Offloaded", "maxlm.training.nvme_step:InFiles"),
 )
