@@ -118,6 +118,13 @@ def gradients_of(program: Program):
     return lambda params, model_state, batch: program.gradients(params, model_state, batch, program.objective.denominator(batch))
 
 
+def sums_and_gradients(program: Program):
+    """(figures of a batch, gradient of its mean loss) with `drawn_parameters`, as numpy; of models without state."""
+    with jax.set_mesh(program.mesh):
+        run = jax.jit(gradients_of(program), out_shardings=(None, program.state_shardings.params))
+        return jax.device_get(run(drawn_on(program), {}, jax.device_put(tiny_batch(), program.batch_sharding)))
+
+
 def run_steps(program: Program, steps: int, batches=tiny_batch, first: Callable[[Program], TrainState] = first_state):
     """(final state, [metrics of each step as numpy])."""
     state, seen = first(program), []

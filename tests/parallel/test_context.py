@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import drawn_on, gradients_of, run_steps, tiny_batch, tiny_program
+from tiny import run_steps, sums_and_gradients, tiny_program
 
 from maxlm.config import ConfigError
 from maxlm.config.sections.mesh import AXES
@@ -127,12 +127,6 @@ LAYOUTS = {
     "ulysses": {"mesh": {"fsdp": 2, "context": 2, "tensor": 2, "context_attention": "ulysses"}},
     "windows": {"mesh": {"fsdp": 2, "context": 4}, "model": {"layer_pattern": ["local", "global"], "window": 3}},
 }
-
-
-def sums_and_gradients(program):
-    with jax.set_mesh(program.mesh):
-        gradients = jax.jit(gradients_of(program))
-        return jax.device_get(gradients(drawn_on(program), {}, jax.device_put(tiny_batch(), program.batch_sharding)))
 
 
 @pytest.fixture(scope="module")
